@@ -1,0 +1,115 @@
+"""Typed access to the fields of a config file; every error names file and field."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.source import read_json
+
+MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
+MAX_LAYERS = 1024
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object read from `file`; `within` is its place in the file."""
+
+    file: Path
+    values: Mapping[str, Any]
+    within: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> "Fields":
+        return cls(file, read_json(file))
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {self.within}{name}: {problem}")
+
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value; null counts as absent."""
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise self.error(name, "is missing")
+        return default
+
+    def size(self, name: str, default: Any = REQUIRED, low: int = 1) -> int:
+        value = self.get(name, default)
+        top = MAX_LAYERS if "layer" in name else MAX_SIZE
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(name, f"want an integer, got {value!r}")
+        if not low <= value <= top:
+            raise self.error(name, f"want {low}..{top}, got {value}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"want true or false, got {value!r}")
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED) -> float:
+        return self._number(name, self.get(name, default))
+
+    def _number(self, name: str, value: Any) -> float:
+        if isinstance(value, dict):  # transformers 5: {"__float__": "Infinity"}
+            value = value.get("__float__")
+        if value in ("Infinity", "inf"):
+            return math.inf
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, f"want a number, got {value!r}")
+        if math.isnan(value):
+            raise self.error(name, "want a number, got NaN")
+        return float(value)
+
+    def positive(self, name: str, default: Any = REQUIRED) -> float:
+        value = self.number(name, default)
+        if not 0 < value < math.inf:
+            raise self.error(name, f"want a positive number, got {value}")
+        return value
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """A (low, high) pair; absent or null means no limits."""
+        value = self.get(name, (0.0, math.inf))
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise self.error(name, f"want [low, high], got {value!r}")
+        low, high = (self._number(name, v) for v in value)
+        if not 0 <= low <= high:
+            raise self.error(name, f"want 0 <= low <= high, got [{low}, {high}]")
+        return low, high
+
+    def choice(self, name: str, default: Any, allowed: tuple[Any, ...]) -> Any:
+        value = self.get(name, default)
+        if value not in allowed:
+            known = ", ".join(map(repr, allowed))
+            raise self.error(name, f"{value!r} is not supported (known: {known})")
+        return value
+
+    def object(self, name: str) -> "Fields":
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, f"want an object, got {value!r}")
+        return Fields(self.file, value, f"{self.within}{name}.")
+
+    def integers(self, name: str) -> list[int]:
+        value = self.get(name, [])
+        if not isinstance(value, list) or not all(
+            isinstance(i, int) and not isinstance(i, bool) for i in value
+        ):
+            raise self.error(name, f"want a list of integers, got {value!r}")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One id or a list of them; absent means none."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise self.error(name, f"want token ids, got {value!r}")
+        return tuple(i for i in ids if i >= 0)

@@ -1,0 +1,171 @@
+"""Reading the tensors of a PyTorch or safetensors checkpoint, one at a time."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+
+DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+}
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like, without its numbers."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint directory: every tensor's info, by name.
+
+    Attributes:
+      pickled: tensors of `.bin` files (memory-mapped), empty for safetensors.
+    """
+
+    directory: Path
+    tensors: Mapping[str, TensorInfo]
+    pickled: Mapping[str, Any]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes)."""
+        info = self.tensors[name]
+        if name in self.pickled:
+            return _from_torch(self.pickled[name])
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(info.file, framework="np") as opened:
+                return opened.get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{info.file}: {name}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; anything else is an error that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: want a JSON object, got {type(value).__name__}")
+    return value
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights: one, or the shards that an index names."""
+    for name in WEIGHT_FILES:
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            return [directory / name]
+        if index.is_file():
+            return _shards(index)
+    loose = sorted(directory.glob("*.safetensors"))
+    if len(loose) == 1:
+        return loose
+    names = " or ".join(WEIGHT_FILES)
+    raise CheckpointError(f"{directory}: no weights; want {names}, or their index")
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map: want a non-empty object")
+    shards = []
+    for name in dict.fromkeys(map(str, weight_map.values())):
+        if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
+            raise CheckpointError(
+                f"{index}: weight_map: {name!r} is not a weight file beside the index"
+            )
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index}: weight_map: shard {name} is missing")
+        shards.append(index.parent / name)
+    return shards
+
+
+def open_source(directory: Path) -> Source:
+    """List the tensors of a checkpoint directory; reads headers only."""
+    tensors: dict[str, TensorInfo] = {}
+    pickled: dict[str, Any] = {}
+    for file in weight_files(directory):
+        if file.suffix == ".bin":
+            loaded = _load_bin(file)
+            pickled |= loaded
+            found = {name: _torch_info(file, name, t) for name, t in loaded.items()}
+        else:
+            found = _safetensors_header(file)
+        if repeated := tensors.keys() & found.keys():
+            raise CheckpointError(f"{file}: {min(repeated)} is in another shard too")
+        tensors |= found
+    return Source(directory, tensors, pickled)
+
+
+def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    try:
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():
+                part = opened.get_slice(name)
+                dtype = part.get_dtype()
+                found[name] = TensorInfo(
+                    file, tuple(part.get_shape()), DTYPES.get(dtype, dtype)
+                )
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from (
+            error
+        )
+    return found
+
+
+def _load_bin(file: Path) -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file}: reading .bin files needs torch; pip install 'stree-jax[torch]', "
+            "or convert the file to safetensors"
+        ) from error
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise CheckpointError(f"{file}: refused by torch.load ({reason})") from e
+    if not isinstance(loaded, dict) or not all(
+        isinstance(name, str) and isinstance(t, torch.Tensor)
+        for name, t in loaded.items()
+    ):
+        raise CheckpointError(f"{file}: want a dictionary of named tensors")
+    return loaded
+
+
+def _torch_info(file: Path, name: str, tensor: Any) -> TensorInfo:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorInfo(file, tuple(tensor.shape), dtype)
+
+
+def _from_torch(tensor: Any) -> np.ndarray:
+    import ml_dtypes
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        bits = tensor.contiguous().view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    return tensor.numpy()

@@ -1,0 +1,277 @@
+"""Which source tensors make which parameter: one row per parameter, both ways."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.source import Source
+from stree_jax.models import ModelConfig, init_params
+
+FLOAT32_PARAMS = ("A_log", "dt_bias", "D")  # whatever the model's dtype
+
+Path = tuple[str, ...]
+How = Literal["copy", "concat", "swap", "conv"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a format names the parts of a model; `{i}` is its layer number.
+
+    Attributes:
+      layer: prefix of a layer; the names below continue it.
+      mixer_norm, mlp_norm: block norms.
+      mamba, attention, mlp: modules of each kind.
+      mlp_style: "gate_up" for separate gate_proj and up_proj, "input_linear" for
+        merged rows [gate; up], "fc" for merged rows [up; gate].
+    """
+
+    embedding: str
+    norm: str
+    layer: str
+    mixer_norm: str
+    mamba: str = ""
+    attention: str = ""
+    mlp_norm: str = ""
+    mlp: str = ""
+    mlp_style: Literal["gate_up", "input_linear", "fc"] = "gate_up"
+
+
+_LLAMA = Names(
+    embedding="model.embed_tokens",
+    norm="model.norm",
+    layer="model.layers.{i}.",
+    mixer_norm="input_layernorm",
+    attention="self_attn",
+    mlp_norm="post_attention_layernorm",
+    mlp="mlp",
+    mamba="mamba",
+)
+FORMATS = {
+    "mamba2": Names(
+        embedding="backbone.embeddings",
+        norm="backbone.norm_f",
+        layer="backbone.layers.{i}.",
+        mixer_norm="norm",
+        mamba="mixer",
+    ),
+    "native": Names(
+        embedding="backbone.embedding",
+        norm="backbone.norm_f",
+        layer="backbone.layers.{i}.",
+        mixer_norm="norm",
+        mamba="mixer",
+        mlp_norm="norm2",
+        mlp="mlp",
+        mlp_style="fc",
+    ),
+    "llama": _LLAMA,
+    "mambainllama": _LLAMA,
+    "granitemoehybrid": Names(
+        embedding="model.embed_tokens",
+        norm="model.norm",
+        layer="model.layers.{i}.",
+        mixer_norm="input_layernorm",
+        mamba="mamba",
+        attention="self_attn",
+        mlp_norm="post_attention_layernorm",
+        mlp="shared_mlp",
+        mlp_style="input_linear",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter and the source tensors it is made of.
+
+    Attributes:
+      path: of the parameter.
+      sources: names of the tensors.
+      how: "copy"; "concat" along axis 0; "swap" the halves of axis 0; "conv" drops the
+        middle axis of [C, 1, K].
+      sizes: rows of each source, for "concat".
+    """
+
+    path: Path
+    sources: tuple[str, ...]
+    how: How = "copy"
+    sizes: tuple[int, ...] = ()
+
+
+def param_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
+    """Shape of every parameter, by path: what `init_params` would make."""
+    tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {tuple(k.key for k in path): leaf.shape for path, leaf in flat}
+
+
+def rows_of(format: str, config: ModelConfig) -> list[Row]:
+    """The table of a checkpoint in `format`: a row for every parameter."""
+    shapes = param_shapes(config)
+    rows = [row for row in _candidates(FORMATS[format], config) if row.path in shapes]
+    assert {row.path for row in rows} == shapes.keys(), "a parameter without a row"
+    return rows
+
+
+def _candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
+    """Rows of all parameters that options may switch on."""
+    yield Row(("embedding",), (f"{names.embedding}.weight",))
+    yield Row(("lm_head",), ("lm_head.weight",))
+    yield Row(("norm", "scale"), (f"{names.norm}.weight",))
+    yield Row(("norm", "bias"), (f"{names.norm}.bias",))
+    number = -1
+    for j, kind in enumerate(config.layers):
+        ours = f"layers_{j}"
+        number += kind != "mlp"  # an MLP belongs to its mixer's layer
+        prefix = names.layer.format(i=number)
+        norm = names.mlp_norm if kind == "mlp" else names.mixer_norm
+        yield Row((ours, "norm", "scale"), (f"{prefix}{norm}.weight",))
+        yield Row((ours, "norm", "bias"), (f"{prefix}{norm}.bias",))
+        match kind:
+            case "mamba":
+                yield from _mamba_rows((ours, kind), prefix + names.mamba)
+            case "attention":
+                yield from _attention_rows(
+                    (ours, kind), prefix + names.attention, config
+                )
+            case "mlp":
+                yield from _mlp_rows((ours, kind), prefix + names.mlp, names, config)
+
+
+def _mamba_rows(ours: Path, theirs: str) -> Iterator[Row]:
+    for module, how in (("in_proj", "copy"), ("conv1d", "conv"), ("out_proj", "copy")):
+        weight = "conv_weight" if module == "conv1d" else module
+        bias = "conv_bias" if module == "conv1d" else f"{module}_bias"
+        yield Row((*ours, weight), (f"{theirs}.{module}.weight",), how)
+        yield Row((*ours, bias), (f"{theirs}.{module}.bias",))
+    for name in FLOAT32_PARAMS:
+        yield Row((*ours, name), (f"{theirs}.{name}",))
+    yield Row((*ours, "norm"), (f"{theirs}.norm.weight",))
+
+
+def _attention_rows(ours: Path, theirs: str, config: ModelConfig) -> Iterator[Row]:
+    c = config.attention
+    kv = c.num_kv_heads * c.head_dim
+    sizes = (c.num_heads * c.head_dim, kv, kv)
+    for ending, name in (("weight", ""), ("bias", "_bias")):
+        qkv = tuple(f"{theirs}.{letter}_proj.{ending}" for letter in "qkv")
+        yield Row((*ours, f"qkv{name}"), qkv, "concat", sizes)
+        yield Row((*ours, f"out{name}"), (f"{theirs}.o_proj.{ending}",))
+
+
+def _mlp_rows(
+    ours: Path, theirs: str, names: Names, config: ModelConfig
+) -> Iterator[Row]:
+    sizes = (config.mlp.d_hidden,) * 2
+    for ending, name in (("weight", ""), ("bias", "_bias")):
+        gate_up, down = (*ours, f"gate_up{name}"), (*ours, f"down{name}")
+        match names.mlp_style:
+            case "gate_up":
+                both = tuple(f"{theirs}.{w}_proj.{ending}" for w in ("gate", "up"))
+                yield Row(gate_up, both, "concat", sizes)
+                yield Row(down, (f"{theirs}.down_proj.{ending}",))
+            case "input_linear":
+                yield Row(gate_up, (f"{theirs}.input_linear.{ending}",))
+                yield Row(down, (f"{theirs}.output_linear.{ending}",))
+            case "fc":
+                yield Row(gate_up, (f"{theirs}.fc1.{ending}",), "swap")
+                yield Row(down, (f"{theirs}.fc2.{ending}",))
+
+
+def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of a row's source tensors, from the parameter's shape."""
+    match row.how:
+        case "concat":
+            return [(size, *shape[1:]) for size in row.sizes]
+        case "conv":
+            return [(shape[0], 1, shape[1])]
+        case _:
+            return [shape]
+
+
+def _swap(w: np.ndarray) -> np.ndarray:
+    return np.concatenate(np.split(w, 2)[::-1])
+
+
+def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
+    """A row's parameter from its source tensors."""
+    match row.how:
+        case "concat":
+            return np.concatenate(tensors)
+        case "swap":
+            return _swap(tensors[0])
+        case "conv":
+            return tensors[0][:, 0, :]
+        case _:
+            return tensors[0]
+
+
+def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
+    """A row's source tensors from its parameter, the inverse of `join`."""
+    match row.how:
+        case "concat":
+            parts = np.split(param, np.cumsum(row.sizes)[:-1])
+        case "swap":
+            parts = [_swap(param)]
+        case "conv":
+            parts = [param[:, None, :]]
+        case _:
+            parts = [param]
+    return dict(zip(row.sources, map(np.ascontiguousarray, parts), strict=True))
+
+
+def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
+    """Every tensor is there, has its shape and a float dtype, and none is left over."""
+    shapes, where = param_shapes(config), source.directory
+    expected = {}
+    for row in rows:
+        wanted = source_shapes(row, shapes[row.path])
+        expected |= dict(zip(row.sources, wanted, strict=True))
+    present = source.tensors
+    for name, shape in expected.items():
+        if name not in present:
+            raise CheckpointError(f"{where}: tensor {name} {list(shape)} is missing")
+        info = present[name]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: {name}: want shape {list(shape)} "
+                f"by config.json, got {list(info.shape)}"
+            )
+        if info.dtype not in ("float32", "float16", "bfloat16"):
+            raise CheckpointError(
+                f"{info.file}: {name}: dtype {info.dtype} is not supported "
+                "(want float32, bfloat16 or float16)"
+            )
+    for name in present.keys() - expected.keys():
+        tied_copy = name == "lm_head.weight" and config.tie_embeddings
+        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
+    if config.tie_embeddings and "lm_head.weight" in present:
+        embedding = next(r.sources[0] for r in rows if r.path == ("embedding",))
+        if not np.array_equal(source.read("lm_head.weight"), source.read(embedding)):
+            raise CheckpointError(
+                f"{where}: lm_head.weight differs from {embedding}, "
+                "but the config ties them"
+            )
+
+
+def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:
+    """A row's parameter in `dtype`, or float32 where that is the rule."""
+    param = join(row, [source.read(name) for name in row.sources])
+    return param.astype(np.float32 if row.path[-1] in FLOAT32_PARAMS else dtype)
+
+
+def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
+    """Parameters by path as the nested dictionary that the models take."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree

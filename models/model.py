@@ -1,0 +1,220 @@
+"""The hybrid stack and its pure functions: forward over a tree, commit, prefill."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from stree_jax.models.config import LayerKind, ModelConfig
+from stree_jax.models.layers import MLP, Attention, Mamba2Mixer, Norm, linear
+from stree_jax.models.nodes import Nodes, chain_nodes
+from stree_jax.models.state import (
+    LayerRecord,
+    LayerState,
+    Pending,
+    State,
+    commit,
+    init_state,
+)
+
+Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
+Records = tuple[LayerRecord, ...]
+
+
+class ResidualLayer(nn.Module):
+    """One pre-norm residual layer, h + f(norm(h)), f chosen by `kind`."""
+
+    config: ModelConfig
+    kind: LayerKind
+    dtype: Any
+
+    @nn.compact
+    def __call__(
+        self,
+        h: jax.Array,
+        nodes: Nodes,
+        state: LayerState,
+        record: LayerRecord,
+        rows: jax.Array | None,
+        pending: tuple[LayerRecord, jax.Array, jax.Array] | None,
+        length: jax.Array,
+    ) -> tuple[jax.Array, LayerRecord, LayerState]:
+        c = self.config
+        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(h)
+        args = (u, nodes, state, record, rows, pending)
+        match self.kind:
+            case "mamba":
+                mixer = Mamba2Mixer(c.mamba, self.dtype, name="mamba")
+                out, record, state = mixer(*args)
+            case "attention":
+                mixer = Attention(c.attention, self.dtype, name="attention")
+                out, record, state = mixer(*args, length)
+            case "mlp":
+                out = MLP(c.mlp, self.dtype, name="mlp")(u)
+        return h + c.residual_multiplier * out, record, state
+
+
+class LanguageModel(nn.Module):
+    """Embedding, residual layers, final norm, head."""
+
+    config: ModelConfig
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        c = self.config
+        init, shape = nn.initializers.normal(0.02), (c.vocab_size, c.d_model)
+        self.embedding = self.param("embedding", init, shape, self.dtype)
+        self.layers = [ResidualLayer(c, kind, self.dtype) for kind in c.layers]
+        self.norm = Norm(c.norm, c.norm_eps, self.dtype)
+        if not c.tie_embeddings:
+            self.lm_head = self.param("lm_head", init, shape, self.dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        nodes: Nodes,
+        state: State,
+        records: Records | None = None,
+        rows: jax.Array | None = None,
+        pending: Pending | None = None,
+    ) -> tuple[jax.Array, Records, State]:
+        """Hidden states of the nodes, see `forward_tree`."""
+        c = self.config
+        h = self.embedding[tokens].astype(jnp.float32) * c.embedding_multiplier
+        length = state.length if pending is None else state.length + pending.length
+        out_records, out_states = [], []
+        for i, layer in enumerate(self.layers):
+            last = None
+            if pending is not None:
+                last = (pending.records[i], pending.path, pending.length)
+            record = None if records is None else records[i]
+            h, record, layer_state = layer(
+                h, nodes, state.layers[i], record, rows, last, length
+            )
+            out_records.append(record)
+            out_states.append(layer_state)
+        return self.norm(h), tuple(out_records), State(tuple(out_states), length)
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] float32 of hidden states [..., d]."""
+        weight = self.embedding if self.config.tie_embeddings else self.lm_head
+        with jax.named_scope("head"):
+            return linear(hidden, weight) / self.config.logits_divisor
+
+    def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
+        """Touches every parameter, for `init`."""
+        return self.head(self(tokens, nodes, state)[0])
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
+    """Freshly initialised parameters.
+
+    `jax.eval_shape` of this is the table of every parameter's name, shape and dtype.
+    """
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    nodes = chain_nodes(1, 1, config.conv_taps)
+    state = init_state(config, 1, 1, dtype)
+    model = LanguageModel(config, dtype)
+    return model.init(key, tokens, nodes, state, method="init_all")["params"]
+
+
+def param_dtype(params: Params) -> Any:
+    """The dtype of weights, caches and records (SSM state is float32 always)."""
+    return params["embedding"].dtype
+
+
+def forward_hidden(
+    config: ModelConfig,
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    nodes: Nodes,
+    *,
+    records: Records | None = None,
+    rows: jax.Array | None = None,
+    pending: Pending | None = None,
+) -> tuple[jax.Array, Records, State]:
+    """Run the nodes of a tree in one packed pass.
+
+    Args:
+      state: committed tokens; not changed, except that `pending` is replayed.
+      tokens: [B, Tq] int32, tokens of the queried nodes.
+      nodes: topology of all T nodes.
+      records, rows: to add nodes level by level: records of the nodes so far and the
+        rows [Tq] of the new ones among T (rows >= T are dropped).
+      pending: last step's accepted path, replayed first (Algorithm 1).
+
+    Returns:
+      hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
+      state after `pending`.
+    """
+    model = LanguageModel(config, param_dtype(params))
+    return model.apply({"params": params}, tokens, nodes, state, records, rows, pending)
+
+
+def logits_of(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Logits [..., V] float32 of hidden states [..., d]."""
+    model = LanguageModel(config, param_dtype(params))
+    return model.apply({"params": params}, hidden, method="head")
+
+
+def forward_tree(
+    config: ModelConfig,
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    nodes: Nodes,
+) -> tuple[jax.Array, Records]:
+    """Logits [B, T, V] and records of a tree's nodes; `commit` takes the records."""
+    hidden, records, _ = forward_hidden(config, params, state, tokens, nodes)
+    return logits_of(config, params, hidden), records
+
+
+def extend(
+    config: ModelConfig,
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    length: jax.Array,
+) -> tuple[jax.Array, State]:
+    """Feed plain tokens: a chain whose first `length` nodes are all accepted.
+
+    Args:
+      tokens: [B, T] int32, padded on the right.
+      length: [B] int32, how many of them are real; 0 leaves a row as it was.
+
+    Returns:
+      hidden states [B, T, d] and the state after the tokens.
+    """
+    nodes = chain_nodes(*tokens.shape, config.conv_taps)
+    hidden, records, _ = forward_hidden(config, params, state, tokens, nodes)
+    path = nodes.depth  # row j of a chain is its j-th token
+    return hidden, commit(state, records, path, length)
+
+
+def prefill(
+    config: ModelConfig,
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    length: jax.Array,
+    chunk: int,
+) -> State:
+    """`extend` by prompts of any length, `chunk` tokens a pass.
+
+    The number of passes is data, so one program serves every length up to S.
+
+    Args:
+      tokens: [B, S] int32, padded on the right; S is a multiple of `chunk`.
+      length: [B] int32.
+    """
+
+    def one_chunk(i: jax.Array, state: State) -> State:
+        part = lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
+        here = jnp.clip(length - i * chunk, 0, chunk)
+        return extend(config, params, state, part, here)[1]
+
+    passes = (jnp.max(length) + chunk - 1) // chunk
+    return lax.fori_loop(0, passes, one_chunk, state)

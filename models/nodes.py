@@ -1,0 +1,82 @@
+"""The tables derived from a tree's `parents`, in one place, on host or device.
+
+`parents` [B, T] int32 lists each node's parent row, parents before children; -1 marks
+a child of the committed context (one for a tree, several for a forest).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Nodes:
+    """T tokens to be run in one pass and how they descend from each other.
+
+    Attributes:
+      mask: [B, T, T] bool, `mask[b, t, s]` iff s is t or an ancestor of t (L).
+      depth: [B, T] int32, edges from the first uncommitted ancestor.
+      window: [B, T, K] int32, rows of concat(conv window [K-1], nodes [T]) under the
+        taps of a K-tap convolution ending in each node.
+      causal: the nodes are one chain in row order, so SSM layers may go by chunks.
+    """
+
+    mask: jax.Array
+    depth: jax.Array
+    window: jax.Array
+    causal: bool = struct.field(pytree_node=False, default=False)
+
+
+def ancestors(parents: jax.Array, count: int) -> jax.Array:
+    """The `count` nearest ancestors of each node, itself first, -1 past the root.
+
+    Args:
+      parents: [B, T] int32.
+
+    Returns:
+      [B, T, count] int32.
+    """
+    batch, T = parents.shape
+    itself = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (batch, T))
+
+    def up(node: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        parent = jnp.take_along_axis(parents, jnp.maximum(node, 0), axis=1)
+        return jnp.where(node >= 0, parent, -1), node
+
+    _, table = jax.lax.scan(up, itself, length=count)
+    return jnp.moveaxis(table, 0, -1)
+
+
+def tree_nodes(parents: jax.Array, conv_taps: int) -> Nodes:
+    """Mask, depth and convolution windows of a tree or forest.
+
+    Args:
+      parents: [B, T] int32, see the module's docstring.
+      conv_taps: K.
+    """
+    T = parents.shape[1]
+    lineage = ancestors(parents, T)  # [B, T, T]
+    rows = jnp.arange(T, dtype=jnp.int32).reshape(1, 1, 1, T)
+    mask = (lineage[..., None] == rows).any(axis=2)
+    depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
+
+    K1 = conv_taps - 1
+    back = jnp.arange(conv_taps, dtype=jnp.int32).reshape(1, 1, -1)
+    nearest = ancestors(parents, conv_taps)
+    # The k-th ancestor; past the root, the (k - depth)-th last committed token.
+    window = jnp.where(nearest >= 0, K1 + nearest, K1 - (back - depth[..., None]))
+    return Nodes(mask, depth, window[..., ::-1])
+
+
+def chain_nodes(batch: int, T: int, conv_taps: int) -> Nodes:
+    """`tree_nodes` of one chain in row order, marked causal."""
+    row = jnp.arange(T, dtype=jnp.int32)
+    mask = row.reshape(1, T, 1) >= row.reshape(1, 1, T)
+    taps = jnp.arange(conv_taps, dtype=jnp.int32)
+    window = row.reshape(1, T, 1) + taps.reshape(1, 1, -1)
+    return Nodes(
+        mask=jnp.broadcast_to(mask, (batch, T, T)),
+        depth=jnp.broadcast_to(row[None], (batch, T)),
+        window=jnp.broadcast_to(window, (batch, T, conv_taps)),
+        causal=True,
+    )

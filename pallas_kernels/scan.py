@@ -1,0 +1,211 @@
+"""The masked scan of tree verification and the replay of an accepted path.
+
+Both work from four per-token inputs, in float32:
+
+    x  [B, T, H, P]   SSM input, after convolution
+    dt [B, T, H]      step size, after softplus and clamp (0 makes a token a no-op)
+    a  [B, T, H]      log decay, a = dt * A with A < 0
+    B  [B, T, G, N]   input projection; head h reads group h // (H / G)
+
+Products are written with the large operand on the left (`state`, weights), the form
+in which XLA:CPU streams it at memory speed.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+def _grouped(z: jax.Array, groups: int) -> jax.Array:
+    """[B, T, H, ...] -> [B, T, G, H/G, ...]."""
+    return z.reshape(*z.shape[:2], groups, z.shape[2] // groups, *z.shape[3:])
+
+
+def _split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """hi + lo == a, with 11-bit hi, so that sums of hi over a path stay exact."""
+    hi = lax.stop_gradient(lax.reduce_precision(a, exponent_bits=8, mantissa_bits=11))
+    return hi, a - hi
+
+
+def _path_sum(mask: jax.Array, a: jax.Array) -> jax.Array:
+    """sum over s of mask[t, s] * a[s]: [B, T, T], [B, T, H] -> [B, H, T]."""
+    mask = mask.astype(jnp.float32)
+    return jnp.einsum("bts,bsh->bht", mask, a, precision=_HIGHEST)
+
+
+def tree_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    h0: jax.Array,
+    mask: jax.Array,
+    rows: jax.Array | None = None,
+) -> jax.Array:
+    """Outputs of a linear recurrence along every path of a tree (STree, section 3).
+
+        Acum_t = sum_s L[t, s] a_s
+        y_t = exp(Acum_t) (C_t . h0)
+              + sum_s L[t, s] exp(Acum_t - Acum_s) dt_s (C_t . B_s) x_s + D x_t
+
+    With a lower-triangular mask this is the causal (SSD) form, with T = 1 a plain
+    decoding step. Any reflexive partial order is a valid mask.
+
+    Args:
+      x, dt, a, B: the T key tokens, see the module's legend.
+      C: [B, Tq, G, N], output projection of the queries.
+      D: [H], skip weight per head, or [H, P] per channel.
+      h0: [B, H, P, N] float32, state before the tree's root.
+      mask: [B, T, T] bool, `mask[b, t, s]` iff s is t or an ancestor of t.
+      rows: [Tq], which of the T tokens the queries are; None for all of them.
+
+    Returns:
+      y [B, Tq, H, P] float32.
+    """
+    G = B.shape[2]
+    x, dt, a, B, C = (z.astype(jnp.float32) for z in (x, dt, a, B, C))
+    hi, lo = (_path_sum(mask, part) for part in _split(a))  # [B, H, T] each
+    x_q, mask_q, hi_q, lo_q = x, mask, hi, lo
+    if rows is not None:
+        x_q, mask_q = x[:, rows], mask[:, rows]
+        hi_q, lo_q = hi[:, :, rows], lo[:, :, rows]
+
+    # The exponent is masked before exp: off the path it can be large and positive.
+    allowed = mask_q[:, None]  # [B, 1, Tq, T]
+    difference = (hi_q[..., None] - hi[:, :, None]) + (lo_q[..., None] - lo[:, :, None])
+    decay = jnp.where(allowed, jnp.exp(jnp.where(allowed, difference, 0.0)), 0.0)
+    weight = decay * dt.swapaxes(1, 2)[:, :, None]  # [B, H, Tq, T]
+
+    scores = jnp.einsum("btgn,bsgn->bgts", C, B, precision=_HIGHEST)
+    Bb, H, Tq, T = weight.shape
+    weight = weight.reshape(Bb, G, H // G, Tq, T) * scores[:, :, None]
+    y = jnp.einsum("bghts,bsghp->btghp", weight, _grouped(x, G), precision=_HIGHEST)
+
+    state = h0.reshape(Bb, G, -1, h0.shape[-1])  # [B, G, H/G * P, N]
+    carried = jnp.einsum("bgmn,btgn->bgmt", state, C, precision=_HIGHEST)
+    carried = carried.reshape(Bb, H, -1, Tq) * jnp.exp(hi_q + lo_q)[:, :, None]
+    skip = D.astype(jnp.float32).reshape(1, 1, H, -1) * x_q
+    return y.reshape(x_q.shape) + jnp.transpose(carried, (0, 3, 1, 2)) + skip
+
+
+def replay(
+    h0: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    B: jax.Array,
+    path: jax.Array,
+    length: jax.Array,
+) -> jax.Array:
+    """State after an accepted path, from the cached inputs of its tokens.
+
+        h = exp(sum_j a_j) h0 + sum_j exp(sum_{i > j} a_i) dt_j x_j (outer) B_j
+
+    One matmul over the path's M tokens, whatever the size of the tree.
+
+    Args:
+      h0: [B, H, P, N] float32, state before the path.
+      x, dt, a, B: the T candidate tokens, see the module's legend.
+      path: [B, M] int32, rows of the accepted tokens in order.
+      length: [B] int32, how many entries of `path` count; 0 returns h0.
+
+    Returns:
+      h [B, H, P, N] float32.
+    """
+    G = B.shape[2]
+    take = jax.vmap(lambda z, p: z[p])
+    x, dt, a, B = (take(z, path).astype(jnp.float32) for z in (x, dt, a, B))
+    valid = (jnp.arange(path.shape[1])[None] < length[:, None])[..., None]
+    dt, a = jnp.where(valid, dt, 0.0), jnp.where(valid, a, 0.0)
+    after = lax.cumsum(a[:, 1:], axis=1, reverse=True)  # sum over i > j
+    after = jnp.pad(after, ((0, 0), (0, 1), (0, 0)))
+    weighted = (jnp.exp(after) * dt)[..., None] * x  # [B, M, H, P]
+    added = jnp.einsum(
+        "bjghp,bjgn->bghpn", _grouped(weighted, G), B, precision=_HIGHEST
+    )
+    return jnp.exp(a.sum(axis=1))[..., None, None] * h0 + added.reshape(h0.shape)
+
+
+def replay_tree_scan(
+    h0: jax.Array,
+    replayed: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    path: jax.Array,
+    length: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    mask: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`replay` of the last step's path, then `tree_scan` of this step's tree.
+
+    Algorithm 1 of STree has this order so that the state is read and written once.
+
+    Args:
+      h0: [B, H, P, N] float32, state before the last step's path.
+      replayed: (x, dt, a, B) of the last step's tree.
+      path, length: the accepted path in it, as in `replay`.
+      x, dt, a, B, C, D, mask: this step's tree, as in `tree_scan`.
+
+    Returns:
+      y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
+    """
+    h = replay(h0, *replayed, path, length)
+    return tree_scan(x, dt, a, B, C, D, h, mask), h
+
+
+def chunk_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    h0: jax.Array,
+    chunk: int,
+) -> jax.Array:
+    """`tree_scan` with a causal mask, in time linear in T (SSD, Mamba2 section 6).
+
+    Every chunk is a causal `tree_scan` whose h0 is the state that `replay` of the
+    chunks before it gives; only that short recurrence over chunks is sequential.
+
+    Args:
+      x, dt, a, B, C, D, h0: as in `tree_scan`, Tq = T.
+      chunk: tokens per chunk; T need not be a multiple of it.
+
+    Returns:
+      y [B, T, H, P] float32.
+    """
+    batch, T = x.shape[:2]
+    pad = -T % chunk
+    n_chunks = (T + pad) // chunk
+
+    def chunked(z: jax.Array) -> jax.Array:  # [B, T, ...] -> [B * chunks, chunk, ...]
+        z = jnp.pad(z, ((0, 0), (0, pad)) + ((0, 0),) * (z.ndim - 2))
+        return z.reshape(batch * n_chunks, chunk, *z.shape[2:])
+
+    x, dt, a, B, C = (chunked(z) for z in (x, dt, a, B, C))
+    rows = jnp.broadcast_to(jnp.arange(chunk), (batch * n_chunks, chunk))
+    full = jnp.full((batch * n_chunks,), chunk)
+    zero = jnp.zeros((batch * n_chunks, *h0.shape[1:]), jnp.float32)
+    added = replay(zero, x, dt, a, B, rows, full)
+    added = added.reshape(batch, n_chunks, *h0.shape[1:]).swapaxes(0, 1)
+    kept = jnp.exp(a.astype(jnp.float32).sum(axis=1))
+    kept = kept.reshape(batch, n_chunks, -1).swapaxes(0, 1)[..., None, None]
+
+    def step(h, inputs):
+        kept, added = inputs
+        return kept * h + added, h
+
+    _, before = lax.scan(step, h0, (kept, added))
+    before = before.swapaxes(0, 1).reshape(batch * n_chunks, *h0.shape[1:])
+    causal = jnp.tril(jnp.ones((chunk, chunk), bool))
+    causal = jnp.broadcast_to(causal, (batch * n_chunks, chunk, chunk))
+    y = tree_scan(x, dt, a, B, C, D, before, causal)
+    return y.reshape(batch, n_chunks * chunk, *y.shape[2:])[:, :T]

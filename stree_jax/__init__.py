@@ -1,0 +1,19 @@
+"""Exact tree-based speculative decoding for state-space and hybrid models."""
+
+from stree_jax.checkpoint import CheckpointError as CheckpointError
+from stree_jax.checkpoint import Model as Model
+from stree_jax.checkpoint import load as load
+from stree_jax.checkpoint import save as save
+from stree_jax.decode import generate_tokens as generate_tokens
+from stree_jax.generate import Generation as Generation
+from stree_jax.generate import generate as generate
+from stree_jax.generate import stream as stream
+from stree_jax.score import score as score
+from stree_jax.score import score_tree as score_tree
+from stree_jax.tree import NAMED_TREES as NAMED_TREES
+from stree_jax.tree import Tree as Tree
+from stree_jax.tree import chain as chain
+from stree_jax.tree import full_tree as full_tree
+from stree_jax.tree import layered as layered
+from stree_jax.tree import make_tree as make_tree
+from stree_jax.version import __version__ as __version__

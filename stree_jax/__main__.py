@@ -1,0 +1,8 @@
+"""`python -m stree_jax` is the `stree-jax` command."""
+
+import sys
+
+from stree_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Loading, saving and describing models."""
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import struct
+
+from stree_jax.convert import CheckpointError as CheckpointError
+from stree_jax.convert import read_checkpoint, source_dtype
+from stree_jax.convert.configs import read_config
+from stree_jax.convert.source import open_source
+from stree_jax.convert.store import (
+    atomic_directory,
+    config_from_json,
+    dtype_named,
+    is_ours,
+    read_params,
+    write_directory,
+)
+from stree_jax.convert.tensors import FLOAT32_PARAMS, param_shapes
+from stree_jax.models import ModelConfig, init_state
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BUNDLED = {"demo": "target", "demo-drafter": "drafter"}
+HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.jinja", "merges.txt"]
+
+
+@struct.dataclass
+class Model:
+    """A model ready to run; a pytree whose only leaves are the parameters.
+
+    Attributes:
+      params: nested dictionary of arrays.
+      config: the architecture.
+      tokenizer: or None, where the checkpoint has no tokenizer.json.
+    """
+
+    params: Any
+    config: ModelConfig = struct.field(pytree_node=False)
+    tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
+
+
+def resolve(path_or_hub_id: str | Path) -> Path:
+    """The local directory of a model: a path, "demo", "demo-drafter" or a hub id.
+
+    Raises:
+      CheckpointError: it is nowhere to be found, or the hub cannot be reached.
+    """
+    name = str(path_or_hub_id)
+    if name in BUNDLED:
+        return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
+    path = Path(path_or_hub_id)
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such directory")
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{name}: no such directory, and not to be had from the hub ({reason})"
+        ) from error
+
+
+def load(path_or_hub_id: str | Path, dtype: Any = None) -> Model:
+    """Load a model from our own directory or a supported PyTorch/safetensors one.
+
+    Args:
+      path_or_hub_id: a directory, a Hugging Face hub id, or "demo" / "demo-drafter",
+        the bundled pair.
+      dtype: "float32" or "bfloat16" of the weights (A_log, dt_bias and D are float32
+        always); None keeps bfloat16 and makes float32 of anything else.
+
+    Raises:
+      CheckpointError: one line saying what is wrong and where.
+    """
+    directory = resolve(path_or_hub_id)
+    if is_ours(directory):
+        config, kept = config_from_json(directory / "config.json")
+        kept = kept if dtype is None else dtype_named(dtype)
+        params = read_params(directory, config, kept)
+    else:
+        config, params, _ = read_checkpoint(directory, dtype)
+    return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
+
+
+def read_tokenizer(directory: Path) -> "Tokenizer | None":
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust library raises plain Exception
+        raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
+
+
+def save(model: Model, dst: str | Path) -> None:
+    """Write a model as one of our directories, atomically; dst must not exist."""
+    dtype = dtype_named(model.params["embedding"].dtype)
+    with atomic_directory(Path(dst)) as temporary:
+        write_directory(temporary, model.config, dtype, model.params)
+        if model.tokenizer is not None:
+            model.tokenizer.save(str(temporary / "tokenizer.json"))
+
+
+def info(path_or_hub_id: str | Path) -> dict[str, Any]:
+    """What a checkpoint holds, from its config and headers; no weights are read."""
+    directory = resolve(path_or_hub_id)
+    if is_ours(directory):
+        format = "stree-jax"
+        config, dtype = config_from_json(directory / "config.json")
+    else:
+        source = open_source(directory)
+        format, config = read_config(directory, source.tensors)
+        dtype = source_dtype(source)
+    shapes = param_shapes(config)
+    kinds = ("mamba", "attention", "mlp")
+    counts = {kind: config.layers.count(kind) for kind in kinds}
+
+    def state_bytes(capacity: int) -> int:
+        state = jax.eval_shape(lambda: init_state(config, 1, capacity, dtype))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+    per_token = state_bytes(2) - state_bytes(1)
+    weights = sum(
+        int(np.prod(shape)) * (4 if path[-1] in FLOAT32_PARAMS else dtype.itemsize)
+        for path, shape in shapes.items()
+    )
+    return {
+        "path": str(directory),
+        "format": format,
+        "layers": {kind: n for kind, n in counts.items() if n},
+        "d_model": config.d_model,
+        "vocab_size": config.vocab_size,
+        "num_tokens": config.num_tokens,
+        "parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
+        "dtype": dtype.name,
+        "weight_bytes": weights,
+        "state_bytes_per_sequence": state_bytes(1) - per_token,
+        "cache_bytes_per_token": per_token,
+        "tied_head": config.tie_embeddings,
+        "stop_tokens": list(config.stop_tokens),
+        "tokenizer": (directory / "tokenizer.json").is_file(),
+    }

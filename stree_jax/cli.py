@@ -1,0 +1,315 @@
+"""The `stree-jax` command: thin, all logic is importable.
+
+Exit codes: 0 done, 1 `--compare` found a difference, 2 bad input (one line on stderr),
+130 interrupted.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stree_jax.version import __version__
+
+# Heavy imports stay inside the functions: `stree-jax --help` answers at once.
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stree-jax",
+        description="Exact tree-based speculative decoding for Mamba2 and hybrids.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    p = commands.add_parser("generate", help="continue a prompt")
+    p.add_argument("prompt", nargs="?", help="text; without it --file or stdin is read")
+    p.add_argument("--file", type=Path, help="read the prompt from a file")
+    add_pair_options(p)
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument(
+        "--compare",
+        action="store_true",
+        help="also decode plainly: check that the tokens are equal, report the speed-up",
+    )
+    p.set_defaults(run=run_generate)
+
+    p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
+    p.add_argument("src", help="checkpoint directory or hub id")
+    p.add_argument("dst", type=Path, help="directory to make; must not exist")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"])
+    p.set_defaults(run=run_convert)
+
+    p = commands.add_parser("export", help="a Hugging Face directory from a model")
+    p.add_argument("src", help="model directory")
+    p.add_argument("dst", type=Path, help="directory to make; must not exist")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"])
+    p.set_defaults(run=run_export)
+
+    p = commands.add_parser("info", help="what a checkpoint holds")
+    p.add_argument("path", help="directory, hub id, demo or demo-drafter")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=run_info)
+
+    p = commands.add_parser("train", help="train a small hybrid on text")
+    add_training_options(p)
+    p.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: train one")
+    p.add_argument("--vocab-size", type=int, default=2048)
+    p.set_defaults(run=run_train, steps=3600, learning_rate=2e-3)
+
+    p = commands.add_parser("distill", help="train a 2-layer Mamba2 drafter by KL")
+    p.add_argument("--target", required=True, help="model to imitate")
+    add_training_options(p)
+    p.set_defaults(run=run_distill, steps=2000, learning_rate=4e-3)
+
+    p = commands.add_parser("bench", help="measure this machine")
+    kinds = p.add_subparsers(dest="kind", required=True)
+    b = kinds.add_parser("decode", help="plain, chain and trees on real prompts")
+    add_pair_options(b)
+    b.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl[.gz]")
+    b.add_argument("--count", type=int, default=10, help="prompts per file")
+    b.add_argument("--max-new-tokens", type=int, default=128)
+    b.add_argument("--repeats", type=int, default=3)
+    b.add_argument("--arms", nargs="+", default=["chain:4", "A", "E"])
+    b.add_argument("--json", type=Path, help="also write the figures here")
+    b.set_defaults(run=run_bench)
+    b = kinds.add_parser("forward", help="time of one pass against its tokens T")
+    b.add_argument("--shape", default="mamba2-130m")
+    b.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 13, 16, 32, 64])
+    b.add_argument("--repeats", type=int, default=20)
+    b.add_argument("--json", type=Path, help="also write the figures here")
+    b.set_defaults(run=run_bench)
+    return parser
+
+
+def add_pair_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="demo", help="directory, hub id or demo")
+    p.add_argument(
+        "--drafter",
+        help="directory, hub id, demo or none; default: demo for the demo model",
+    )
+    p.add_argument("--tree", help="A..E or chain:N; default E")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+
+
+def add_training_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--text", type=Path, nargs="+", required=True, help="files or folders"
+    )
+    p.add_argument("--out", type=Path, required=True, help="Hugging Face directory")
+    p.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    p.add_argument("--steps", type=int)
+    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--length", type=int, default=256)
+    p.add_argument("--learning-rate", type=float)
+    p.add_argument("--seed", type=int, default=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is one line on stderr and exit code 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:  # CheckpointError is a ValueError
+        print(f"stree-jax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stree-jax: interrupted", file=sys.stderr)
+        return 130
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The target and, unless it is none, the drafter."""
+    from stree_jax.checkpoint import load
+
+    name = args.drafter or ("demo" if args.model == "demo" else "none")
+    if name == "none" and args.tree:
+        raise ValueError("--tree needs a drafter to fill it; give --drafter")
+    target = load(args.model, dtype=args.dtype)
+    if name == "none":
+        return target, None
+    drafter = load("demo-drafter" if name == "demo" else name, dtype=args.dtype)
+    return target, drafter
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None and args.file is not None:
+        raise ValueError("give the prompt as an argument or with --file, not both")
+    if args.file is not None:
+        try:
+            return args.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.file}: not UTF-8 text ({error.reason})") from error
+    return args.prompt if args.prompt is not None else sys.stdin.read()
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    from stree_jax.generate import generate, stream
+
+    prompt = read_prompt(args)
+    target, drafter = load_pair(args)
+    if target.tokenizer is None:
+        raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
+    options = {"max_new_tokens": args.max_new_tokens}
+    pair = {**options, "drafter": drafter, "tree": args.tree if drafter else None}
+    began = time.perf_counter()
+    if args.json:
+        result = generate(target, prompt, **pair)
+    else:
+        print(prompt, end="", flush=True)
+        shown = ""
+        for result in stream(target, prompt, **pair):
+            text = result.texts[0]
+            whole = text.rstrip("\ufffd")  # half a character waits for its other half
+            print(whole[len(shown) :], end="", flush=True)
+            shown = whole
+        print(result.texts[0][len(shown) :])
+    first_s = time.perf_counter() - began
+
+    report = figures(target, result)
+    equal = True
+    if args.compare:
+        timed = generate(target, prompt, **pair)  # compiled by now
+        generate(target, prompt, **options)
+        plain = generate(target, prompt, **options)
+        equal = plain.tokens == timed.tokens == result.tokens
+        report = figures(target, timed)
+        report["plain"] = figures(target, plain)
+        report["equal_to_plain"] = equal
+        report["speedup"] = plain.decode_s / timed.decode_s
+    report["first_run_s"] = first_s  # with compilation
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(closing_line(report))
+    return 0 if equal else 1
+
+
+def figures(target: Any, result: Any) -> dict[str, Any]:
+    """The report of a one-prompt generation."""
+    import jax
+
+    return {
+        "text": result.texts[0],
+        "tokens": result.tokens[0],
+        "finish_reason": result.finish_reasons[0],
+        "target_calls": int(result.target_calls[0]),
+        "acceptance_length": float(result.acceptance_length[0]),
+        "min_margin": float(result.min_margin[0]),
+        "tokens_per_s": float(result.lengths[0] / result.decode_s),
+        "prefill_s": result.prefill_s,
+        "decode_s": result.decode_s,
+        "dtype": str(target.params["embedding"].dtype),
+        "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def closing_line(report: dict[str, Any]) -> str:
+    line = (
+        f"[{len(report['tokens'])} tokens, {report['tokens_per_s']:.0f} tokens/s, "
+        f"tau {report['acceptance_length']:.2f}"
+    )
+    if "plain" in report:
+        verdict = "equal to" if report["equal_to_plain"] else "DIFFERS from"
+        line += (
+            f", {report['speedup']:.2f}x plain decoding "
+            f"({report['plain']['tokens_per_s']:.0f} tokens/s); "
+            f"text {verdict} plain decoding"
+        )
+        if not report["equal_to_plain"]:
+            line += f" (smallest top-2 margin {report['min_margin']:.2g})"
+    else:
+        line += f", {report['first_run_s']:.1f} s with compilation"
+    return line + "]"
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    from stree_jax.checkpoint import resolve
+    from stree_jax.convert import convert_checkpoint
+
+    convert_checkpoint(resolve(args.src), args.dst, dtype=args.dtype)
+    print(f"wrote {args.dst}", file=sys.stderr)
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from stree_jax.checkpoint import load
+    from stree_jax.convert.export import export_hf
+
+    model = load(args.src, dtype=args.dtype)
+    export_hf(model.config, model.params, model.tokenizer, args.dst)
+    print(f"wrote {args.dst}", file=sys.stderr)
+    return 0
+
+
+def run_info(args: argparse.Namespace) -> int:
+    from stree_jax.checkpoint import info
+
+    facts = info(args.path)
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")
+    return 0
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from stree_jax import recipe
+
+    recipe.train_target(
+        args.text,
+        args.out,
+        args.work,
+        train_config(args),
+        tokenizer=args.tokenizer,
+        vocab_size=args.vocab_size,
+    )
+    return 0
+
+
+def run_distill(args: argparse.Namespace) -> int:
+    from stree_jax import recipe
+
+    recipe.distill_drafter(
+        args.target, args.text, args.out, args.work, train_config(args)
+    )
+    return 0
+
+
+def train_config(args: argparse.Namespace) -> Any:
+    from stree_jax.train import TrainConfig
+
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    return TrainConfig(**{k: v for k, v in vars(args).items() if k in names})
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from stree_jax import bench
+
+    match args.kind:
+        case "decode":
+            target, drafter = load_pair(args)
+            if drafter is None:
+                raise ValueError("bench decode compares with a drafter; give --drafter")
+            report = bench.bench_decode(
+                target,
+                drafter,
+                bench.read_prompts(args.prompts, args.count),
+                arms=args.arms,
+                max_new_tokens=args.max_new_tokens,
+                repeats=args.repeats,
+            )
+            print(bench.decode_table(report))
+        case "forward":
+            report = bench.bench_forward(args.shape, args.sizes, args.repeats)
+            print(bench.forward_table(report))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+    return 0

@@ -1,0 +1,121 @@
+"""Logits of given tokens: along a sequence, or over a tree below a prefix."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax.checkpoint import Model
+from stree_jax.decode import PREFILL_CHUNK
+from stree_jax.models import (
+    ModelConfig,
+    State,
+    extend,
+    forward_tree,
+    init_state,
+    logits_of,
+    param_dtype,
+    prefill,
+)
+from stree_jax.tree import Tree, make_tree
+
+
+def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> jax.Array:
+    """`tokens` as int32 of `ndim` axes, every id below the vocabulary's size."""
+    table = np.asarray(tokens)
+    if table.size == 0:
+        table = table.astype(np.int32)
+    if table.ndim != ndim or not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(
+            f"{name}: want integers with {ndim} axes, got {table.dtype} {table.shape}"
+        )
+    if table.size and not 0 <= table.min() <= table.max() < config.vocab_size:
+        raise ValueError(
+            f"{name}: ids {table.min()}..{table.max()} "
+            f"are not all in the vocabulary 0..{config.vocab_size - 1}"
+        )
+    return jnp.asarray(table, jnp.int32)
+
+
+@partial(jax.jit, static_argnames="config")
+def _score(config: ModelConfig, params: Any, tokens: jax.Array) -> jax.Array:
+    batch, T = tokens.shape
+    chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
+    full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
+
+    def one_chunk(state: State, part: jax.Array) -> tuple[State, jax.Array]:
+        hidden, state = extend(config, params, state, part, full)
+        return state, logits_of(config, params, hidden)
+
+    empty = init_state(config, batch, T, param_dtype(params))
+    _, logits = lax.scan(one_chunk, empty, chunks)
+    return logits.swapaxes(0, 1).reshape(batch, T, -1)
+
+
+def score(model: Model, tokens: Any) -> jax.Array:
+    """Logits after every token of plain sequences.
+
+    Args:
+      tokens: [B, T] ints below the vocabulary size; T >= 1.
+
+    Returns:
+      [B, T, V] float32; row t holds the prediction of token t + 1.
+
+    Raises:
+      ValueError: tokens of another shape, or ids outside the vocabulary.
+    """
+    tokens = checked_tokens("tokens", tokens, model.config, 2)
+    T = tokens.shape[1]
+    if tokens.size == 0:
+        raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
+    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
+    return _score(model.config, model.params, padded)[:, :T]
+
+
+@partial(jax.jit, static_argnames="config")
+def _score_tree(
+    config: ModelConfig,
+    params: Any,
+    prefix: jax.Array,
+    length: jax.Array,
+    tokens: jax.Array,
+    tree: Tree,
+) -> jax.Array:
+    state = init_state(config, 1, prefix.shape[1], param_dtype(params))
+    state = prefill(config, params, state, prefix, length, PREFILL_CHUNK)
+    nodes = tree.nodes(1, config.conv_taps)
+    return forward_tree(config, params, state, tokens, nodes)[0][0]
+
+
+def score_tree(
+    model: Model, prefix: Any, tokens: Any, parents: Sequence[int]
+) -> jax.Array:
+    """Logits after every node of a token tree that continues a prefix.
+
+    Args:
+      prefix: [S] ints, the committed text; S may be 0.
+      tokens: [T] ints, the tree's tokens.
+      parents: [T] ints, parent row of each node, -1 for the root, parents first.
+
+    Returns:
+      [T, V] float32; row t equals the last row of scoring prefix + t's path.
+
+    Raises:
+      ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
+    """
+    prefix = checked_tokens("prefix", prefix, model.config, 1)
+    tokens = checked_tokens("tokens", tokens, model.config, 1)
+    tree = make_tree(parents)
+    if tokens.shape[0] != tree.size:
+        raise ValueError(
+            f"parents: {tree.size} nodes, but {tokens.shape[0]} tokens were given"
+        )
+    S = prefix.shape[0]
+    width = max(S + -S % PREFILL_CHUNK, PREFILL_CHUNK)
+    padded = jnp.pad(prefix, (0, width - S))[None]
+    length = jnp.full((1,), S, jnp.int32)
+    return _score_tree(model.config, model.params, padded, length, tokens[None], tree)

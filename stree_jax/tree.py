@@ -1,0 +1,212 @@
+"""Token-tree topologies: which drafted token continues which.
+
+A tree is `parents` [T]: node 0 is the root (the last token of the text so far), and
+every other node names an earlier row as its parent. Everything else is derived.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from stree_jax.models import Nodes, tree_nodes
+from stree_jax.models.nodes import ancestors
+
+
+@struct.dataclass
+class Tree:
+    """A static tree; trees of equal static sizes share compiled programs.
+
+    Attributes:
+      parents: [T] int32, parent row of each node; -1 for the root, node 0.
+      depth: M, edges on the longest path.
+      width: most nodes at one depth.
+      children: most children of one node.
+    """
+
+    parents: jax.Array
+    depth: int = struct.field(pytree_node=False)
+    width: int = struct.field(pytree_node=False)
+    children: int = struct.field(pytree_node=False)
+
+    @property
+    def size(self) -> int:
+        """T, nodes in the tree, the root included."""
+        return self.parents.shape[0]
+
+    def nodes(self, batch: int, conv_taps: int) -> Nodes:
+        """Mask, depth and convolution windows for a batch of rows."""
+        parents = jnp.broadcast_to(self.parents[None], (batch, self.size))
+        return tree_nodes(parents, conv_taps)
+
+    def drafted_nodes(self, batch: int, conv_taps: int) -> Nodes:
+        """The same without the root: a forest below a context that holds it.
+
+        Row 0 stays as an isolated node, so that rows keep their numbers.
+        """
+        below = jnp.where(self.parents == 0, -1, self.parents)
+        parents = jnp.broadcast_to(below[None], (batch, self.size))
+        return tree_nodes(parents, conv_taps)
+
+
+@struct.dataclass
+class Layout:
+    """How a tree is drafted depth by depth and walked (all derived from `parents`).
+
+    Attributes:
+      parents: [T] int32, the root's own row for the root.
+      depth: [T] int32.
+      levels: [M, W] int32, node rows at depth 1..M, padded with T.
+      slot: [T] int32, place of a node among those of its depth.
+      rank: [T] int32, place of a node among its siblings.
+      paths: [T, M + 1] int32, the nodes from the root to each node, padded with 0.
+    """
+
+    parents: jax.Array
+    depth: jax.Array
+    levels: jax.Array
+    slot: jax.Array
+    rank: jax.Array
+    paths: jax.Array
+
+
+def tree_layout(tree: Tree) -> Layout:
+    T = tree.size
+    row = jnp.arange(T, dtype=jnp.int32)
+    lineage = ancestors(tree.parents[None], tree.depth + 1)[0]
+    depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
+    earlier = row[:, None] > row[None]
+
+    def place(same: jax.Array) -> jax.Array:
+        return (same & earlier).sum(axis=-1, dtype=jnp.int32)
+
+    slot = place(depth[:, None] == depth[None])
+    rank = place(tree.parents[:, None] == tree.parents[None])
+    levels = jnp.full((tree.depth + 1, tree.width), T, jnp.int32)
+    levels = levels.at[depth, slot].set(row)[1:]
+    back = depth[:, None] - jnp.arange(tree.depth + 1, dtype=jnp.int32)[None]
+    paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
+    paths = jnp.where(back >= 0, paths, 0)
+    return Layout(jnp.maximum(tree.parents, 0), depth, levels, slot, rank, paths)
+
+
+def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
+    """A validated tree from its parents.
+
+    Args:
+      parents: [T] ints; parents[0] is -1, parents[t] in [0, t).
+
+    Raises:
+      ValueError: naming the first node that breaks the rule.
+    """
+    table = np.asarray(parents)
+    if table.ndim != 1 or table.size == 0:
+        raise ValueError(f"parents: want shape [T] with T >= 1, got {table.shape}")
+    if not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(f"parents: want integers, got {table.dtype}")
+    if table[0] != -1:
+        raise ValueError(f"parents[0]: the root's parent is -1, got {table[0]}")
+    for t, p in enumerate(table[1:].tolist(), start=1):
+        if p == -1:
+            raise ValueError(f"parents[{t}]: a second root; only node 0 has parent -1")
+        if p == t:
+            raise ValueError(f"parents[{t}]: node {t} is its own parent (a cycle)")
+        if not 0 <= p < len(table):
+            raise ValueError(f"parents[{t}]: no node {p} in a tree of {len(table)}")
+        if p > t:
+            raise ValueError(
+                f"parents[{t}]: parent {p} comes after its child; "
+                "order nodes parents first (a cycle cannot be so ordered)"
+            )
+    depth = np.zeros(len(table), int)
+    for t in range(1, len(table)):
+        depth[t] = depth[table[t]] + 1
+    children = np.bincount(table[1:]) if len(table) > 1 else np.zeros(1, int)
+    return Tree(
+        parents=jnp.asarray(table, jnp.int32),
+        depth=int(depth.max()),
+        width=int(np.bincount(depth)[1:].max(initial=1)),
+        children=int(children.max()),
+    )
+
+
+def chain(n: int) -> Tree:
+    """n drafted tokens in a row: n + 1 nodes (vanilla speculation)."""
+    if n < 0:
+        raise ValueError(f"chain: want n >= 0 drafted tokens, got {n}")
+    return make_tree(np.arange(-1, n))
+
+
+def full_tree(branching: int, depth: int) -> Tree:
+    """Every node above `depth` has `branching` children."""
+    if branching < 1 or depth < 0:
+        raise ValueError(
+            f"full_tree: want branching >= 1 and depth >= 0, got {branching}, {depth}"
+        )
+    parents, level = [-1], [0]
+    for _ in range(depth):
+        parents += [node for node in level for _ in range(branching)]
+        level = list(range(len(parents) - branching * len(level), len(parents)))
+    return make_tree(parents)
+
+
+def from_child_counts(levels: Sequence[Sequence[int]]) -> Tree:
+    """A tree from the number of children of each node, depth by depth.
+
+    `[[3], [2, 1, 0]]` is a root with three children of 2, 1 and 0 children.
+    """
+    parents, level = [-1], [0]
+    for counts in levels:
+        if len(counts) != len(level):
+            raise ValueError(
+                f"child counts: {len(counts)} for a level of {len(level)} nodes"
+            )
+        start = len(parents)
+        parents += [
+            node for node, n in zip(level, counts, strict=True) for _ in range(n)
+        ]
+        level = list(range(start, len(parents)))
+    return make_tree(parents)
+
+
+def layered(width: int, depth: int) -> Tree:
+    """`depth` layers of `width` nodes below the root, more children to better ranks.
+
+    The root has `width` children; in each layer the first node (the drafter's best
+    guess) gets all but one of the next layer's nodes and the second node the last.
+    """
+    if width < 1 or depth < 1:
+        raise ValueError(f"layered: want width and depth >= 1, got {width} and {depth}")
+    inner = [width] if width == 1 else [width - 1, 1] + [0] * (width - 2)
+    return from_child_counts([[width]] + [inner] * (depth - 1))
+
+
+# The static trees of STree's Table 3. The paper gives max width / depth / tokens; the
+# connectivity is ours: drafts are in order of rank, and better ranks get more children.
+NAMED_TREES = {
+    "A": layered(3, 4),  # 3/4/13: four layers of three
+    "B": from_child_counts(  # 16/3/29
+        [[6], [5, 4, 3, 2, 1, 1], [3, 1, 1, 1] + [0] * 12]
+    ),
+    "C": from_child_counts([[6], [3, 2, 1, 0, 0, 0], [2, 1, 0, 0, 0, 0]]),  # 6/3/16
+    "D": from_child_counts([[4], [2, 1, 0, 0], [2, 1, 0], [1, 1, 0]]),  # 4/4/13
+    "E": layered(3, 5),  # 3/5/16: A, one layer deeper
+}
+
+
+def resolve_tree(tree: "Tree | str | Sequence[int]") -> Tree:
+    """A tree from a tree, a name of `NAMED_TREES`, "chain:4", or a list of parents."""
+    if isinstance(tree, Tree):
+        return tree
+    if not isinstance(tree, str):
+        return make_tree(tree)
+    if tree in NAMED_TREES:
+        return NAMED_TREES[tree]
+    kind, _, size = tree.partition(":")
+    if kind == "chain" and size.isdecimal():
+        return chain(int(size))
+    raise ValueError(
+        f"tree: unknown name {tree!r}; known: {', '.join(NAMED_TREES)}, chain:N"
+    )
