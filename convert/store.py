@@ -70,6 +70,8 @@ def atomic_directory(dst: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o755)
+        for file in temporary.iterdir():
+            file.chmod(0o755 if file.is_dir() else 0o644)
         os.rename(temporary, dst)
     except OSError as error:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error

@@ -11,11 +11,14 @@ Products are written with the large operand on the left (`state`, weights), the 
 in which XLA:CPU streams it at memory speed.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
+_FORGOTTEN = -128.0  # exp of this and below is 0 in float32
 
 
 def _grouped(z: jax.Array, groups: int) -> jax.Array:
@@ -24,8 +27,14 @@ def _grouped(z: jax.Array, groups: int) -> jax.Array:
 
 
 def _split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """hi + lo == a, with 11-bit hi, so that sums of hi over a path stay exact."""
-    hi = lax.stop_gradient(lax.reduce_precision(a, exponent_bits=8, mantissa_bits=11))
+    """hi + lo == a [B, T, H], with sums of hi over any of the T tokens exact.
+
+    hi are multiples of one quantum; T of them stay below 2^24 quanta. The difference
+    of two path sums then cancels without loss, however large the sums are.
+    """
+    a = jnp.maximum(a, _FORGOTTEN)
+    quantum = -_FORGOTTEN * 2.0 ** (math.ceil(math.log2(a.shape[1])) - 24)
+    hi = lax.stop_gradient(jnp.round(a / quantum) * quantum)
     return hi, a - hi
 
 

@@ -1,6 +1,6 @@
 """A tiny hybrid model: trees against chains, commits against plain feeding."""
 
-from functools import partial
+from functools import cache, partial
 
 import chex
 import jax
@@ -36,6 +36,7 @@ from tests.reference import (
 )
 
 TOLERANCE = MODEL_TOLERANCE["float32"]
+assert_close = partial(assert_near, tolerance=TOLERANCE)
 BATCH, T, M, CAPACITY = 2, 8, 5, 64
 
 CONFIGS = {
@@ -71,7 +72,7 @@ CONFIGS = {
 class Model:
     """A config, loud random parameters, and its functions compiled once."""
 
-    def __init__(self, config):
+    def __init__(self, config, dtype):
         self.config = config
         rng = np.random.default_rng(0)
 
@@ -92,11 +93,9 @@ class Model:
                 value = 0.5 * noise
             return jnp.asarray(value, leaf.dtype)
 
-        shapes = jax.eval_shape(
-            lambda: init_params(config, jax.random.key(0), jnp.float32)
-        )
+        shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))
         self.params = jax.tree_util.tree_map_with_path(loud, shapes)
-        self.empty = init_state(config, BATCH, CAPACITY, jnp.float32)
+        self.empty = init_state(config, BATCH, CAPACITY, dtype)
         self.extend = partial(jax.jit(partial(extend, config)), self.params)
         self.forward = partial(jax.jit(partial(forward_hidden, config)), self.params)
         self.commit = jax.jit(commit)
@@ -115,10 +114,8 @@ class Model:
 
     def prefix(self, rng):
         """A state with 5 and 8 tokens committed."""
-        return self.feed(self.empty, [random_tokens(rng)[b, :n] for b, n in ROWS])[1]
-
-
-ROWS = list(enumerate((5, 8)))
+        tokens = random_tokens(rng)
+        return self.feed(self.empty, [tokens[0, :5], tokens[1]])[1]
 
 
 def random_tokens(rng, T=T):
@@ -155,14 +152,19 @@ def assert_same_state(actual, expected, tolerance=TOLERANCE):
             assert mine is None and other is None
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@cache
+def model_of(name, dtype="float32"):
+    return Model(CONFIGS[name], jnp.dtype(dtype))
+
+
+@pytest.fixture(params=CONFIGS)
 def model(request):
-    return Model(CONFIGS[request.param])
+    return model_of(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hybrid():
-    return Model(CONFIGS["mamba2 hybrid"])
+    return model_of("mamba2 hybrid")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -204,6 +206,26 @@ def test_commit_equals_feeding_the_accepted_tokens(model, seed):
             assert_row_unchanged(state, before, b)
 
 
+def test_bfloat16_nodes_and_commit():
+    """Records, caches and windows in bfloat16; the SSM state stays float32."""
+    model, tolerance = (
+        model_of("mamba2 hybrid", "bfloat16"),
+        MODEL_TOLERANCE["bfloat16"],
+    )
+    rng = np.random.default_rng(70)
+    state = model.prefix(rng)
+    parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+    hidden, records, _ = model.forward(state, tokens, model.nodes(parents))
+    for t in range(T):
+        paths = [tokens[b, path_to(parents[b], t)] for b in range(BATCH)]
+        assert_near(hidden[:, t], model.feed(state, paths)[0], tolerance)
+    path, length = random_accepted(rng, parents)
+    accepted = [tokens[b, path[b, : length[b]]] for b in range(BATCH)]
+    committed = model.commit(state, records, path, length)
+    chex.assert_trees_all_equal_dtypes(committed, state)
+    assert_same_state(committed, model.feed(state, accepted)[1], tolerance)
+
+
 def assert_row_unchanged(state, before, b):
     n = int(before.length[b])
     assert int(state.length[b]) == n
@@ -231,8 +253,7 @@ def test_pending_is_commit_then_forward(model):
         expected, expected_new, _ = model.forward(committed, tokens, nodes)
         assert_near(hidden, expected, TOLERANCE)
         assert_same_state(state, committed)
-        for mine, other in zip(jax.tree.leaves(new), jax.tree.leaves(expected_new)):
-            assert_near(mine, other, TOLERANCE)
+        jax.tree.map(assert_close, new, expected_new)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -257,8 +278,7 @@ def test_level_by_level_is_the_tree_in_one_pass(model, seed):
             out, mine, _ = model.forward(state, asked, nodes, records=mine, rows=rows)
             assert_near(out[:, real], hidden[:, rows[real]], TOLERANCE)
     chex.assert_trees_all_equal_shapes_and_dtypes(mine, records)
-    for found, other in zip(jax.tree.leaves(mine), jax.tree.leaves(records)):
-        assert_near(found, other, TOLERANCE)
+    jax.tree.map(assert_close, mine, records)
 
 
 def test_siblings_may_change_places(hybrid):
@@ -292,7 +312,7 @@ def test_prefill_by_any_chunk_is_one_pass(hybrid, monkeypatch):
         fill = jax.jit(partial(prefill, hybrid.config, chunk=chunk))
         return fill(hybrid.params, hybrid.empty, tokens, length)
 
-    whole = extend(hybrid.config, hybrid.params, hybrid.empty, tokens, length)[1]
+    whole = hybrid.extend(hybrid.empty, tokens, length)[1]
     assert_same_state(run(4), whole)
     assert_same_state(run(8), whole)
     monkeypatch.setattr(layers, "CHUNK", 7)
