@@ -21,6 +21,7 @@ from email.parser import Parser
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+
 from stree_jax.text import (
     END_OF_TEXT,
     encode_corpus,

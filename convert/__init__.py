@@ -13,11 +13,11 @@ from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
     DTYPES,
     atomic_directory,
-    copy_tokenizer,
     dtype_named,
     write_directory,
 )
 from stree_jax.convert.tensors import check_tensors, nest, read_param, rows_of
+from stree_jax.convert.tokenizer import copy_tokenizer, read_tokenizer
 from stree_jax.models import ModelConfig
 
 
@@ -85,6 +85,7 @@ def convert_checkpoint(
       CheckpointError: one line saying what is wrong and where; dst is not made.
     """
     with atomic_directory(dst) as temporary:
+        read_tokenizer(src)  # a bad one is refused before the weights are read
         config, params, kept = read_checkpoint(src, dtype, progress)
         write_directory(temporary, config, kept, params)
         copy_tokenizer(src, temporary)

@@ -1,15 +1,19 @@
 """From a checkpoint's config files to our `ModelConfig`, one function per format."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.fields import Fields
+from stree_jax.convert.fields import MAX_SIZE, Fields
 from stree_jax.convert.source import TensorInfo
 from stree_jax.convert.tensors import FORMATS
-from stree_jax.models import (
+from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.models.config import (
     AttentionConfig,
+    LayerKind,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -17,18 +21,21 @@ from stree_jax.models import (
 )
 
 Tensors = Mapping[str, TensorInfo]
+Layers = tuple[LayerKind, ...]
 SUPPORTED = (
     "state-spaces native Mamba2 (ssm_cfg), mamba2, llama, granitemoehybrid (dense), "
     "MambaInLlama (mamba_config.json)"
 )
+HF_TYPES = ("mamba2", "llama", "granitemoehybrid")
 MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
+MLP: LayerKind = "mlp"
 MAMBA_KINDS = ("mamba", "linear_attention")
 ATTENTION_KINDS = ("attention", "full_attention")
 
 
-def detect(directory: Path, fields: Fields) -> str:
+def detect(directory: Path, fields: Fields, tensors: Tensors) -> str:
     """The format of a checkpoint directory, by its config files."""
-    if "quantization_config" in fields.values:
+    if fields.get("quantization_config", None) is not None:
         raise fields.error("quantization_config", "quantized weights are not supported")
     if (directory / "mamba_config.json").is_file():
         return "mambainllama"
@@ -37,10 +44,13 @@ def detect(directory: Path, fields: Fields) -> str:
         return "native"
     if model_type in MAMBA1_TYPES:
         raise fields.error("model_type", f"{model_type} is Mamba-1; want Mamba2")
-    if not isinstance(model_type, str) or model_type not in FORMATS:
+    if model_type not in HF_TYPES:
         raise fields.error(
-            "model_type", f"{model_type!r} is not supported; known: {SUPPORTED}"
+            "model_type",
+            f"{reprlib.repr(model_type)} is not supported; known: {SUPPORTED}",
         )
+    if model_type == "mamba2" and "backbone.embedding.weight" in tensors:
+        return "mamba2-embedding"  # some files use the native spelling
     return model_type
 
 
@@ -51,10 +61,11 @@ def read_config(directory: Path, tensors: Tensors) -> tuple[str, ModelConfig]:
     over `vocab_size`: the configs of different formats are not consistent about them.
     """
     fields = Fields.read(directory / "config.json")
-    format = detect(directory, fields)
+    format = detect(directory, fields, tensors)
     parse: Callable[[Fields, Tensors], ModelConfig] = {
         "native": _native,
         "mamba2": _mamba2,
+        "mamba2-embedding": _mamba2,
         "llama": _llama,
         "mambainllama": _mambainllama,
         "granitemoehybrid": _granite,
@@ -65,21 +76,37 @@ def read_config(directory: Path, tensors: Tensors) -> tuple[str, ModelConfig]:
         raise
     except ValueError as error:
         raise CheckpointError(f"{fields.file}: {error}") from error
-    stops = config.stop_tokens
-    if not stops and (directory / "generation_config.json").is_file():
-        generation = Fields.read(directory / "generation_config.json")
-        stops = generation.token_ids("eos_token_id")
+    stops = _generation_stops(directory) or config.stop_tokens
+    if not stops and format == "native":  # its config has no field for them
+        stops = _endoftext(directory)
     return format, replace(config, stop_tokens=stops)
 
 
-def vocabulary(fields: Fields, tensors: Tensors, embedding: str) -> tuple[int, int]:
+def _generation_stops(directory: Path) -> tuple[int, ...]:
+    """What generation_config.json says: where it differs, it is the newer truth."""
+    file = directory / "generation_config.json"
+    return Fields.read(file).token_ids("eos_token_id") if file.is_file() else ()
+
+
+def _endoftext(directory: Path) -> tuple[int, ...]:
+    """The id of GPT-NeoX's end-of-text token, if tokenizer.json has it."""
+    tokenizer = read_tokenizer(directory)
+    found = tokenizer and tokenizer.token_to_id("<|endoftext|>")
+    return () if found is None else (found,)
+
+
+def vocabulary(fields: Fields, tensors: Tensors) -> tuple[int, int]:
     """Rows of the embedding, and how many of them are real tokens."""
-    name = f"{embedding}.weight"
-    if name not in tensors:
-        raise CheckpointError(f"{fields.file.parent}: tensor {name} is missing")
-    shape = tensors[name].shape
-    if len(shape) != 2:
-        raise CheckpointError(f"{tensors[name].file}: {name}: want [V, d], got {shape}")
+    names = [f"{names.embedding}.weight" for names in FORMATS.values()]
+    found = next((name for name in names if name in tensors), None)
+    if found is None:
+        known = ", ".join(dict.fromkeys(names))
+        raise CheckpointError(f"{fields.file.parent}: no embedding (want {known})")
+    shape = tensors[found].shape
+    if len(shape) != 2 or not 0 < shape[0] <= MAX_SIZE:
+        raise CheckpointError(
+            f"{tensors[found].file}: {found}: want shape [V, d], got {list(shape)}"
+        )
     return shape[0], min(fields.size("vocab_size", shape[0]), shape[0])
 
 
@@ -89,6 +116,11 @@ def divide(fields: Fields, name: str, whole: int, parts: int) -> int:
     return whole // parts
 
 
+def with_mlps(mixers: Layers) -> Layers:
+    """An MLP after every mixer."""
+    return tuple(kind for mixer in mixers for kind in (mixer, MLP))
+
+
 def _has(tensors: Tensors, ending: str) -> bool:
     return any(name.endswith(ending) for name in tensors)
 
@@ -96,21 +128,22 @@ def _has(tensors: Tensors, ending: str) -> bool:
 def rope(fields: Fields, head_dim: int) -> Rope:
     """Rotary embedding from either spelling: rope_parameters, or rope_theta and
     rope_scaling (whose `type` is an old name of `rope_type`)."""
-    spelled = (
-        "rope_parameters" if "rope_parameters" in fields.values else "rope_scaling"
-    )
-    scaling = fields.object(spelled)
-    theta = scaling.positive("rope_theta", fields.get("rope_theta", 10000.0))
+    newer = fields.get("rope_parameters", None) is not None
+    scaling = fields.object("rope_parameters" if newer else "rope_scaling")
+    theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10000.0))
     old_name = "rope_type" if "rope_type" in scaling.values else "type"
     kind = scaling.choice(old_name, "default", ("default", "llama3"))
-    partial = scaling.positive("partial_rotary_factor", 1.0)
-    dim = int(head_dim * partial)
+    scaling.choice("partial_rotary_factor", 1.0, (1.0,))  # the classes ignore others
+    if head_dim % 2:
+        raise fields.error("head_dim", f"rotary channels pair up; got {head_dim}")
     if kind == "default":
-        return Rope(theta, dim)
+        return Rope(theta, head_dim)
     names = ("factor", "low_freq_factor", "high_freq_factor")
     factor, low, high = (scaling.positive(name) for name in names)
+    if low >= high:
+        raise scaling.error("high_freq_factor", f"want more than {low}, got {high}")
     old = scaling.positive("original_max_position_embeddings")
-    return Rope(theta, dim, (factor, low, high, old))
+    return Rope(theta, head_dim, (factor, low, high, old))
 
 
 def _attention(fields: Fields, tensors: Tensors, d_model: int) -> AttentionConfig:
@@ -142,12 +175,13 @@ def _mamba2(fields: Fields, tensors: Tensors) -> ModelConfig:
         )
     fields.choice("hidden_act", "silu", ("silu", "swish"))
     eps = fields.positive("layer_norm_epsilon", 1e-5)
-    rows, _ = vocabulary(fields, tensors, FORMATS["mamba2"].embedding)
+    rows, _ = vocabulary(fields, tensors)
+    mixer: Layers = ("mamba",)
     return ModelConfig(
         vocab_size=rows,
         num_tokens=rows,
         d_model=d_model,
-        layers=("mamba",) * fields.size("num_hidden_layers", 64),
+        layers=mixer * fields.size("num_hidden_layers", 64),
         mamba=MambaConfig(
             num_heads=heads,
             head_dim=head_dim,
@@ -172,22 +206,28 @@ def _native(fields: Fields, tensors: Tensors) -> ModelConfig:
     ssm = fields.object("ssm_cfg")
     layer = ssm.get("layer", "Mamba1")
     if layer != "Mamba2":
-        raise ssm.error("layer", f"{layer!r} is not supported (want 'Mamba2')")
+        raise ssm.error(
+            "layer", f"{reprlib.repr(layer)} is not supported (want 'Mamba2')"
+        )
     if fields.integers("attn_layer_idx"):
         raise fields.error("attn_layer_idx", "attention layers are not supported yet")
     d_model = fields.size("d_model", 2560)
     d_mlp = fields.size("d_intermediate", 0, low=0)
     d_mlp += -d_mlp % 128
-    widened = ssm.positive("expand", 2) * d_model
-    d_ssm = ssm.size("d_ssm", int(widened))
+    widened = int(ssm.positive("expand", 2) * d_model)
+    d_ssm = ssm.size("d_ssm", widened)
+    if d_ssm > widened:
+        raise ssm.error("d_ssm", f"{d_ssm} is more than expand * d_model {widened}")
     head_dim = ssm.size("headdim", 64)
     heads = divide(ssm, "headdim", d_ssm, head_dim)
     groups = ssm.size("ngroups", 1)
     divide(ssm, "ngroups", heads, groups)
     norm_first = ssm.flag("norm_before_gate", False)
-    order = "norm_first" if norm_first else "gate_first"
-    rows, real = vocabulary(fields, tensors, FORMATS["native"].embedding)
-    block = ("mamba", "mlp") if d_mlp else ("mamba",)
+    order: Literal["norm_first", "gate_first"] = (
+        "norm_first" if norm_first else "gate_first"
+    )
+    rows, real = vocabulary(fields, tensors)
+    block: Layers = ("mamba", "mlp") if d_mlp else ("mamba",)
     return ModelConfig(
         vocab_size=rows,
         num_tokens=real,
@@ -199,7 +239,7 @@ def _native(fields: Fields, tensors: Tensors) -> ModelConfig:
             d_state=ssm.size("d_state", 128),
             n_groups=groups,
             d_conv=ssm.size("d_conv", 4),
-            d_mlp=int(widened) - d_ssm,
+            d_mlp=widened - d_ssm,
             norm=order if ssm.flag("rmsnorm", True) else None,
             norm_groups=groups,
             proj_in_bias=_has(tensors, "in_proj.bias"),
@@ -221,7 +261,7 @@ def _llama(fields: Fields, tensors: Tensors) -> ModelConfig:
     attention = _attention(fields, tensors, d_model)
     attention = replace(attention, rope=rope(fields, attention.head_dim))
     fields.choice("hidden_act", "silu", ("silu", "swish"))
-    rows, _ = vocabulary(fields, tensors, FORMATS["llama"].embedding)
+    rows, _ = vocabulary(fields, tensors)
     return ModelConfig(
         vocab_size=rows,
         num_tokens=rows,
@@ -264,8 +304,10 @@ def _mambainllama(fields: Fields, tensors: Tensors) -> ModelConfig:
     count = len(teacher.layers) // 2
     kept = mixer.integers("attn_layers")
     if not all(0 <= i < count for i in kept):
-        raise mixer.error("attn_layers", f"want numbers in 0..{count - 1}, got {kept}")
-    kinds = ["attention" if i in kept else "mamba" for i in range(count)]
+        raise mixer.error(
+            "attn_layers", f"want numbers in 0..{count - 1}, got {reprlib.repr(kept)}"
+        )
+    mixers: Layers = tuple("attention" if i in kept else "mamba" for i in range(count))
     mamba = MambaConfig(
         num_heads=heads,
         head_dim=d_state,
@@ -279,8 +321,7 @@ def _mambainllama(fields: Fields, tensors: Tensors) -> ModelConfig:
         conv_bias=_has(tensors, "conv1d.bias"),
         dt_limit=ssm.limits("dt_limit"),
     )
-    layers = tuple(kind for mixed in kinds for kind in (mixed, "mlp"))
-    return replace(teacher, layers=layers, mamba=mamba)
+    return replace(teacher, layers=with_mlps(mixers), mamba=mamba)
 
 
 def _granite(fields: Fields, tensors: Tensors) -> ModelConfig:
@@ -289,13 +330,14 @@ def _granite(fields: Fields, tensors: Tensors) -> ModelConfig:
         raise fields.error("num_local_experts", "experts are not supported yet")
     d_model = fields.size("hidden_size", 4096)
     count = fields.size("num_hidden_layers", 32)
-    named = "layer_types" if "layer_types" in fields.values else "layers_block_type"
+    newer = fields.get("layer_types", None) is not None
+    named = "layer_types" if newer else "layers_block_type"
     kinds = fields.get(named, ["mamba"] * count)
     if not isinstance(kinds, list) or len(kinds) != count:
         raise fields.error(named, f"want a list of {count} layer types")
     for kind in kinds:
         if kind not in MAMBA_KINDS + ATTENTION_KINDS:
-            raise fields.error(named, f"unknown layer type {kind!r}")
+            raise fields.error(named, f"unknown layer type {reprlib.repr(kind)}")
     attention = replace(
         _attention(fields, tensors, d_model),
         scale=fields.positive("attention_multiplier", 1.0),
@@ -304,21 +346,23 @@ def _granite(fields: Fields, tensors: Tensors) -> ModelConfig:
         attention = replace(attention, rope=rope(fields, attention.head_dim))
     fields.choice("hidden_act", "silu", ("silu", "swish"))
     eps = fields.positive("rms_norm_eps", 1e-6)
-    has_mamba = any(kind in MAMBA_KINDS for kind in kinds)
-    rows, _ = vocabulary(fields, tensors, FORMATS["granitemoehybrid"].embedding)
-    mixers = ["mamba" if kind in MAMBA_KINDS else "attention" for kind in kinds]
+    rows, _ = vocabulary(fields, tensors)
+    mamba = _granite_mamba(fields, tensors, d_model, eps)
+    mixers: Layers = tuple(
+        "mamba" if kind in MAMBA_KINDS else "attention" for kind in kinds
+    )
     return ModelConfig(
         vocab_size=rows,
         num_tokens=rows,
         d_model=d_model,
-        layers=tuple(kind for mixer in mixers for kind in (mixer, "mlp")),
-        mamba=_granite_mamba(fields, tensors, d_model, eps) if has_mamba else None,
+        layers=with_mlps(mixers),
+        mamba=mamba if "mamba" in mixers else None,
         attention=attention if "attention" in mixers else None,
         mlp=MLPConfig(fields.size("shared_intermediate_size", 1024)),
         norm_eps=eps,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        embedding_multiplier=fields.positive("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
         logits_divisor=fields.positive("logits_scaling", 1.0),
         stop_tokens=fields.token_ids("eos_token_id"),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.store import atomic_directory
 from stree_jax.convert.tensors import rows_of, split
-from stree_jax.models import ModelConfig
+from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
 
 
 def export_format(config: ModelConfig) -> str:
@@ -27,13 +27,13 @@ def export_format(config: ModelConfig) -> str:
         config.residual_multiplier,
         config.logits_divisor,
     )
-    plain = scales == (1.0, 1.0, 1.0) and config.attention is not None
-    if mixers == {"attention"} and plain and config.attention.scale is None:
+    plain = config.attention is not None and config.attention.scale is None
+    if mixers == {"attention"} and plain and scales == (1.0, 1.0, 1.0):
         return "llama"
     return "granitemoehybrid"
 
 
-def _require(config: ModelConfig, format: str, facts: dict[str, bool]) -> None:
+def _require(format: str, facts: dict[str, bool]) -> None:
     for name, holds in facts.items():
         if not holds:
             raise CheckpointError(f"{format} cannot express this model's {name}")
@@ -42,7 +42,7 @@ def _require(config: ModelConfig, format: str, facts: dict[str, bool]) -> None:
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json of the model, in the spelling of the hub (transformers 4)."""
     format = export_format(config)
-    _require(config, format, {"norm 'layer'": config.norm == "rms"})
+    _require(format, {"norm 'layer'": config.norm == "rms"})
     if config.mamba is not None:
         m = config.mamba
         facts = {
@@ -54,7 +54,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "biases": m.proj_in_bias == m.proj_out_bias,
             "d_inner": m.d_inner % config.d_model == 0,
         }
-        _require(config, format, facts)
+        _require(format, facts)
     common: dict[str, Any] = {
         "hidden_size": config.d_model,
         "vocab_size": config.vocab_size,
@@ -64,17 +64,16 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "pad_token_id": None,
         "eos_token_id": list(config.stop_tokens) or None,
     }
-    match format:
-        case "mamba2":
-            return common | _mamba2_json(config)
-        case "llama":
-            return common | _llama_json(config)
-        case _:
-            return common | _granite_json(config)
+    if format == "mamba2" and config.mamba is not None:
+        return common | _mamba2_json(config, config.mamba)
+    if config.mlp is None:
+        raise CheckpointError(f"{format} cannot express this model's lack of MLPs")
+    if format == "llama" and config.attention is not None:
+        return common | _llama_json(config, config.attention, config.mlp)
+    return common | _granite_json(config, config.mlp)
 
 
-def _mamba2_json(config: ModelConfig) -> dict[str, Any]:
-    m = config.mamba
+def _mamba2_json(config: ModelConfig, m: MambaConfig) -> dict[str, Any]:
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -92,16 +91,15 @@ def _mamba2_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _attention_json(config: ModelConfig, format: str) -> dict[str, Any]:
-    c = config.attention
-    _require(config, format, {"biases": c.qkv_bias == c.out_bias})
-    fields = {
+def _attention_json(format: str, c: AttentionConfig) -> dict[str, Any]:
+    _require(format, {"biases": c.qkv_bias == c.out_bias})
+    fields: dict[str, Any] = {
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "attention_bias": c.qkv_bias,
     }
     if c.rope is not None:
-        _require(config, format, {"partial rotary": c.rope.dim == c.head_dim})
+        _require(format, {"partial rotary": c.rope.dim == c.head_dim})
         fields["rope_theta"] = c.rope.theta
         if c.rope.llama3 is not None:
             factor, low, high, old = c.rope.llama3
@@ -115,33 +113,35 @@ def _attention_json(config: ModelConfig, format: str) -> dict[str, Any]:
     return fields
 
 
-def _llama_json(config: ModelConfig) -> dict[str, Any]:
-    _require(config, "llama", {"lack of rotary": config.attention.rope is not None})
+def _llama_json(
+    config: ModelConfig, c: AttentionConfig, mlp: MLPConfig
+) -> dict[str, Any]:
+    _require("llama", {"lack of rotary": c.rope is not None})
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": len(config.layers) // 2,
-        "head_dim": config.attention.head_dim,
-        "intermediate_size": config.mlp.d_hidden,
-        "mlp_bias": config.mlp.bias,
+        "head_dim": c.head_dim,
+        "intermediate_size": mlp.d_hidden,
+        "mlp_bias": mlp.bias,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        **_attention_json(config, "llama"),
+        **_attention_json("llama", c),
     }
 
 
-def _granite_json(config: ModelConfig) -> dict[str, Any]:
+def _granite_json(config: ModelConfig, mlp: MLPConfig) -> dict[str, Any]:
     format, mixers = "granitemoehybrid", config.layers[::2]
-    _require(config, format, {"MLP bias": not config.mlp.bias})
-    fields = {
+    _require(format, {"MLP bias": not mlp.bias})
+    fields: dict[str, Any] = {
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": format,
         "num_hidden_layers": len(mixers),
         "layer_types": list(mixers),
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
-        "shared_intermediate_size": config.mlp.d_hidden,
-        "intermediate_size": config.mlp.d_hidden,
+        "shared_intermediate_size": mlp.d_hidden,
+        "intermediate_size": mlp.d_hidden,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "embedding_multiplier": config.embedding_multiplier,
@@ -153,8 +153,8 @@ def _granite_json(config: ModelConfig) -> dict[str, Any]:
     if config.attention is not None:
         c = config.attention
         width = c.num_heads * c.head_dim == config.d_model
-        _require(config, format, {"head_dim": width})
-        fields |= _attention_json(config, format)
+        _require(format, {"head_dim": width})
+        fields |= _attention_json(format, c)
         fields["attention_multiplier"] = (
             c.head_dim**-0.5 if c.scale is None else c.scale
         )

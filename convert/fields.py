@@ -1,6 +1,7 @@
 """Typed access to the fields of a config file; every error names file and field."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from stree_jax.convert.source import read_json
 
 MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
 MAX_LAYERS = 1024
+MAX_TAPS = 64  # of the convolution, which is unrolled
+MAX_NUMBER = 1e30  # room to multiply in float32
 REQUIRED = object()
 
 
@@ -29,6 +32,9 @@ class Fields:
     def error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {self.within}{name}: {problem}")
 
+    def wants(self, name: str, wanted: str, value: Any) -> CheckpointError:
+        return self.error(name, f"want {wanted}, got {reprlib.repr(value)}")
+
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         """The value; null counts as absent."""
         value = self.values.get(name)
@@ -41,18 +47,17 @@ class Fields:
     def size(self, name: str, default: Any = REQUIRED, low: int = 1) -> int:
         value = self.get(name, default)
         top = MAX_LAYERS if "layer" in name else MAX_SIZE
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
+        top = MAX_TAPS if "conv" in name else top
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(name, f"want an integer, got {value!r}")
+            raise self.wants(name, "an integer", value)
         if not low <= value <= top:
-            raise self.error(name, f"want {low}..{top}, got {value}")
+            raise self.wants(name, f"{low}..{top}", value)
         return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.error(name, f"want true or false, got {value!r}")
+            raise self.wants(name, "true or false", value)
         return value
 
     def number(self, name: str, default: Any = REQUIRED) -> float:
@@ -64,22 +69,22 @@ class Fields:
         if value in ("Infinity", "inf"):
             return math.inf
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, f"want a number, got {value!r}")
-        if math.isnan(value):
-            raise self.error(name, "want a number, got NaN")
+            raise self.wants(name, "a number", value)
+        if math.isnan(value) or abs(value) > MAX_NUMBER and value != math.inf:
+            raise self.wants(name, "a number", value)
         return float(value)
 
     def positive(self, name: str, default: Any = REQUIRED) -> float:
         value = self.number(name, default)
         if not 0 < value < math.inf:
-            raise self.error(name, f"want a positive number, got {value}")
+            raise self.wants(name, "a positive number", value)
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
         """A (low, high) pair; absent or null means no limits."""
         value = self.get(name, (0.0, math.inf))
         if not isinstance(value, list | tuple) or len(value) != 2:
-            raise self.error(name, f"want [low, high], got {value!r}")
+            raise self.wants(name, "[low, high]", value)
         low, high = (self._number(name, v) for v in value)
         if not 0 <= low <= high:
             raise self.error(name, f"want 0 <= low <= high, got [{low}, {high}]")
@@ -89,13 +94,15 @@ class Fields:
         value = self.get(name, default)
         if value not in allowed:
             known = ", ".join(map(repr, allowed))
-            raise self.error(name, f"{value!r} is not supported (known: {known})")
+            raise self.error(
+                name, f"{reprlib.repr(value)} is not supported (known: {known})"
+            )
         return value
 
     def object(self, name: str) -> "Fields":
         value = self.get(name, {})
         if not isinstance(value, dict):
-            raise self.error(name, f"want an object, got {value!r}")
+            raise self.wants(name, "an object", value)
         return Fields(self.file, value, f"{self.within}{name}.")
 
     def integers(self, name: str) -> list[int]:
@@ -103,7 +110,7 @@ class Fields:
         if not isinstance(value, list) or not all(
             isinstance(i, int) and not isinstance(i, bool) for i in value
         ):
-            raise self.error(name, f"want a list of integers, got {value!r}")
+            raise self.wants(name, "a list of integers", value)
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
@@ -111,5 +118,5 @@ class Fields:
         value = self.get(name, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise self.error(name, f"want token ids, got {value!r}")
+            raise self.wants(name, "token ids", value)
         return tuple(i for i in ids if i >= 0)

@@ -1,7 +1,7 @@
 """Reading the tensors of a PyTorch or safetensors checkpoint, one at a time."""
 
 import json
-import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,7 @@ def _shards(index: Path) -> list[Path]:
                 f"{index}: weight_map: {name!r} is not a weight file beside the index"
             )
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index}: weight_map: shard {name} is missing")
+            raise CheckpointError(f"{index}: weight_map: shard {name!r} is missing")
         shards.append(index.parent / name)
     return shards
 
@@ -144,10 +144,11 @@ def _load_bin(file: Path) -> dict[str, Any]:
             "or convert the file to safetensors"
         ) from error
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise CheckpointError(f"{file}: refused by torch.load ({reason})") from e
+        zipped = zipfile.is_zipfile(file)  # torch before 1.6 wrote plain pickles
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{file}: refused by torch.load ({reason})") from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(t, torch.Tensor)
         for name, t in loaded.items()
@@ -157,7 +158,13 @@ def _load_bin(file: Path) -> dict[str, Any]:
 
 
 def _torch_info(file: Path, name: str, tensor: Any) -> TensorInfo:
+    """Refuses a tensor that is not a plain array or claims more than its file holds."""
+    import torch
+
     dtype = str(tensor.dtype).removeprefix("torch.")
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.numel() * tensor.element_size() > file.stat().st_size:
+        raise CheckpointError(f"{file}: {name}: not a plain, whole tensor")
     return TensorInfo(file, tuple(tensor.shape), dtype)
 
 
@@ -165,6 +172,7 @@ def _from_torch(tensor: Any) -> np.ndarray:
     import ml_dtypes
     import torch
 
+    tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         bits = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)

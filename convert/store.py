@@ -4,12 +4,13 @@ import dataclasses
 import json
 import math
 import os
+import reprlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +18,15 @@ import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.fields import MAX_LAYERS, MAX_SIZE, MAX_TAPS
 from stree_jax.convert.source import read_json
 from stree_jax.convert.tensors import FLOAT32_PARAMS, nest, param_shapes
 from stree_jax.convert.tensors import Path as ParamPath
-from stree_jax.models import (
-    AttentionConfig,
-    MambaConfig,
-    MLPConfig,
-    ModelConfig,
-    Rope,
-)
+from stree_jax.models import ModelConfig
 
 FORMAT, VERSION = "stree-jax", 1
+MAX_ITEMS = 2 * MAX_LAYERS  # of a list; a layer is a mixer and an MLP
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 def dtype_named(dtype: Any) -> np.dtype:
@@ -109,29 +97,46 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
             f"{file}: version: want {VERSION}, got {values.get('version')!r}"
         )
     try:
-        model = dict(values["model"])
-        if model.get("attention") is not None:
-            attention = dict(model["attention"])
-            if attention.get("rope") is not None:
-                attention["rope"] = _build(Rope, attention["rope"])
-            model["attention"] = _build(AttentionConfig, attention)
-        for name, kind in (("mamba", MambaConfig), ("mlp", MLPConfig)):
-            if model.get(name) is not None:
-                model[name] = _build(kind, model[name])
-        return _build(ModelConfig, model), dtype_named(values["dtype"])
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: model: not a model config ({error})") from error
+        config = _typed(ModelConfig, values.get("model"), "model")
+        if config.conv_taps > MAX_TAPS:
+            raise ValueError(f"model.mamba.d_conv: {config.conv_taps} does not fit")
+        param_shapes(config)  # sizes that fit no parameter are found here
+        return config, dtype_named(values.get("dtype"))
+    except (ArithmeticError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{file}: not a model config ({reason})") from error
 
 
-def _build(kind: Any, values: dict[str, Any]) -> Any:
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(plain(v) for v in value)
-        return math.inf if value == "inf" else value
-
-    return kind(**{name: plain(value) for name, value in values.items()})
+def _typed(hint: Any, value: Any, name: str) -> Any:
+    """A JSON value as the type of a config's field; raises ValueError, naming it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if type(None) in args:
+        return None if value is None else _typed(args[0], value, name)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints = get_type_hints(hint)
+        if unknown := value.keys() - hints.keys():
+            raise ValueError(f"{name}.{min(unknown)}: unknown field")
+        typed = {k: _typed(hints[k], v, f"{name}.{k}") for k, v in value.items()}
+        return cast(Any, hint)(**typed)
+    if origin is tuple and isinstance(value, list) and len(value) <= MAX_ITEMS:
+        if args[-1] is Ellipsis:
+            args = args[:1] * len(value)
+        return tuple(
+            _typed(arg, v, f"{name}[{i}]")
+            for i, (arg, v) in enumerate(zip(args, value, strict=True))
+        )
+    if hint is float and value == "inf":
+        return math.inf
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and number:
+        return float(value)
+    if hint is int and type(value) is int and 0 <= value <= MAX_SIZE:
+        return value
+    if (hint is bool and isinstance(value, bool)) or (
+        origin is Literal and value in args
+    ):
+        return value
+    raise ValueError(f"{name}: {reprlib.repr(value)} does not fit")
 
 
 def write_directory(
@@ -140,17 +145,37 @@ def write_directory(
     """Write config.json and params/ into an existing empty directory."""
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory.absolute() / "params", params)
-        checkpointer.wait_until_finished()
-    text = json.dumps(config_to_json(config, dtype), indent=1)
-    (directory / "config.json").write_text(text + "\n")
+    folder = directory.absolute() / "params"
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder, params)
+            checkpointer.wait_until_finished()
+    except Exception as error:  # orbax and tensorstore raise many kinds
+        raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
+    values = config_to_json(config, dtype) | {"files": _sizes(folder)}
+    (directory / "config.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
-def copy_tokenizer(src: Path, dst: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (src / name).is_file():
-            shutil.copyfile(src / name, dst / name)
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below a folder, by relative path."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+
+
+def _check_files(directory: Path) -> None:
+    """Every file of params/ has the size it was written with.
+
+    A half-copied directory is told by this, before orbax starts on it.
+    """
+    folder, config = directory / "params", directory / "config.json"
+    found, wanted = _sizes(folder), read_json(config).get("files")
+    if not isinstance(wanted, dict) or not wanted:
+        raise CheckpointError(f"{config}: files: want the sizes of the files in params")
+    for name, size in wanted.items():
+        if found.get(name) != size:
+            raise CheckpointError(
+                f"{folder / name}: want {size} bytes, got {found.get(name, 'no file')}"
+            )
 
 
 def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
@@ -165,12 +190,30 @@ def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
 
     shapes = param_shapes(config)
     wanted = nest({path: abstract(path, shape) for path, shape in shapes.items()})
-    params = directory.absolute() / "params"
-    if not params.is_dir():
-        raise CheckpointError(f"{params}: no such directory")
+    folder = directory.absolute() / "params"
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such directory")
+    _check_files(directory)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(params, wanted)
+            stored = checkpointer.metadata(folder).item_metadata.tree
+            _check_shapes(folder, shapes, stored)
+            return checkpointer.restore(folder, wanted)
+    except CheckpointError:
+        raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise CheckpointError(f"{params}: cannot be restored ({reason})") from error
+        raise CheckpointError(f"{folder}: cannot be restored ({reason})") from error
+
+
+def _check_shapes(
+    folder: Path, wanted: Mapping[ParamPath, tuple[int, ...]], stored: Any
+) -> None:
+    leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
+    found = {tuple(k.key for k in path): tuple(leaf.shape) for path, leaf in leaves}
+    for path in wanted.keys() | found.keys():
+        if found.get(path) != wanted.get(path):
+            raise CheckpointError(
+                f"{folder}: {'/'.join(path)}: want shape {wanted.get(path)} "
+                f"by config.json, got {found.get(path)}"
+            )

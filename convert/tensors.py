@@ -1,7 +1,9 @@
 """Which source tensors make which parameter: one row per parameter, both ways."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
-from stree_jax.models import ModelConfig, init_params
+from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, init_params
 
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D")  # whatever the model's dtype
 
@@ -41,6 +43,13 @@ class Names:
     mlp_style: Literal["gate_up", "input_linear", "fc"] = "gate_up"
 
 
+_MAMBA2 = Names(
+    embedding="backbone.embeddings",
+    norm="backbone.norm_f",
+    layer="backbone.layers.{i}.",
+    mixer_norm="norm",
+    mamba="mixer",
+)
 _LLAMA = Names(
     embedding="model.embed_tokens",
     norm="model.norm",
@@ -52,19 +61,11 @@ _LLAMA = Names(
     mamba="mamba",
 )
 FORMATS = {
-    "mamba2": Names(
-        embedding="backbone.embeddings",
-        norm="backbone.norm_f",
-        layer="backbone.layers.{i}.",
-        mixer_norm="norm",
-        mamba="mixer",
-    ),
-    "native": Names(
+    "mamba2": _MAMBA2,
+    "mamba2-embedding": replace(_MAMBA2, embedding="backbone.embedding"),
+    "native": replace(
+        _MAMBA2,
         embedding="backbone.embedding",
-        norm="backbone.norm_f",
-        layer="backbone.layers.{i}.",
-        mixer_norm="norm",
-        mamba="mixer",
         mlp_norm="norm2",
         mlp="mlp",
         mlp_style="fc",
@@ -103,11 +104,28 @@ class Row:
     sizes: tuple[int, ...] = ()
 
 
-def param_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
-    """Shape of every parameter, by path: what `init_params` would make."""
-    tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {tuple(k.key for k in path): leaf.shape for path, leaf in flat}
+@cache
+def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
+    """Shape of every parameter, by path: what `init_params` would make.
+
+    Layers of a kind are alike, so one of each is traced, however deep the model is.
+    """
+    kinds = tuple(dict.fromkeys(config.layers))
+    one = replace(config, layers=kinds)
+    tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
+    flat = {
+        tuple(k.key for k in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    traced = {f"layers_{i}": kind for i, kind in enumerate(kinds)}
+    shapes = {path: shape for path, shape in flat.items() if path[0] not in traced}
+    for j, kind in enumerate(config.layers):
+        shapes |= {
+            (f"layers_{j}", *path[1:]): shape
+            for path, shape in flat.items()
+            if traced.get(path[0]) == kind
+        }
+    return MappingProxyType(shapes)
 
 
 def rows_of(format: str, config: ModelConfig) -> list[Row]:
@@ -132,19 +150,18 @@ def _candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
         norm = names.mlp_norm if kind == "mlp" else names.mixer_norm
         yield Row((ours, "norm", "scale"), (f"{prefix}{norm}.weight",))
         yield Row((ours, "norm", "bias"), (f"{prefix}{norm}.bias",))
-        match kind:
-            case "mamba":
-                yield from _mamba_rows((ours, kind), prefix + names.mamba)
-            case "attention":
-                yield from _attention_rows(
-                    (ours, kind), prefix + names.attention, config
-                )
-            case "mlp":
-                yield from _mlp_rows((ours, kind), prefix + names.mlp, names, config)
+        path = (ours, kind)
+        if kind == "mamba":
+            yield from _mamba_rows(path, prefix + names.mamba)
+        elif kind == "attention" and config.attention is not None:
+            yield from _attention_rows(path, prefix + names.attention, config.attention)
+        elif kind == "mlp" and config.mlp is not None:
+            yield from _mlp_rows(path, prefix + names.mlp, names, config.mlp)
 
 
 def _mamba_rows(ours: Path, theirs: str) -> Iterator[Row]:
-    for module, how in (("in_proj", "copy"), ("conv1d", "conv"), ("out_proj", "copy")):
+    for module in ("in_proj", "conv1d", "out_proj"):
+        how: How = "conv" if module == "conv1d" else "copy"
         weight = "conv_weight" if module == "conv1d" else module
         bias = "conv_bias" if module == "conv1d" else f"{module}_bias"
         yield Row((*ours, weight), (f"{theirs}.{module}.weight",), how)
@@ -154,8 +171,7 @@ def _mamba_rows(ours: Path, theirs: str) -> Iterator[Row]:
     yield Row((*ours, "norm"), (f"{theirs}.norm.weight",))
 
 
-def _attention_rows(ours: Path, theirs: str, config: ModelConfig) -> Iterator[Row]:
-    c = config.attention
+def _attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
     kv = c.num_kv_heads * c.head_dim
     sizes = (c.num_heads * c.head_dim, kv, kv)
     for ending, name in (("weight", ""), ("bias", "_bias")):
@@ -164,10 +180,8 @@ def _attention_rows(ours: Path, theirs: str, config: ModelConfig) -> Iterator[Ro
         yield Row((*ours, f"out{name}"), (f"{theirs}.o_proj.{ending}",))
 
 
-def _mlp_rows(
-    ours: Path, theirs: str, names: Names, config: ModelConfig
-) -> Iterator[Row]:
-    sizes = (config.mlp.d_hidden,) * 2
+def _mlp_rows(ours: Path, theirs: str, names: Names, c: MLPConfig) -> Iterator[Row]:
+    sizes = (c.d_hidden,) * 2
     for ending, name in (("weight", ""), ("bias", "_bias")):
         gate_up, down = (*ours, f"gate_up{name}"), (*ours, f"down{name}")
         match names.mlp_style:
@@ -228,7 +242,7 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
 def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
     """Every tensor is there, has its shape and a float dtype, and none is left over."""
     shapes, where = param_shapes(config), source.directory
-    expected = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for row in rows:
         wanted = source_shapes(row, shapes[row.path])
         expected |= dict(zip(row.sources, wanted, strict=True))

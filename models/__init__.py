@@ -1,6 +1,7 @@
 """Models: config, state and the hybrid stack as pure functions."""
 
 from stree_jax.models.config import AttentionConfig as AttentionConfig
+from stree_jax.models.config import LayerKind as LayerKind
 from stree_jax.models.config import MambaConfig as MambaConfig
 from stree_jax.models.config import MLPConfig as MLPConfig
 from stree_jax.models.config import ModelConfig as ModelConfig

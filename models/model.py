@@ -35,10 +35,10 @@ class ResidualLayer(nn.Module):
         self,
         h: jax.Array,
         nodes: Nodes,
-        state: LayerState,
-        record: LayerRecord,
+        state: Any,  # LayerState and LayerRecord of this kind
+        record: Any,
         rows: jax.Array | None,
-        pending: tuple[LayerRecord, jax.Array, jax.Array] | None,
+        pending: tuple[Any, jax.Array, jax.Array] | None,
         length: jax.Array,
     ) -> tuple[jax.Array, LayerRecord, LayerState]:
         c = self.config
@@ -46,12 +46,15 @@ class ResidualLayer(nn.Module):
         args = (u, nodes, state, record, rows, pending)
         match self.kind:
             case "mamba":
-                mixer = Mamba2Mixer(c.mamba, self.dtype, name="mamba")
-                out, record, state = mixer(*args)
+                assert c.mamba is not None  # ModelConfig checks it
+                mamba = Mamba2Mixer(c.mamba, self.dtype, name="mamba")
+                out, record, state = mamba(*args)
             case "attention":
-                mixer = Attention(c.attention, self.dtype, name="attention")
-                out, record, state = mixer(*args, length)
+                assert c.attention is not None
+                attention = Attention(c.attention, self.dtype, name="attention")
+                out, record, state = attention(*args, length)
             case "mlp":
+                assert c.mlp is not None
                 out = MLP(c.mlp, self.dtype, name="mlp")(u)
         return h + c.residual_multiplier * out, record, state
 
@@ -151,13 +154,16 @@ def forward_hidden(
       state after `pending`.
     """
     model = LanguageModel(config, param_dtype(params))
-    return model.apply({"params": params}, tokens, nodes, state, records, rows, pending)
+    variables = {"params": params}
+    out: Any = model.apply(variables, tokens, nodes, state, records, rows, pending)
+    return out
 
 
 def logits_of(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Logits [..., V] float32 of hidden states [..., d]."""
     model = LanguageModel(config, param_dtype(params))
-    return model.apply({"params": params}, hidden, method="head")
+    out: Any = model.apply({"params": params}, hidden, method="head")
+    return out
 
 
 def forward_tree(
@@ -188,7 +194,8 @@ def extend(
     Returns:
       hidden states [B, T, d] and the state after the tokens.
     """
-    nodes = chain_nodes(*tokens.shape, config.conv_taps)
+    batch, T = tokens.shape
+    nodes = chain_nodes(batch, T, config.conv_taps)
     hidden, records, _ = forward_hidden(config, params, state, tokens, nodes)
     path = nodes.depth  # row j of a chain is its j-th token
     return hidden, commit(state, records, path, length)

@@ -85,11 +85,13 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
         match kind:
             case "mamba":
                 m = config.mamba
+                assert m is not None  # ModelConfig checks it
                 ssm = (batch, m.num_heads, m.head_dim, m.d_state)
                 conv = (batch, m.d_conv - 1, m.d_xBC)
                 return MambaState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
             case "attention":
                 c = config.attention
+                assert c is not None
                 shape = (batch, c.num_kv_heads, capacity, c.head_dim)
                 return AttentionState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
             case _:
@@ -111,6 +113,7 @@ def init_records(
         match kind:
             case "mamba":
                 m = config.mamba
+                assert m is not None  # ModelConfig checks it
                 groups = m.n_groups if m.x_heads is None else m.num_heads
                 return MambaRecord(
                     x=zeros(m.num_heads, m.head_dim),
@@ -121,6 +124,7 @@ def init_records(
                 )
             case "attention":
                 c = config.attention
+                assert c is not None
                 kv = (c.num_kv_heads, c.head_dim)
                 return AttentionRecord(zeros(*kv), zeros(*kv))
             case _:

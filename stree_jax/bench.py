@@ -20,6 +20,7 @@ from tqdm import tqdm
 from stree_jax.checkpoint import Model
 from stree_jax.generate import Generation, generate
 from stree_jax.models import (
+    LayerKind,
     MambaConfig,
     ModelConfig,
     Pending,
@@ -32,23 +33,26 @@ from stree_jax.models import (
 from stree_jax.tree import chain, full_tree, resolve_tree
 from stree_jax.version import __version__
 
-SHAPES = {
-    name: ModelConfig(
+SIZES = {  # d_model, layers
+    "mamba2-130m": (768, 24),
+    "mamba2-370m": (1024, 48),
+    "mamba2-780m": (1536, 48),
+    "mamba2-1.3b": (2048, 48),
+    "mamba2-2.7b": (2560, 64),
+}
+
+
+def mamba2_shape(d_model: int, n_layer: int) -> ModelConfig:
+    """The architecture of the published Mamba2 models."""
+    kind: LayerKind = "mamba"
+    return ModelConfig(
         vocab_size=50288,
         num_tokens=50277,
         d_model=d_model,
-        layers=("mamba",) * n_layer,
+        layers=(kind,) * n_layer,
         mamba=MambaConfig(num_heads=2 * d_model // 64, head_dim=64, d_state=128),
         tie_embeddings=True,
     )
-    for name, d_model, n_layer in [
-        ("mamba2-130m", 768, 24),
-        ("mamba2-370m", 1024, 48),
-        ("mamba2-780m", 1536, 48),
-        ("mamba2-1.3b", 2048, 48),
-        ("mamba2-2.7b", 2560, 64),
-    ]
-}
 
 
 def machine() -> dict[str, str]:
@@ -105,8 +109,11 @@ def bench_decode(
         resolve_tree(arm)
 
     def run(arm: str, prompt: str) -> Generation:
-        options = {} if arm == "plain" else {"drafter": drafter, "tree": arm}
-        return generate(target, prompt, max_new_tokens=max_new_tokens, **options)
+        if arm == "plain":
+            return generate(target, prompt, max_new_tokens=max_new_tokens)
+        return generate(
+            target, prompt, max_new_tokens=max_new_tokens, drafter=drafter, tree=arm
+        )
 
     names = ["plain", *arms]
     report: dict[str, Any] = {
@@ -179,7 +186,7 @@ def _arms(
 
 def decode_table(report: dict[str, Any]) -> str:
     lines = [
-        "| prompts | arm | tau | tokens/s | ms/call | speed-up (min..max) | faster on |",
+        "| prompts | arm | tau | tokens/s | ms/call | speed-up (range) | faster on |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for title, result in report["sets"].items():
@@ -210,9 +217,9 @@ def read_bandwidth(size_bytes: int, repeats: int) -> float:
 
 def bench_forward(shape: str, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
     """Median time of replay + verification of a T-node tree, random weights."""
-    if shape not in SHAPES:
-        raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(SHAPES)}")
-    config = SHAPES[shape]
+    if shape not in SIZES:
+        raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(SIZES)}")
+    config = mamba2_shape(*SIZES[shape])
     params = init_params(config, jax.random.key(0), jnp.float32)
     steps = {T: _forward_step(config, T) for T in sizes}
     times: dict[int, list[float]] = {T: [] for T in sizes}

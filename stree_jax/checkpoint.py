@@ -21,6 +21,7 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.tensors import FLOAT32_PARAMS, param_shapes
+from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models import ModelConfig, init_state
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def resolve(path_or_hub_id: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        directory = Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        if not any(directory.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["*.bin"])
+        return directory
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
@@ -91,18 +95,6 @@ def load(path_or_hub_id: str | Path, dtype: Any = None) -> Model:
     else:
         config, params, _ = read_checkpoint(directory, dtype)
     return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
-
-
-def read_tokenizer(directory: Path) -> "Tokenizer | None":
-    from tokenizers import Tokenizer
-
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust library raises plain Exception
-        raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
 
 
 def save(model: Model, dst: str | Path) -> None:

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--compare",
         action="store_true",
-        help="also decode plainly: check that the tokens are equal, report the speed-up",
+        help="also decode plainly: check for equal tokens, report the speed-up",
     )
     p.set_defaults(run=run_generate)
 
@@ -164,11 +164,12 @@ def run_generate(args: argparse.Namespace) -> int:
         print(prompt, end="", flush=True)
         shown = ""
         for result in stream(target, prompt, **pair):
-            text = result.texts[0]
-            whole = text.rstrip("\ufffd")  # half a character waits for its other half
+            whole = text_of(result).rstrip(
+                "\ufffd"
+            )  # half a character waits for its other half
             print(whole[len(shown) :], end="", flush=True)
             shown = whole
-        print(result.texts[0][len(shown) :])
+        print(text_of(result)[len(shown) :])
     first_s = time.perf_counter() - began
 
     report = figures(target, result)
@@ -190,12 +191,17 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
+def text_of(result: Any) -> str:
+    """The text of a one-prompt generation."""
+    return result.texts[0]
+
+
 def figures(target: Any, result: Any) -> dict[str, Any]:
     """The report of a one-prompt generation."""
     import jax
 
     return {
-        "text": result.texts[0],
+        "text": text_of(result),
         "tokens": result.tokens[0],
         "finish_reason": result.finish_reasons[0],
         "target_calls": int(result.target_calls[0]),

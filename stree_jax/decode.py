@@ -6,6 +6,7 @@ while text is wanted:
     accept a path and one more token
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -178,7 +179,7 @@ def step(
     last = jnp.maximum(d.count - 1, 0)[:, None]
     tokens = jnp.take_along_axis(d.fresh, last, axis=1)  # the root
     drafter_state = None
-    if drafter is not None:
+    if drafter is not None and d.drafter is not None:
         below = tree.drafted_nodes(batch, drafter.config.conv_taps)
         tokens, drafter_state = draft.propose(
             drafter.config,
@@ -213,7 +214,8 @@ def step(
     on_path = jnp.take_along_axis(logits, path[..., None], axis=1)
     gaps = top2_margin(on_path, jnp.take_along_axis(best, path, axis=1))
     ran = (d.finish == RUNNING).astype(jnp.int32)
-    return d.replace(
+    return replace(
+        d,
         state=state,
         pending=Pending(records, path, kept),
         drafter=drafter_state,

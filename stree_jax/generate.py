@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from stree_jax.score import checked_tokens
 from stree_jax.tree import Tree, chain, resolve_tree
 
 DEFAULT_TREE = "E"
+OUTPUT_BUCKET = 64  # max_new_tokens up to a multiple of this share a program
 FINISH_REASONS = {
     decode.RUNNING: "running",
     decode.STOPPED: "stop",
@@ -107,12 +108,13 @@ def begin(
     if drafter is None and tree is not None:
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
     shape = chain(0) if drafter is None else resolve_tree(tree or DEFAULT_TREE)
+    buffer = -(-max_new_tokens // OUTPUT_BUCKET) * OUTPUT_BUCKET
     if drafter is not None:
         _check_drafter(model, drafter)
     encoded = encode_prompts(model, prompts)
     lengths = np.array([len(ids) for ids in encoded], np.int32)
     width = max(-(-int(lengths.max() - 1) // PREFILL_CHUNK), 1) * PREFILL_CHUNK + 1
-    needed = decode.cache_capacity(width, max_new_tokens, shape)
+    needed = decode.cache_capacity(width, buffer, shape)
     if capacity is not None and capacity < needed:
         raise ValueError(
             f"capacity: {capacity} cache rows, but {needed} are needed for a prompt of "
@@ -131,7 +133,7 @@ def begin(
         jnp.asarray(lengths),
         jnp.full((len(encoded),), max_new_tokens, jnp.int32),
         jnp.asarray(np.array(stops, np.int32).reshape(-1)),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=buffer,
         capacity=needed if capacity is None else capacity,
     )
     return decoding, shape
@@ -139,7 +141,7 @@ def begin(
 
 def strip(model: Model) -> Model:
     """The model as programs see it: without its tokenizer."""
-    return model.replace(tokenizer=None)
+    return replace(model, tokenizer=None)
 
 
 def generate(

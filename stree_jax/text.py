@@ -228,8 +228,8 @@ def _record_text(line: str, where: str) -> str:
         raise ValueError(f"{where}: not JSON: {error}") from error
     fields = record if isinstance(record, dict) else {}
     for names in (("question", "answer"), ("text", "code"), ("prompt",)):
-        values = [fields.get(name) for name in names]
-        if all(isinstance(value, str) for value in values):
+        values = [v for name in names if isinstance(v := fields.get(name), str)]
+        if len(values) == len(names):
             if "answer" in names:
                 values[-1] = _CALCULATOR.sub("", values[-1])
             # JSON can spell lone surrogates, which are in no UTF-8 text.

@@ -26,7 +26,7 @@ class Tree:
       children: most children of one node.
     """
 
-    parents: jax.Array
+    parents: jax.Array | np.ndarray
     depth: int = struct.field(pytree_node=False)
     width: int = struct.field(pytree_node=False)
     children: int = struct.field(pytree_node=False)
@@ -38,7 +38,7 @@ class Tree:
 
     def nodes(self, batch: int, conv_taps: int) -> Nodes:
         """Mask, depth and convolution windows for a batch of rows."""
-        parents = jnp.broadcast_to(self.parents[None], (batch, self.size))
+        parents = jnp.broadcast_to(jnp.asarray(self.parents)[None], (batch, self.size))
         return tree_nodes(parents, conv_taps)
 
     def drafted_nodes(self, batch: int, conv_taps: int) -> Nodes:
@@ -73,9 +73,9 @@ class Layout:
 
 
 def tree_layout(tree: Tree) -> Layout:
-    T = tree.size
+    T, parents = tree.size, jnp.asarray(tree.parents)
     row = jnp.arange(T, dtype=jnp.int32)
-    lineage = ancestors(tree.parents[None], tree.depth + 1)[0]
+    lineage = ancestors(parents[None], tree.depth + 1)[0]
     depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
     earlier = row[:, None] > row[None]
 
@@ -83,13 +83,13 @@ def tree_layout(tree: Tree) -> Layout:
         return (same & earlier).sum(axis=-1, dtype=jnp.int32)
 
     slot = place(depth[:, None] == depth[None])
-    rank = place(tree.parents[:, None] == tree.parents[None])
+    rank = place(parents[:, None] == parents[None])
     levels = jnp.full((tree.depth + 1, tree.width), T, jnp.int32)
     levels = levels.at[depth, slot].set(row)[1:]
     back = depth[:, None] - jnp.arange(tree.depth + 1, dtype=jnp.int32)[None]
     paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
     paths = jnp.where(back >= 0, paths, 0)
-    return Layout(jnp.maximum(tree.parents, 0), depth, levels, slot, rank, paths)
+    return Layout(jnp.maximum(parents, 0), depth, levels, slot, rank, paths)
 
 
 def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
@@ -125,7 +125,7 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
         depth[t] = depth[table[t]] + 1
     children = np.bincount(table[1:]) if len(table) > 1 else np.zeros(1, int)
     return Tree(
-        parents=jnp.asarray(table, jnp.int32),
+        parents=table.astype(np.int32),  # NumPy: importing must not touch a device
         depth=int(depth.max()),
         width=int(np.bincount(depth)[1:].max(initial=1)),
         children=int(children.max()),

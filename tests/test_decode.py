@@ -1,6 +1,6 @@
 """Speculative greedy decoding is plain decoding, token for token, in float32."""
 
-from functools import partial
+import dataclasses
 
 import chex
 import jax
@@ -13,7 +13,7 @@ from stree_jax import decode
 from stree_jax.generate import begin
 from stree_jax.models import commit
 from stree_jax.tree import NAMED_TREES, chain, make_tree, resolve_tree
-from tests.tiny import REAL, STOP, perturbed, tiny
+from tests.tiny import REAL, perturbed, tiny
 
 NEW = 24
 LENGTHS = [1, 5, 70, 33]
@@ -67,9 +67,10 @@ def test_padded_vocabulary_never_wins(target, prompts):
     config, params = target.config, dict(target.params)
     params["embedding"] = params["embedding"].at[REAL:].mul(50.0)
     loud = stree_jax.Model(params=params, config=config)
-    for drafter in (None, loud):
-        result = stree_jax.generate(loud, prompts, max_new_tokens=4, drafter=drafter)
-        assert max(map(max, result.tokens)) < REAL
+    result = stree_jax.generate(loud, prompts, max_new_tokens=4, drafter=loud, tree="A")
+    assert max(map(max, result.tokens)) < REAL
+    best = stree_jax.score(loud, prompts[1:2])[0].argmax(axis=-1)
+    assert int(best.max()) >= REAL, "the padding is not loud enough to prove it"
 
 
 @pytest.mark.parametrize("kind", ["right", "half", "wrong", "attention"])
@@ -141,7 +142,16 @@ def test_stop_in_the_middle_of_an_accepted_run(target, drafters, prompts):
 
 
 def test_default_stop_tokens_are_the_models(target, prompts, plain):
-    assert any(tokens[-1] == STOP for tokens in plain.tokens), "no row stops by itself"
+    """A model whose most frequent choice is made its stop token."""
+    counts = np.bincount(sum(plain.tokens, []))
+    stop = int(counts.argmax())
+    config = dataclasses.replace(target.config, stop_tokens=(stop,))
+    result = stree_jax.generate(
+        target.replace(config=config), prompts, max_new_tokens=NEW
+    )
+    for row, tokens in zip(result.tokens, plain.tokens, strict=True):
+        assert row == (tokens[: tokens.index(stop) + 1] if stop in tokens else tokens)
+    assert "stop" in result.finish_reasons
 
 
 def test_rows_do_not_depend_on_their_neighbours(target, drafters, prompts, plain):
@@ -209,11 +219,16 @@ def test_inside_the_users_own_jit(target, drafters, prompts, plain):
     assert sums.tolist() == [sum(tokens) for tokens in plain.tokens]
 
 
-def test_a_second_call_traces_nothing(target, prompts):
+def test_other_prompts_and_limits_trace_nothing(target, prompts):
     chex.clear_trace_counter()
-    loop = jax.jit(chex.assert_max_traces(partial(decode.advance, target, None), n=1))
-    for batch in (prompts, prompts[::-1]):
-        begun, tree = begin(target, batch, max_new_tokens=NEW)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def loop(tree, begun, steps):
+        return decode.advance(target, None, tree, begun, steps)
+
+    for batch, limit in ((prompts, NEW), (prompts[::-1], 5)):
+        begun, tree = begin(target, batch, max_new_tokens=limit)
         loop(tree, begun, jnp.int32(3))
 
 
@@ -245,7 +260,7 @@ def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
 def test_errors_come_before_anything_runs(target, drafters):
     ids = [[8, 9]]
     other = drafters["wrong"]
-    small = other.replace(config=dataclass_replace(other.config, num_tokens=40))
+    small = other.replace(config=dataclasses.replace(other.config, num_tokens=40))
     cases = [
         (dict(max_new_tokens=0), "max_new_tokens: want at least 1"),
         (dict(max_new_tokens=4, tree="A"), "tree: a tree needs a drafter"),
@@ -268,12 +283,6 @@ def test_errors_come_before_anything_runs(target, drafters):
         stree_jax.score_tree(target, [1], [2], [-1, 0])
     with pytest.raises(ValueError, match="want integers with 2 axes"):
         stree_jax.score(target, [1, 2])
-
-
-def dataclass_replace(config, **changes):
-    import dataclasses
-
-    return dataclasses.replace(config, **changes)
 
 
 def test_capacity_can_be_shared(target, prompts, plain):

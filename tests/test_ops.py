@@ -203,6 +203,17 @@ def test_tree_scan_keeps_accuracy_past_strong_decays(strong):
     assert_near(y, scan_tree(x, dt, a, B, C, D, h0, parents), 4e-7)
 
 
+@pytest.mark.parametrize("decay", [-20.0, -60.0, -85.0, -200.0])
+def test_tree_scan_decays_as_far_as_float32_goes(decay):
+    """exp(-85) of a state near 1e36 still counts; exp(-200) is nothing."""
+    x, dt, a, B, C, D, h0 = scan_inputs(np.random.default_rng(0), SHAPES["one token"])
+    a[:] = decay
+    h0 *= np.float32(1e36)
+    y = jit_tree_scan(x, dt, a, B, C, D, h0, np.ones((2, 1, 1), bool))
+    expected = scan_tree(x, dt, a, B, C, D, h0, np.full((2, 1), -1))
+    assert_near(y, expected, TOLERANCE)
+
+
 def test_tree_scan_of_bfloat16_is_that_of_the_same_values_in_float32():
     rng = np.random.default_rng(2)
     x, dt, a, B, C, D, h0 = map(jnp.asarray, scan_inputs(rng, SHAPE))

@@ -222,7 +222,11 @@ def test_bfloat16_nodes_and_commit():
     path, length = random_accepted(rng, parents)
     accepted = [tokens[b, path[b, : length[b]]] for b in range(BATCH)]
     committed = model.commit(state, records, path, length)
+    empty_records = init_records(model.config, BATCH, T, jnp.bfloat16)
+    chex.assert_trees_all_equal_shapes_and_dtypes(records, empty_records)
     chex.assert_trees_all_equal_dtypes(committed, state)
+    ssm = np.asarray(committed.layers[0].ssm)
+    assert (ssm != ssm.astype(jnp.bfloat16).astype(np.float32)).any()
     assert_same_state(committed, model.feed(state, accepted)[1], tolerance)
 
 

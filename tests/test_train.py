@@ -24,6 +24,13 @@ CONFIG = train.TrainConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def optax_promotes():
+    """Adam's bias correction in optax is a float to an integer power."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def tokens():
     return np.tile(np.arange(8, 31, dtype=np.uint16), 60)
