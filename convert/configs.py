@@ -79,7 +79,8 @@ def read_config(directory: Path, tensors: Tensors) -> tuple[str, ModelConfig]:
     stops = _generation_stops(directory) or config.stop_tokens
     if not stops and format == "native":  # its config has no field for them
         stops = _endoftext(directory)
-    return format, replace(config, stop_tokens=stops)
+    real = tuple(i for i in stops if i < config.vocab_size)
+    return format, replace(config, stop_tokens=real)
 
 
 def _generation_stops(directory: Path) -> tuple[int, ...]:
@@ -338,26 +339,24 @@ def _granite(fields: Fields, tensors: Tensors) -> ModelConfig:
     for kind in kinds:
         if kind not in MAMBA_KINDS + ATTENTION_KINDS:
             raise fields.error(named, f"unknown layer type {reprlib.repr(kind)}")
-    attention = replace(
-        _attention(fields, tensors, d_model),
-        scale=fields.positive("attention_multiplier", 1.0),
-    )
-    if fields.get("position_embedding_type", "nope") == "rope":
-        attention = replace(attention, rope=rope(fields, attention.head_dim))
-    fields.choice("hidden_act", "silu", ("silu", "swish"))
-    eps = fields.positive("rms_norm_eps", 1e-6)
-    rows, _ = vocabulary(fields, tensors)
-    mamba = _granite_mamba(fields, tensors, d_model, eps)
     mixers: Layers = tuple(
         "mamba" if kind in MAMBA_KINDS else "attention" for kind in kinds
     )
+    fields.choice("hidden_act", "silu", ("silu", "swish"))
+    eps = fields.positive("rms_norm_eps", 1e-6)
+    rows, _ = vocabulary(fields, tensors)
+    attention = mamba = None  # fields of a mixer that does not occur mean nothing
+    if "attention" in mixers:
+        attention = _granite_attention(fields, tensors, d_model)
+    if "mamba" in mixers:
+        mamba = _granite_mamba(fields, tensors, d_model, eps)
     return ModelConfig(
         vocab_size=rows,
         num_tokens=rows,
         d_model=d_model,
         layers=with_mlps(mixers),
-        mamba=mamba if "mamba" in mixers else None,
-        attention=attention if "attention" in mixers else None,
+        mamba=mamba,
+        attention=attention,
         mlp=MLPConfig(fields.size("shared_intermediate_size", 1024)),
         norm_eps=eps,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
@@ -366,6 +365,18 @@ def _granite(fields: Fields, tensors: Tensors) -> ModelConfig:
         logits_divisor=fields.positive("logits_scaling", 1.0),
         stop_tokens=fields.token_ids("eos_token_id"),
     )
+
+
+def _granite_attention(
+    fields: Fields, tensors: Tensors, d_model: int
+) -> AttentionConfig:
+    attention = replace(
+        _attention(fields, tensors, d_model),
+        scale=fields.positive("attention_multiplier", 1.0),
+    )
+    if fields.get("position_embedding_type", "nope") == "rope":
+        attention = replace(attention, rope=rope(fields, attention.head_dim))
+    return attention
 
 
 def _granite_mamba(

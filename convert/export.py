@@ -148,7 +148,9 @@ def _granite_json(config: ModelConfig, mlp: MLPConfig) -> dict[str, Any]:
         "residual_multiplier": config.residual_multiplier,
         "logits_scaling": config.logits_divisor,
         "position_embedding_type": "nope",
-        "num_attention_heads": 1,
+        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+        "mamba_n_heads": 1,
+        "mamba_d_head": "auto",
     }
     if config.attention is not None:
         c = config.attention

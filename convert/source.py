@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # and with it, NumPy and safetensors know bfloat16
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
@@ -101,6 +102,8 @@ def _shards(index: Path) -> list[Path]:
 
 def open_source(directory: Path) -> Source:
     """List the tensors of a checkpoint directory; reads headers only."""
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory}: no config.json; not a checkpoint")
     tensors: dict[str, TensorInfo] = {}
     pickled: dict[str, Any] = {}
     for file in weight_files(directory):
@@ -169,7 +172,6 @@ def _torch_info(file: Path, name: str, tensor: Any) -> TensorInfo:
 
 
 def _from_torch(tensor: Any) -> np.ndarray:
-    import ml_dtypes
     import torch
 
     tensor = tensor.detach()

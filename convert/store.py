@@ -211,7 +211,7 @@ def _check_shapes(
 ) -> None:
     leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
     found = {tuple(k.key for k in path): tuple(leaf.shape) for path, leaf in leaves}
-    for path in wanted.keys() | found.keys():
+    for path in sorted(wanted.keys() | found.keys()):
         if found.get(path) != wanted.get(path):
             raise CheckpointError(
                 f"{folder}: {'/'.join(path)}: want shape {wanted.get(path)} "

@@ -261,7 +261,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
                 f"{info.file}: {name}: dtype {info.dtype} is not supported "
                 "(want float32, bfloat16 or float16)"
             )
-    for name in present.keys() - expected.keys():
+    for name in sorted(present.keys() - expected.keys()):
         tied_copy = name == "lm_head.weight" and config.tie_embeddings
         if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")

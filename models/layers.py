@@ -79,12 +79,16 @@ def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
 def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:CPU streams fastest.
 
-    The weight stands on the left, cut into blocks of rows that the cores share. One
-    16-bit row is padded to two, or the whole weight would be converted on every call.
+    The weight stands on the left, cut into blocks of rows that the cores share. Row
+    counts between 4, 8 and the multiples of 16 are slower than the next of these, and
+    for one 16-bit row the whole weight would be converted on every call (two are not).
     """
     (count, k), m = rows.shape, weight.shape[0]
-    if count == 1 and weight.dtype.itemsize == 2:
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))
+    if count <= 4:
+        padded = 2 if weight.dtype.itemsize == 2 and count == 1 else count
+    else:
+        padded = 8 if count <= 8 else -(-count // 16) * 16
+    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
     blocks = next(n for n in (4, 2, 1) if m % n == 0)
     y = _product("bmk,kt->bmt", weight.reshape(blocks, m // blocks, k), rows.T)
     y = jax.lax.optimization_barrier(y)  # or XLA puts the weight back on the right

@@ -8,6 +8,7 @@ from stree_jax.decode import generate_tokens as generate_tokens
 from stree_jax.generate import Generation as Generation
 from stree_jax.generate import generate as generate
 from stree_jax.generate import stream as stream
+from stree_jax.score import first_difference as first_difference
 from stree_jax.score import score as score
 from stree_jax.score import score_tree as score_tree
 from stree_jax.tree import NAMED_TREES as NAMED_TREES

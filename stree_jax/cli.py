@@ -149,7 +149,8 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    from stree_jax.generate import generate, stream
+    from stree_jax.generate import encode_prompts, generate, stream
+    from stree_jax.score import first_difference
 
     prompt = read_prompt(args)
     target, drafter = load_pair(args)
@@ -182,6 +183,11 @@ def run_generate(args: argparse.Namespace) -> int:
         report = figures(target, timed)
         report["plain"] = figures(target, plain)
         report["equal_to_plain"] = equal
+        if not equal:
+            (ids,) = encode_prompts(target, prompt)
+            parted = first_difference(target, ids, plain.tokens[0], timed.tokens[0])
+            if parted is not None:
+                report["first_difference"], report["logit_gap_there"] = parted
         report["speedup"] = plain.decode_s / timed.decode_s
     report["first_run_s"] = first_s  # with compilation
     if args.json:
@@ -228,7 +234,10 @@ def closing_line(report: dict[str, Any]) -> str:
             f"text {verdict} plain decoding"
         )
         if not report["equal_to_plain"]:
-            line += f" (smallest top-2 margin {report['min_margin']:.2g})"
+            line += (
+                f" from token {report.get('first_difference')}, where the two tokens' "
+                f"logits are {report.get('logit_gap_there', 0):.1g} apart"
+            )
     else:
         line += f", {report['first_run_s']:.1f} s with compilation"
     return line + "]"

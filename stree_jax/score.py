@@ -76,6 +76,29 @@ def score(model: Model, tokens: Any) -> jax.Array:
     return _score(model.config, model.params, padded)[:, :T]
 
 
+def first_difference(
+    model: Model, prompt: Sequence[int], tokens: Sequence[int], others: Sequence[int]
+) -> tuple[int, float] | None:
+    """Where two continuations part, and how decided the model was there.
+
+    A gap within rounding (about 1e-5 in float32) means that the two tokens tie: which
+    one is the argmax depends on the order of additions. A larger one means a defect.
+
+    Returns:
+      None if they are equal, else the position of the first difference and the gap
+      between the two tokens' logits.
+    """
+    if list(tokens) == list(others):
+        return None
+    pairs = zip(tokens, others, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:  # one is the beginning of the other
+        return min(len(tokens), len(others)), float("inf")
+    text = [*prompt, *tokens[:place]]
+    logits = np.asarray(score(model, [text]))[0, -1]
+    return place, float(abs(logits[tokens[place]] - logits[others[place]]))
+
+
 @partial(jax.jit, static_argnames="config")
 def _score_tree(
     config: ModelConfig,

@@ -180,6 +180,14 @@ NATIVE_CASES = {
     },
     "ungrouped-D": {"ssm": {"D_has_hdim": True, "norm_before_gate": True}},
     "no-norm": {"ssm": {"rmsnorm": False}, "rms_norm": False},
+    "biases": {
+        "ssm": {
+            "bias": True,
+            "conv_bias": False,
+            "ngroups": 3,
+            "norm_before_gate": True,
+        }
+    },
     "mlp": {"d_intermediate": 100},
 }
 
@@ -217,6 +225,12 @@ def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
             inner + d_mlp,
             ssm_cfg.get("d_conv", 4),
         )
+        if ssm_cfg.get("bias"):
+            for name, rows in (("in_proj", inner + channels + heads), ("out_proj", d)):
+                bias = _tensor(rng, rows, scale=0.3)
+                tensors[f"{layer}.mixer.{name}.bias"] = bias
+        if not ssm_cfg.get("conv_bias", True):
+            del tensors[f"{layer}.mixer.conv1d.bias"]
         if ssm_cfg.get("D_has_hdim"):
             tensors[f"{layer}.mixer.D"] = _tensor(rng, inner, scale=1.0)
         norms = ["norm", "norm2"] if d_hidden else ["norm"]

@@ -51,8 +51,10 @@ def native_mixer(u, w, ssm):
     d_mlp = 48 - inner
     lo, hi = ssm.get("dt_limit", (0, np.inf))
     cuts = np.cumsum([d_mlp, d_mlp, inner, inner + 2 * G * N])
-    z0, x0, z, xBC, dt = np.split(u @ w["in_proj.weight"].T, cuts, axis=-1)
-    mixed = [conv(xBC, t, w["conv1d.weight"], w["conv1d.bias"]) for t in range(len(u))]
+    zxbcdt = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
+    z0, x0, z, xBC, dt = np.split(zxbcdt, cuts, axis=-1)
+    taps, bias = w["conv1d.weight"], w.get("conv1d.bias", 0)
+    mixed = [conv(xBC, t, taps, bias) for t in range(len(u))]
     x, B, C = np.split(np.stack(mixed), [inner, inner + G * N], axis=-1)
     x = x.reshape(-1, H, P)
     group = np.arange(H) // (H // G)
@@ -68,7 +70,7 @@ def native_mixer(u, w, ssm):
         else:
             y[t] = grouped_norm(y[t] * silu(z[t]), w["norm.weight"], G, 1e-5)
     y = np.concatenate([silu(z0) * x0, y], axis=-1)
-    return y @ w["out_proj.weight"].T
+    return y @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
 
 
 def native_logits(tokens, config, tensors):

@@ -43,8 +43,12 @@ def test_tree_text_is_plain_text(pair, tree):
     fast = stree_jax.generate(
         target, PROMPTS, max_new_tokens=64, drafter=drafter, tree=tree
     )
-    assert fast.tokens == plain.tokens
-    assert fast.texts == plain.texts
+    for prompt, ours, theirs in zip(PROMPTS, plain.tokens, fast.tokens, strict=True):
+        ids = target.tokenizer.encode(prompt).ids
+        parted = stree_jax.first_difference(target, ids, ours, theirs)
+        # Two logits of a trained model may tie within rounding; nothing else may part.
+        assert parted is None or parted[1] < 1e-5
+    assert sum(map(list.__eq__, plain.tokens, fast.tokens)) >= len(PROMPTS) - 1
     assert fast.acceptance_length.mean() > 1.5  # the drafter is of use
 
 

@@ -301,3 +301,16 @@ def test_margin_is_the_top2_gap(target, prompts, plain):
 def test_chain_zero_is_plain(target, prompts, plain):
     assert chain(0).size == 1
     assert plain.target_calls.tolist() == [len(t) for t in plain.tokens]
+
+
+def test_first_difference_says_where_and_how_far(target, prompts, plain):
+    prompt, tokens = prompts[1], plain.tokens[1]
+    assert stree_jax.first_difference(target, prompt, tokens, tokens) is None
+    other = (tokens[3] + 1) % REAL
+    changed = [*tokens[:3], other, *tokens[4:]]
+    place, gap = stree_jax.first_difference(target, prompt, tokens, changed)
+    logits = stree_jax.score(target, [prompt + tokens[:3]])[0, -1]
+    assert place == 3
+    assert gap == pytest.approx(float(logits[tokens[3]] - logits[other]), abs=1e-5)
+    longer = stree_jax.first_difference(target, prompt, tokens, tokens[:5])
+    assert longer == (5, float("inf"))
