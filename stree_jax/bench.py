@@ -202,7 +202,7 @@ def _arms(
 
 def decode_table(report: dict[str, Any]) -> str:
     lines = [
-        "| prompts | arm | tau | tokens/s | ms/call | speed-up (range) | faster | equal |",
+        "| prompts | arm | tau | tokens/s | ms/call | speed-up | faster | equal |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for title, result in report["sets"].items():
