@@ -384,10 +384,10 @@ def pickle_code(directory):
 
 
 def hollow_tensor(directory):
-    """A table of 2 ** 40 numbers that is one number seen 2 ** 40 times."""
+    """A huge table that is one number seen a hundred million times."""
 
     def change(tensors):
-        tensors["backbone.embedding.weight"] = torch.zeros(1).expand(1 << 24, 1 << 16)
+        tensors["backbone.embedding.weight"] = torch.zeros(1).expand(1 << 22, 24)
 
     edit_tensors(directory, change)
 
@@ -527,7 +527,7 @@ REFUSALS = {
     "truncated bin": ("plain", truncate("pytorch_model.bin"), ["pytorch_model.bin"]),
     "empty bin": ("plain", truncate("pytorch_model.bin", 0), ["pytorch_model.bin"]),
     "pickled code": ("plain", pickle_code, ["pytorch_model.bin", "refused"]),
-    "hollow tensor": ("plain", hollow_tensor, ["backbone.embedding.weight"]),
+    "hollow tensor": ("plain", hollow_tensor, ["embedding.weight", "whole tensor"]),
     "shard above": ("llama", shards_at("../loot.safetensors"), ["weight_map", "loot"]),
     "shard at root": ("llama", shards_at("/loot.safetensors"), ["weight_map", "loot"]),
     "shard missing": ("llama", shards_at("none.safetensors"), ["weight_map", "none"]),
