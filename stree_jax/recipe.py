@@ -57,7 +57,7 @@ def target_config(vocab_size: int) -> ModelConfig:
 
 
 def drafter_config(target: ModelConfig) -> ModelConfig:
-    """Two Mamba2 layers, half the target's width: about a fourteenth of its weights."""
+    """Two Mamba2 layers, half the target's width: about an eleventh of its weights."""
     width = target.d_model // 2
     return ModelConfig(
         vocab_size=target.vocab_size,
