@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[str]]:
     for path in paths:
         opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as lines:
-            rows = [json.loads(line) for line, _ in zip(lines, range(count))]  # noqa: B905 - stops at count
+            rows = [json.loads(line) for line in islice(lines, count)]
         prompts[f"{path.parent.name}/{path.name}"] = [prompt_of(r, path) for r in rows]
     return prompts
 
