@@ -15,7 +15,7 @@ from typing import Any
 
 from stree_jax.version import __version__
 
-# Heavy imports stay inside the functions: `stree-jax --help` answers at once.
+# Imports beyond the package's own (jax, flax) stay inside the functions that need them.
 
 
 def build_parser() -> argparse.ArgumentParser:
