@@ -162,9 +162,10 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.json:
         result = generate(target, prompt, **pair)
     else:
-        print(prompt, end="", flush=True)
         shown = ""
-        for result in stream(target, prompt, **pair):
+        for i, result in enumerate(stream(target, prompt, **pair)):
+            if i == 0:  # bad options have been refused by now
+                print(prompt, end="")
             whole = text_of(result).rstrip(
                 "\ufffd"
             )  # half a character waits for its other half

@@ -118,8 +118,8 @@ def test_wrong_options_for_a_model(folder, capsys):
     code, _, err = run(capsys, *target, "--max-new-tokens", "0")
     assert (code, err.count("\n")) == (2, 1) and "max_new_tokens" in err
     drafter = ["--drafter", folder / "drafter", "--tree", "Q"]
-    code, _, err = run(capsys, *target, *drafter)
-    assert code == 2 and "unknown name 'Q'; known: A, B" in err
+    code, out, err = run(capsys, *target, *drafter)
+    assert (code, out) == (2, "") and "unknown name 'Q'; known: A, B" in err
 
 
 def test_prompt_files(tmp_path):
