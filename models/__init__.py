@@ -19,5 +19,6 @@ from stree_jax.models.nodes import tree_nodes as tree_nodes
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import State as State
 from stree_jax.models.state import commit as commit
+from stree_jax.models.state import grow as grow
 from stree_jax.models.state import init_records as init_records
 from stree_jax.models.state import init_state as init_state

@@ -133,6 +133,21 @@ def init_records(
     return tuple(layer(kind) for kind in config.layers)
 
 
+def grow(state: State, capacity: int) -> State:
+    """The same state with room for at least `capacity` tokens of attention."""
+
+    def layer(entry: LayerState) -> LayerState:
+        match entry:
+            case AttentionState():
+                more = max(capacity - entry.k.shape[2], 0)
+                pad = ((0, 0), (0, 0), (0, more), (0, 0))
+                return AttentionState(jnp.pad(entry.k, pad), jnp.pad(entry.v, pad))
+            case _:
+                return entry
+
+    return State(tuple(map(layer, state.layers)), state.length)
+
+
 def append_rows(
     cache: jax.Array, rows: jax.Array, path: jax.Array, start: jax.Array
 ) -> jax.Array:

@@ -1,13 +1,18 @@
 """Exact tree-based speculative decoding for state-space and hybrid models."""
 
+from stree_jax.accept import Rule as Rule
+from stree_jax.accept import resolve_rule as resolve_rule
 from stree_jax.checkpoint import CheckpointError as CheckpointError
 from stree_jax.checkpoint import Model as Model
 from stree_jax.checkpoint import load as load
 from stree_jax.checkpoint import save as save
 from stree_jax.decode import generate_tokens as generate_tokens
-from stree_jax.generate import Generation as Generation
 from stree_jax.generate import generate as generate
 from stree_jax.generate import stream as stream
+from stree_jax.result import Generation as Generation
+from stree_jax.result import Past as Past
+from stree_jax.sampling import Sampling as Sampling
+from stree_jax.sampling import sampling_rows as sampling_rows
 from stree_jax.score import first_difference as first_difference
 from stree_jax.score import score as score
 from stree_jax.score import score_tree as score_tree

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.checkpoint import Model
-from stree_jax.generate import Generation, encode_prompts, generate
+from stree_jax.generate import encode_prompts, generate
 from stree_jax.models import (
     LayerKind,
     MambaConfig,
@@ -31,6 +31,7 @@ from stree_jax.models import (
     init_state,
     logits_of,
 )
+from stree_jax.result import Generation
 from stree_jax.score import first_difference
 from stree_jax.tree import chain, full_tree, resolve_tree
 from stree_jax.version import __version__

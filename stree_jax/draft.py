@@ -5,15 +5,16 @@ guesses below them. It keeps nothing of its guesses: what was accepted comes bac
 text at the next call, so a rejected branch cannot leave a trace in its state.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from stree_jax.models import (
     ModelConfig,
-    Nodes,
     State,
     extend,
     forward_hidden,
@@ -21,19 +22,69 @@ from stree_jax.models import (
     logits_of,
     param_dtype,
 )
+from stree_jax.requests import with_path
+from stree_jax.sampling import DRAFT, NOISE, SamplingRows, gumbel, keys_at
 from stree_jax.tree import Layout, Tree
 
 
-def real_logits(config: ModelConfig, logits: jax.Array) -> jax.Array:
-    """Logits [..., V] with the rows that pad the vocabulary at -inf."""
-    if config.num_tokens == config.vocab_size:
-        return logits
-    return jnp.where(
-        lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        < config.num_tokens,
-        logits,
-        -jnp.inf,
-    )
+@struct.dataclass
+class Drafts:
+    """A filled tree.
+
+    Attributes:
+      tokens: [B, T] int32.
+      q: [B, T, V] float32, the probabilities that each inner node's children were
+        drawn with, or None where the acceptance rule does not ask for them.
+    """
+
+    tokens: jax.Array
+    q: jax.Array | None
+
+
+def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
+    """Independent draws [B, W, count] of p [B, W, V], by inverting its distribution."""
+
+    def one(p: jax.Array, key: jax.Array) -> jax.Array:
+        below = jnp.cumsum(p)
+        u = jax.random.uniform(key, (count,)) * below[-1]
+        u = jnp.minimum(u, jnp.nextafter(below[-1], 0.0))  # never past the last token
+        return jnp.searchsorted(below, u, side="right")
+
+    return jax.vmap(jax.vmap(one))(p, keys)
+
+
+def draw_children(
+    drafting: str,
+    rows: SamplingRows | None,
+    z: jax.Array,
+    parents: jax.Array,
+    start: jax.Array,
+    depth: jax.Array,
+    count: int,
+) -> jax.Array:
+    """Tokens [B, W, count] of the children of W nodes, in the order they are drawn.
+
+    Args:
+      drafting: "top_k", the most probable; "iid", independent draws;
+        "without_replacement", draws by the largest Gumbel-perturbed log-probabilities;
+        "coupled", the same with the noise that the target will choose by.
+      z: [B, W, V] float32, log-probabilities (any logits if all rows are greedy).
+      parents: [W] int32, the nodes' rows.
+      start: [B] int32, output place of the token after the root.
+      depth: of the children, at least 1.
+    """
+    if rows is None or drafting == "top_k":
+        return lax.top_k(z, count)[1]
+    if drafting == "coupled":
+        keys = keys_at(rows, NOISE, start + depth - 1)
+        return lax.top_k(z + gumbel(rows, keys, z.shape[-1])[:, None], count)[1]
+    step = keys_at(rows, DRAFT, start)
+    by_node = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys = jax.vmap(by_node, in_axes=(0, None))(step, parents)  # [B, W]
+    if drafting == "iid":
+        drawn = iid_draws(jnp.exp(z), keys, count)
+        return jnp.where(rows.greedy[:, None, None], lax.top_k(z, count)[1], drawn)
+    return lax.top_k(z + gumbel(rows, keys, z.shape[-1]), count)[1]
 
 
 def propose(
@@ -44,48 +95,77 @@ def propose(
     count: jax.Array,
     tree: Tree,
     layout: Layout,
-    nodes: Nodes,
-) -> tuple[jax.Array, State]:
-    """Fill a static tree with the drafter's most probable continuations.
-
-    The r-th child of a node gets the r-th most probable token after it.
+    *,
+    drafting: str,
+    score: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array],
+    rows: SamplingRows | None,
+    start: jax.Array,
+    seen: jax.Array | None,
+    with_q: bool,
+) -> tuple[Drafts, State]:
+    """Fill a static tree with the drafter's guesses.
 
     Args:
       state: the drafter's, before the fresh tokens.
       fresh: [B, M + 1] int32, tokens new in the text; the last one is the tree's root.
       count: [B] int32, how many of them count; 0 for a finished row.
       tree, layout: the tree and its layout.
-      nodes: `tree.drafted_nodes`, the tree below its root.
+      drafting, rows, start: see `draw_children`.
+      score: makes log-probabilities [B, Q, V] of logits, their depth [Q] and the
+        tokens seen [B, Q, V].
+      seen: [B, V] bool, tokens in the text, the root included, or None.
+      with_q: whether to keep the probabilities.
 
     Returns:
-      tokens [B, T] of the tree's nodes, and the drafter's state after `fresh`.
+      the drafts, and the drafter's state after `fresh`.
     """
-    batch = fresh.shape[0]
+    batch, T = fresh.shape[0], tree.size
+    nodes = tree.drafted_nodes(batch, config.conv_taps)
     last = jnp.maximum(count - 1, 0)[:, None]
     root = jnp.take_along_axis(fresh, last, axis=1)
-    tokens = jnp.broadcast_to(root, (batch, tree.size))
 
-    def children_of(tokens: jax.Array, hidden: jax.Array, depth: jax.Array):
-        """Fill in the nodes at `depth` below parents with these hidden states."""
-        logits = real_logits(config, logits_of(config, params, hidden))
-        _, best = lax.top_k(logits, tree.children)  # [B, W, children]
-        guess = best[:, layout.slot[layout.parents], layout.rank]
-        return jnp.where(layout.depth[None] == depth, guess.astype(jnp.int32), tokens)
+    def grow(
+        drafts: Drafts, hidden: jax.Array, parents: jax.Array, depth: jax.Array
+    ) -> Drafts:
+        """Fill in the nodes at `depth`, children of `parents` [W]."""
+        tokens, q = drafts.tokens, drafts.q
+        before = None
+        if seen is not None:
+            paths = layout.paths[jnp.minimum(parents, T - 1)]
+            before = with_path(seen, tokens[:, paths])
+        above = jnp.broadcast_to(depth - 1, parents.shape)
+        z = score(logits_of(config, params, hidden), above, before)
+        children = tree.children
+        guess = draw_children(drafting, rows, z, parents, start, depth, children)
+        guess = guess[:, layout.slot[layout.parents], layout.rank].astype(jnp.int32)
+        if q is not None:
+            q = q.at[:, parents].set(jnp.exp(z), mode="drop")
+        return Drafts(jnp.where(layout.depth[None] == depth, guess, tokens), q)
 
     hidden, state = extend(config, params, state, fresh, count)
     at_root = jnp.take_along_axis(hidden, last[..., None], axis=1)
-    tokens = children_of(tokens, at_root, jnp.int32(1))
+    drafts = Drafts(
+        tokens=jnp.broadcast_to(root, (batch, T)),
+        q=jnp.zeros((batch, T, config.num_tokens)) if with_q else None,
+    )
+    drafts = grow(drafts, at_root, jnp.zeros((1,), jnp.int32), jnp.int32(1))
 
     def level(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-        tokens, records = carry
-        rows, depth = inputs
+        drafts, records = carry
+        parents, depth = inputs
         hidden, records, _ = forward_hidden(
-            config, params, state, tokens[:, rows], nodes, records=records, rows=rows
+            config,
+            params,
+            state,
+            drafts.tokens[:, parents],
+            nodes,
+            records=records,
+            rows=parents,
         )
-        return (children_of(tokens, hidden, depth + 1), records), None
+        return (grow(drafts, hidden, parents, depth + 1), records), None
 
-    records = init_records(config, batch, tree.size, param_dtype(params))
+    records = init_records(config, batch, T, param_dtype(params))
     depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
     inner = (layout.levels[:-1], depths)
-    (tokens, _), _ = lax.scan(level, (tokens, records), inner)
-    return tokens, state
+    (drafts, _), _ = lax.scan(level, (drafts, records), inner)
+    return drafts, state

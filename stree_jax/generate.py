@@ -1,62 +1,44 @@
-"""`generate`: prompts in, text and statistics out."""
+"""`generate` and `stream`: prompts in, text and statistics out."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import decode
+from stree_jax import decode, stops
+from stree_jax.accept import Rule, resolve_rule
 from stree_jax.checkpoint import Model
 from stree_jax.decode import PREFILL_CHUNK, Decoding
+from stree_jax.requests import Requests, StopStrings
+from stree_jax.result import Generation, Past, Plan, summarise
+from stree_jax.sampling import Sampling, sampling_rows
 from stree_jax.score import checked_tokens
 from stree_jax.tree import Tree, chain, resolve_tree
 
 DEFAULT_TREE = "E"
-OUTPUT_BUCKET = 64  # max_new_tokens up to a multiple of this share a program
-FINISH_REASONS = {
-    decode.RUNNING: "running",
-    decode.STOPPED: "stop",
-    decode.OUT_OF_LENGTH: "length",
-}
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What `generate` returns; all lists and arrays are by row.
-
-    Attributes:
-      tokens: generated ids, without the prompt, a stop token included.
-      lengths: [B] ints, how many they are.
-      texts: the same as text, or None where the model has no tokenizer.
-      finish_reasons: "stop" or "length".
-      target_calls: [B] ints, passes of the target that the row took.
-      acceptance_length: [B] floats, tau: mean tokens gained per call.
-      gained: [B, M + 2] ints, how many calls gained 0 .. M + 1 tokens.
-      min_margin: [B] floats, smallest gap between the two best logits at any choice.
-        Where it is within rounding (about 1e-4 in float32, 0.1 in bfloat16), plain
-        decoding may have taken the other token.
-      prefill_s, decode_s: wall seconds, compilation included.
-    """
-
-    tokens: list[list[int]]
-    lengths: np.ndarray
-    texts: list[str] | None
-    finish_reasons: list[str]
-    target_calls: np.ndarray
-    acceptance_length: np.ndarray
-    gained: np.ndarray
-    min_margin: np.ndarray
-    prefill_s: float
-    decode_s: float
-
-
+DEFAULT_RULE = "naive/coupled"
+FOREVER = 2**31 - 1
+STOP_TOKEN_BUCKET = 8  # up to so many stop tokens share a program
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
 
 
-def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
+def bucket(n: int, step: int = PREFILL_CHUNK) -> int:
+    """n rounded up so that few sizes exist: multiples of 64, coarser from 512 on.
+
+    At most a quarter is added to anything above 256.
+    """
+    while n > 8 * step:
+        step *= 2
+    return -(-n // step) * step
+
+
+def encode_prompts(
+    model: Model, prompts: Prompts, *, resumed: bool = False
+) -> list[list[int]]:
     """Prompts as token ids.
 
     Raises:
@@ -73,11 +55,11 @@ def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
                     f"prompts[{i}] is text, but this model has no tokenizer.json; "
                     "give token ids"
                 )
-            ids = model.tokenizer.encode(prompt).ids
+            ids = model.tokenizer.encode(prompt, add_special_tokens=not resumed).ids
         else:
             table = checked_tokens(f"prompts[{i}]", prompt, model.config, 1)
             ids = np.asarray(table).tolist()
-        if not ids:
+        if not ids and not resumed:
             raise ValueError(f"prompts[{i}]: want at least one token, got none")
         encoded.append(ids)
     return encoded
@@ -92,51 +74,178 @@ def _check_drafter(target: Model, drafter: Model) -> None:
         )
 
 
+def _by_row(name: str, value: Any, rows: int, one: Any) -> list:
+    """A list of `rows` values from one value, or from a sequence of one per row."""
+    if isinstance(value, one):
+        return [value] * rows
+    values = list(value)
+    if len(values) != rows or not all(isinstance(v, one) for v in values):
+        raise ValueError(
+            f"{name}: want one for all prompts or a list of one for each of the "
+            f"{rows}, got {value!r}"
+        )
+    return values
+
+
+def _lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
+    """Lists of `rows` rows from one list for all, or from one list per row."""
+    if isinstance(value, one):
+        return [[value]] * rows
+    values = list(value)
+    if all(isinstance(v, one) for v in values):
+        return [values] * rows
+    return [list(v) for v in _by_row(name, values, rows, (list, tuple, np.ndarray))]
+
+
 def begin(
     model: Model,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     drafter: Model | None = None,
     tree: Tree | str | Sequence[int] | None = None,
-    stop_tokens: Sequence[int] | None = None,
+    rule: Rule | str | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    key: jax.Array | None = None,
+    min_new_tokens: int | Sequence[int] = 0,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    logprobs: int | None = None,
+    n: int = 1,
+    past: Past | None = None,
+    keep_past: bool = False,
     capacity: int | None = None,
-) -> tuple[Decoding, Tree]:
-    """Read the prompts; arguments as in `generate`."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: want at least 1, got {max_new_tokens}")
+) -> tuple[Decoding, Plan]:
+    """Check the arguments of `generate`, and read the prompts."""
     if drafter is None and tree is not None:
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
     shape = chain(0) if drafter is None else resolve_tree(tree or DEFAULT_TREE)
-    buffer = -(-max_new_tokens // OUTPUT_BUCKET) * OUTPUT_BUCKET
+    chosen = resolve_rule(DEFAULT_RULE if rule is None else rule, shape)
+    if n < 1:
+        raise ValueError(f"n: want at least 1 sample per prompt, got {n}")
+    if logprobs is not None and not 0 <= logprobs <= model.config.num_tokens:
+        raise ValueError(
+            f"logprobs: want 0..{model.config.num_tokens} best tokens, got {logprobs}"
+        )
     if drafter is not None:
         _check_drafter(model, drafter)
-    encoded = encode_prompts(model, prompts)
-    lengths = np.array([len(ids) for ids in encoded], np.int32)
-    width = max(-(-int(lengths.max() - 1) // PREFILL_CHUNK), 1) * PREFILL_CHUNK + 1
-    needed = decode.cache_capacity(width, buffer, shape)
+    text = encode_prompts(model, prompts, resumed=past is not None)
+    count = len(text)
+    if past is not None:
+        if len(past.tokens) != count:
+            raise ValueError(f"past: {len(past.tokens)} rows, but {count} prompts")
+        text = [old + new for old, new in zip(past.tokens, text, strict=True)]
+    limits = _by_row("max_new_tokens", max_new_tokens, count, (int, np.integer))
+    least = _by_row("min_new_tokens", min_new_tokens, count, (int, np.integer))
+    if min(limits) < 1:
+        raise ValueError(f"max_new_tokens: want at least 1, got {min(limits)}")
+    if min(least) < 0:
+        raise ValueError(f"min_new_tokens: want at least 0, got {min(least)}")
+    stop_ids = _stop_tokens(model, stop_tokens, count)
+    strings = _lists_by_row("stop_strings", stop_strings, count, str)
+    pieces, automata = _stop_strings(model, strings, n)
+    rows = None
+    if sampling is not None:
+        rows = sampling_rows(_by_row("sampling", sampling, count, Sampling), key, n)
+    elif key is not None:
+        raise ValueError("key: greedy decoding draws nothing; give sampling=")
+    requests = Requests(
+        limit=jnp.asarray(np.repeat(np.array(limits, np.int32), n)),
+        least=jnp.asarray(np.repeat(np.array(least, np.int32), n))
+        if any(least)
+        else None,
+        stop_tokens=jnp.asarray(np.repeat(stop_ids, n, axis=0)),
+        strings=automata,
+        sampling=rows,
+    )
+    decoding = _read(
+        model, drafter, shape, text, requests, max(limits), n, logprobs, past, capacity
+    )
+    return decoding, Plan(
+        model=model,
+        drafter=drafter,
+        tree=shape,
+        rule=chosen,
+        text=[row for row in text for _ in range(n)],
+        stop_strings=[row for row in strings for _ in range(n)],
+        least=[row for row in least for _ in range(n)],
+        pieces=pieces,
+        keep_past=keep_past,
+    )
+
+
+def _stop_tokens(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
+    """Stop tokens [rows, n] int32, padded with -1."""
+    if stop_tokens is None:
+        stop_tokens = model.config.stop_tokens
+    lists = _lists_by_row("stop_tokens", stop_tokens, rows, (int, np.integer))
+    V = model.config.num_tokens
+    for ids in lists:
+        if any(not 0 <= i < V for i in ids):
+            raise ValueError(f"stop_tokens: {ids} are not all in 0..{V - 1}")
+    width = max(1, -(-max(map(len, lists)) // STOP_TOKEN_BUCKET)) * STOP_TOKEN_BUCKET
+    table = np.full((rows, width), -1, np.int32)
+    for row, ids in zip(table, lists, strict=True):
+        row[: len(ids)] = ids
+    return table
+
+
+def _stop_strings(
+    model: Model, lists: list[list[str]], n: int
+) -> tuple[list[bytes] | None, StopStrings | None]:
+    """The tokens' bytes and the automata of all rows, if any row has stop strings."""
+    if not any(lists):
+        return None, None
+    if model.tokenizer is None:
+        raise ValueError("stop_strings: this model has no tokenizer.json")
+    pieces = stops.token_bytes(model.tokenizer)
+    sets = sorted({tuple(strings) for strings in lists})
+    table = stops.token_table(pieces, sets, model.config.num_tokens)
+    which = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
+    return pieces, StopStrings(jnp.asarray(table), jnp.asarray(which, jnp.int32))
+
+
+def _read(
+    model: Model,
+    drafter: Model | None,
+    tree: Tree,
+    text: list[list[int]],
+    requests: Requests,
+    max_new_tokens: int,
+    n: int,
+    logprobs: int | None,
+    past: Past | None,
+    capacity: int | None,
+) -> Decoding:
+    """Text on the device, padded to a bucket, and read."""
+    lengths = np.array([len(ids) for ids in text], np.int32)
+    longest = int(lengths.max())
+    width = bucket(max(longest - 1, 1)) + 1
+    places = bucket(max_new_tokens)
+    resumed = past is not None
+    needed = decode.cache_capacity(width, places, tree, resumed=resumed)
     if capacity is not None and capacity < needed:
         raise ValueError(
-            f"capacity: {capacity} cache rows, but {needed} are needed for a prompt of "
-            f"{lengths.max()} tokens, max_new_tokens={max_new_tokens} "
-            f"and a tree of depth {shape.depth}"
+            f"capacity: {capacity} cache rows, but {needed} are needed for a text of "
+            f"{longest} tokens, max_new_tokens={max_new_tokens} "
+            f"and a tree of depth {tree.depth}"
         )
-    padded = np.zeros((len(encoded), width), np.int32)
-    for row, ids in zip(padded, encoded, strict=True):
+    padded = np.zeros((len(text), width), np.int32)
+    for row, ids in zip(padded, text, strict=True):
         row[: len(ids)] = ids
-    stops = model.config.stop_tokens if stop_tokens is None else stop_tokens
-    decoding = decode.start_jit(
+    return decode.start_jit(
         strip(model),
         None if drafter is None else strip(drafter),
-        shape,
+        tree,
         jnp.asarray(padded),
         jnp.asarray(lengths),
-        jnp.full((len(encoded),), max_new_tokens, jnp.int32),
-        jnp.asarray(np.array(stops, np.int32).reshape(-1)),
-        max_new_tokens=buffer,
+        requests,
+        max_new_tokens=places,
         capacity=needed if capacity is None else capacity,
+        samples=n,
+        top_logprobs=logprobs,
+        past=None if past is None else (past.target, past.drafter),
     )
-    return decoding, shape
 
 
 def strip(model: Model) -> Model:
@@ -148,94 +257,130 @@ def generate(
     model: Model,
     prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     drafter: Model | None = None,
     tree: Tree | str | Sequence[int] | None = None,
-    stop_tokens: Sequence[int] | None = None,
+    rule: Rule | str | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    key: jax.Array | None = None,
+    min_new_tokens: int | Sequence[int] = 0,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    logprobs: int | None = None,
+    n: int = 1,
+    past: Past | None = None,
+    keep_past: bool = False,
     capacity: int | None = None,
 ) -> Generation:
-    """Greedy text of the target, several tokens a pass when a drafter is given.
+    """Text of the target, several tokens a pass when a drafter is given.
 
-    The tokens are the ones that `drafter=None` (plain decoding) gives.
+    Greedy tokens are the ones of `drafter=None` (plain decoding); sampled ones have
+    the distribution of plain sampling, and with a naive rule (the default) they are,
+    seed by seed, the very tokens of plain sampling.
+
+    What is said to be "by row" is one value for all prompts, or a list of one each.
 
     Args:
       model: the target.
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
-      max_new_tokens: most new tokens per prompt.
+      max_new_tokens: most new tokens per prompt; by row.
       drafter: a model with the same tokenizer that fills the tree.
       tree: a `Tree`, a name ("A".."E", "chain:4") or parents; default "E".
-      stop_tokens: ids that end a text (kept in the output); None: the model's own.
+      rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
+        "naive", "leviathan", "mss", "recursive"; see `stree_jax.accept`.
+      sampling: `Sampling(...)`, by row; None: greedy.
+      key: base of the random numbers, default `jax.random.key(0)`.
+      min_new_tokens: no stop token or stop string ends a row before; by row.
+      stop_tokens: ids that end a text (kept in the output), for all or by row; None:
+        the model's own; (): none, the text goes on to its limit.
+      stop_strings: text that ends a text (left out of `texts`), for all or by row.
+      logprobs: how many of the best log-probabilities to return with each token's own
+        (0: only its own); None: none.
+      n: samples per prompt, which share its reading; rows come prompt by prompt.
+      past: of an earlier result; `prompts` then continue its rows, and may be empty.
+      keep_past: whether to return a `past`; it holds the caches on the device.
       capacity: rows of the attention caches; by default just enough.
 
     Raises:
       ValueError: before anything is run, naming the argument that is wrong.
     """
-    began = time.perf_counter()
-    decoding, shape = begin(
+    (result,) = stream(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
         drafter=drafter,
         tree=tree,
+        rule=rule,
+        sampling=sampling,
+        key=key,
+        min_new_tokens=min_new_tokens,
         stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
+        logprobs=logprobs,
+        n=n,
+        past=past,
+        keep_past=keep_past,
         capacity=capacity,
+        steps=FOREVER,
     )
-    jax.block_until_ready(decoding.count)
-    read = time.perf_counter()
-    forever = jnp.int32(2**31 - 1)
-    last = None if drafter is None else strip(drafter)
-    decoding = decode.advance_jit(strip(model), last, shape, decoding, forever)
-    jax.block_until_ready(decoding.tokens)
-    return summarise(model, decoding, read - began, time.perf_counter() - read)
+    return result
 
 
 def stream(
     model: Model,
-    prompt: Prompts,
+    prompts: Prompts,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     drafter: Model | None = None,
     tree: Tree | str | Sequence[int] | None = None,
+    rule: Rule | str | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    key: jax.Array | None = None,
+    min_new_tokens: int | Sequence[int] = 0,
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    logprobs: int | None = None,
+    n: int = 1,
+    past: Past | None = None,
+    keep_past: bool = False,
+    capacity: int | None = None,
     steps: int = 8,
 ) -> Iterator[Generation]:
-    """`generate`, yielding what there is after every `steps` passes of the loop."""
+    """`generate`, yielding all there is so far after every `steps` passes of the loop.
+
+    The `new_texts` of a row put together are its text: characters are whole, and what
+    may turn out to begin a stop string is held back. The last item is the result.
+    """
+    if steps < 1:
+        raise ValueError(f"steps: want at least 1, got {steps}")
     began = time.perf_counter()
-    decoding, shape = begin(
-        model, prompt, max_new_tokens=max_new_tokens, drafter=drafter, tree=tree
+    decoding, plan = begin(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        drafter=drafter,
+        tree=tree,
+        rule=rule,
+        sampling=sampling,
+        key=key,
+        min_new_tokens=min_new_tokens,
+        stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
+        logprobs=logprobs,
+        n=n,
+        past=past,
+        keep_past=keep_past,
+        capacity=capacity,
     )
     jax.block_until_ready(decoding.count)
     read = time.perf_counter()
-    last = None if drafter is None else strip(drafter)
+    bare = strip(model), None if drafter is None else strip(drafter)
+    shown = [0] * len(plan.text)
     running = True
     while running:
         decoding = decode.advance_jit(
-            strip(model), last, shape, decoding, jnp.int32(steps)
+            *bare, plan.tree, decoding, jnp.int32(steps), plan.rule
         )
         running = bool((np.asarray(decoding.finish) == decode.RUNNING).any())
-        yield summarise(model, decoding, read - began, time.perf_counter() - read)
-
-
-def summarise(
-    model: Model, decoding: Decoding, prefill_s: float, decode_s: float
-) -> Generation:
-    """The host's view of a decoding."""
-    fields = ("tokens", "length", "finish", "calls", "gained", "margin")
-    host = jax.device_get({name: getattr(decoding, name) for name in fields})
-    tokens = [
-        row[:n].tolist() for row, n in zip(host["tokens"], host["length"], strict=True)
-    ]
-    texts = None
-    if model.tokenizer is not None:
-        texts = [model.tokenizer.decode(row) for row in tokens]
-    return Generation(
-        tokens=tokens,
-        lengths=host["length"],
-        texts=texts,
-        finish_reasons=[FINISH_REASONS[int(f)] for f in host["finish"]],
-        target_calls=host["calls"],
-        acceptance_length=host["length"] / np.maximum(host["calls"], 1),
-        gained=host["gained"],
-        min_margin=host["margin"],
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-    )
+        seconds = read - began, time.perf_counter() - read
+        yield summarise(plan, decoding, shown, seconds, running)

@@ -62,6 +62,7 @@ class Layout:
       slot: [T] int32, place of a node among those of its depth.
       rank: [T] int32, place of a node among its siblings.
       paths: [T, M + 1] int32, the nodes from the root to each node, padded with 0.
+      kids: [T, C] int32, children of each node by rank, padded with T; C >= 1.
     """
 
     parents: jax.Array
@@ -70,6 +71,7 @@ class Layout:
     slot: jax.Array
     rank: jax.Array
     paths: jax.Array
+    kids: jax.Array
 
 
 def tree_layout(tree: Tree) -> Layout:
@@ -89,7 +91,9 @@ def tree_layout(tree: Tree) -> Layout:
     back = depth[:, None] - jnp.arange(tree.depth + 1, dtype=jnp.int32)[None]
     paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
     paths = jnp.where(back >= 0, paths, 0)
-    return Layout(jnp.maximum(parents, 0), depth, levels, slot, rank, paths)
+    kids = jnp.full((T, max(tree.children, 1)), T, jnp.int32)
+    kids = kids.at[jnp.where(parents < 0, T, parents), rank].set(row, mode="drop")
+    return Layout(jnp.maximum(parents, 0), depth, levels, slot, rank, paths, kids)
 
 
 def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:

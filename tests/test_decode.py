@@ -92,7 +92,7 @@ def test_tree_output_is_plain_output(target, drafters, prompts, plain, kind, tre
 
 def test_random_trees_of_equal_size_share_a_program(target, drafters, prompts, plain):
     rng = np.random.default_rng(1)
-    begun, shape = begin(
+    begun, plan = begin(
         target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
     )
     counted = chex.assert_max_traces(decode.advance, n=1)
@@ -164,10 +164,10 @@ def test_rows_do_not_depend_on_their_neighbours(target, drafters, prompts, plain
 
 def test_state_after_decoding_is_the_state_of_the_text(target, drafters, prompts):
     """After several steps, the committed state is that of feeding the text plainly."""
-    begun, tree = begin(
+    begun, plan = begin(
         target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
     )
-    done = decode.advance_jit(target, drafters["half"], tree, begun, jnp.int32(5))
+    done = decode.advance_jit(target, drafters["half"], plan.tree, begun, jnp.int32(5))
     # The last accepted path is still pending; one more step would replay it first.
 
     state = commit(
@@ -228,8 +228,8 @@ def test_other_prompts_and_limits_trace_nothing(target, prompts):
         return decode.advance(target, None, tree, begun, steps)
 
     for batch, limit in ((prompts, NEW), (prompts[::-1], 5)):
-        begun, tree = begin(target, batch, max_new_tokens=limit)
-        loop(tree, begun, jnp.int32(3))
+        begun, plan = begin(target, batch, max_new_tokens=limit)
+        loop(plan.tree, begun, jnp.int32(3))
 
 
 def test_the_stream_ends_with_the_same_text(target, drafters, prompts, plain):
@@ -247,11 +247,13 @@ def test_the_stream_ends_with_the_same_text(target, drafters, prompts, plain):
 
 def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
     """No copy of the caches: what the loop takes and gives back is aliased."""
-    begun, tree = begin(
+    begun, plan = begin(
         target, prompts, max_new_tokens=512, drafter=drafters["half"], tree="A"
     )
     loop = jax.jit(decode.advance, donate_argnums=3)
-    compiled = loop.lower(target, drafters["half"], tree, begun, jnp.int32(9)).compile()
+    compiled = loop.lower(
+        target, drafters["half"], plan.tree, begun, jnp.int32(9)
+    ).compile()
     memory = compiled.memory_analysis()
     caches = sum(s.k.nbytes + s.v.nbytes for s in begun.state.layers if hasattr(s, "k"))
     assert memory.alias_size_in_bytes > caches

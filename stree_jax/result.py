@@ -1,0 +1,170 @@
+"""What a generation is on the host: its text, statistics and states."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from stree_jax import decode, stops
+from stree_jax.accept import Rule
+from stree_jax.checkpoint import Model
+from stree_jax.decode import Decoding
+from stree_jax.logprobs import LogProbs
+from stree_jax.models import State
+from stree_jax.tree import Tree
+
+FINISH_REASONS = {
+    decode.RUNNING: "running",
+    decode.STOP_TOKEN: "stop",
+    decode.STOP_STRING: "stop",
+    decode.OUT_OF_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True)
+class Past:
+    """What has been read and written, to be continued; by row.
+
+    Attributes:
+      target, drafter: states on the device; the drafter's may be None.
+      tokens: all the text so far, prompts included.
+    """
+
+    target: State
+    drafter: State | None
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns; all lists and arrays are by row.
+
+    Attributes:
+      tokens: generated ids, without the prompt; a stop token, or the tokens that
+        complete a stop string, included.
+      lengths: [B] ints, how many they are.
+      texts: the same as text, without a stop string; None where the model has no
+        tokenizer.
+      new_texts: the part of `texts` that is new since the last item of a `stream`.
+      finish_reasons: "stop" or "length" ("running" within a stream).
+      stop_reasons: the stop token's id, the stop string, or None.
+      logprobs: of the tokens, NumPy, if they were asked for.
+      target_calls: [B] ints, passes of the target that the row took.
+      acceptance_length: [B] floats, tau: mean tokens gained per call.
+      gained: [B, M + 2] ints, how many calls gained 0 .. M + 1 tokens.
+      min_margin: [B] floats, smallest gap between the two best scores at any choice.
+        Where it is within rounding (about 1e-4 in float32, 0.1 in bfloat16), plain
+        decoding may have taken the other token. Infinity where p/q tests decided.
+      past: to continue from, if it was asked for.
+      prefill_s, decode_s: wall seconds, compilation included.
+    """
+
+    tokens: list[list[int]]
+    lengths: np.ndarray
+    texts: list[str] | None
+    new_texts: list[str] | None
+    finish_reasons: list[str]
+    stop_reasons: list[int | str | None]
+    logprobs: list[LogProbs] | None
+    target_calls: np.ndarray
+    acceptance_length: np.ndarray
+    gained: np.ndarray
+    min_margin: np.ndarray
+    past: Past | None
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated call: everything the steps after prefill need on the host."""
+
+    model: Model
+    drafter: Model | None
+    tree: Tree
+    rule: Rule
+    text: list[list[int]]  # by row, before anything was generated
+    stop_strings: list[list[str]]
+    least: list[int]
+    pieces: list[bytes] | None
+    keep_past: bool
+
+
+def _text_of(
+    plan: Plan, row: int, tokens: list[int], finish: int
+) -> tuple[str, int, str | None]:
+    """A row's text, how many characters of it are final, and its stop string."""
+    assert plan.model.tokenizer is not None  # the caller asks
+    strings, reason = plan.stop_strings[row], None
+    if finish == decode.STOP_STRING:
+        assert plan.pieces is not None  # there are stop strings
+        text, reason = stops.cut_text(
+            plan.model.tokenizer, plan.pieces, tokens, strings, plan.least[row]
+        )
+    else:
+        text = plan.model.tokenizer.decode(tokens)
+    held = stops.held_back(text, strings) if finish == decode.RUNNING else 0
+    return text, len(text) - held, reason
+
+
+def summarise(
+    plan: Plan,
+    decoding: Decoding,
+    shown: list[int],
+    seconds: tuple[float, float],
+    running: bool,
+) -> Generation:
+    """The host's view of a decoding.
+
+    Args:
+      shown: characters of each row that earlier items had; updated.
+      seconds: of prefill and of decoding.
+      running: whether there is more to come.
+    """
+    fields = ("tokens", "length", "finish", "calls", "gained", "margin", "logprobs")
+    host = jax.device_get({name: getattr(decoding, name) for name in fields})
+    lengths, finish = host["length"], host["finish"].tolist()
+    tokens = [row[:n].tolist() for row, n in zip(host["tokens"], lengths, strict=True)]
+    reasons: list[int | str | None] = [
+        row[-1] if f == decode.STOP_TOKEN else None
+        for row, f in zip(tokens, finish, strict=True)
+    ]
+    texts = new_texts = logprobs = past = None
+    if plan.model.tokenizer is not None:
+        texts, new_texts = [], []
+        for b, row in enumerate(tokens):
+            text, final, string = _text_of(plan, b, row, finish[b])
+            reasons[b] = string if string is not None else reasons[b]
+            texts.append(text)
+            new_texts.append(text[shown[b] : final])
+            shown[b] = max(shown[b], final)
+    if host["logprobs"] is not None:
+        logprobs = [
+            jax.tree.map(lambda x, b=b, n=n: x[b, :n], host["logprobs"])
+            for b, n in enumerate(lengths)
+        ]
+    if plan.keep_past and not running:
+        last = decoding.pending
+        past = Past(
+            target=decode.commit_jit(
+                decoding.state, last.records, last.path, last.length
+            ),
+            drafter=decoding.drafter,
+            tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
+        )
+    return Generation(
+        tokens=tokens,
+        lengths=lengths,
+        texts=texts,
+        new_texts=new_texts,
+        finish_reasons=[FINISH_REASONS[f] for f in finish],
+        stop_reasons=reasons,
+        logprobs=logprobs,
+        target_calls=host["calls"],
+        acceptance_length=lengths / np.maximum(host["calls"], 1),
+        gained=host["gained"],
+        min_margin=host["margin"],
+        past=past,
+        prefill_s=seconds[0],
+        decode_s=seconds[1],
+    )

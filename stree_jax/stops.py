@@ -1,0 +1,239 @@
+"""Stop strings, found token by token by an automaton that fits into one table.
+
+The host prepares `token_table` once; the loop on the device then follows every token
+with `state = table[which, state, token]` and ends when the state is `HIT`. Matching is
+on bytes, because a token can end within a character. The host cuts the text afterwards.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+HIT = -1  # the state after a token that completes a stop string
+
+_STATE_MULTIPLE = 16  # tables of similar stop strings share their shape, and programs
+_UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
+_SPACE_MARK = "\u2581"  # sentencepiece's visible space
+
+# The kinds of decoder, in order, whose output is the tokens' own bytes put together.
+_BYTE_LEVEL = re.compile(r"ByteLevel( Fuse)?")
+_SENTENCEPIECE = re.compile(r"(Replace|Metaspace)( ByteFallback)?( Fuse( Strip)?)?")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
+    """Return the bytes that each id, from 0 to the largest, adds to decoded text.
+
+    Special tokens, which decoding leaves out, and unused ids add none. For any ids,
+    `b"".join(pieces[i] for i in ids)` is `tokenizer.decode(ids)` in UTF-8, malformed
+    sequences replaced. A sentencepiece tokenizer departs from this in the space it
+    strips off the start of the text, and writes more replacement characters than Python
+    does for a run of byte tokens that is malformed somewhere.
+    """
+    convert = _converter(json.loads(tokenizer.to_str())["decoder"])
+    added = tokenizer.get_added_tokens_decoder()
+    pieces = []
+    for token_id in range(max(tokenizer.get_vocab().values(), default=-1) + 1):
+        token = tokenizer.id_to_token(token_id)
+        special = token_id in added and added[token_id].special
+        pieces.append(b"" if token is None or special else convert(token))
+    return pieces
+
+
+def token_table(
+    pieces: Sequence[bytes], stop_sets: Sequence[Sequence[str]], vocab_size: int
+) -> np.ndarray:
+    """Return the state after each token, for each set of stop strings: int32 [R, S, V].
+
+    A sequence starts in state 0. The entry is `HIT` if a stop string ends anywhere in
+    the token. S is the same for all sets, and larger than the number of states: the
+    rows left over are `HIT`, so that index -1 stays there. An empty set is never hit:
+    its entries are all 0. Tokens without bytes and ids beyond `pieces` change nothing.
+    """
+    automata = [_automaton(_encode(stops)) for stops in stop_sets]
+    largest = max(map(len, automata), default=1)
+    size = -(-(largest + 1) // _STATE_MULTIPLE) * _STATE_MULTIPLE
+    table = np.full((len(automata), size, vocab_size), HIT, np.int32)
+    for rows, stops, steps in zip(table, stop_sets, automata, strict=True):
+        if stops:
+            rows[: len(steps)] = _follow(steps, pieces[:vocab_size], vocab_size)
+        else:
+            rows[:] = 0
+    return table
+
+
+def find_stop(
+    pieces: Sequence[bytes], tokens: Sequence[int], stops: Sequence[str]
+) -> tuple[int, str] | None:
+    """Find the stop string that the last token completes, or None.
+
+    Of several, it is the one that starts first, and of those the longest. Returned with
+    it is the number of bytes from its start to the end of the tokens.
+    """
+    data = b"".join(_piece(pieces, token) for token in tokens)
+    last = len(_piece(pieces, tokens[-1])) if tokens else 0
+    found = []
+    for stop, key in zip(stops, _encode(stops), strict=True):
+        start = data.find(key, max(0, len(data) - last - len(key) + 1))
+        if start >= 0:
+            found.append((len(data) - start, len(key), stop))
+    if not found:
+        return None
+    cut, _, stop = max(found)
+    return cut, stop
+
+
+def cut_text(
+    tokenizer: "Tokenizer",
+    pieces: Sequence[bytes],
+    tokens: Sequence[int],
+    stops: Sequence[str],
+    begin: int = 0,
+) -> tuple[str, str | None]:
+    """Return the text before the stop string that the last token completes, and that.
+
+    Without one, the text is all that the tokens decode to. Stop strings are looked for
+    from token `begin` on.
+    """
+    found = find_stop(pieces, tokens[begin:], stops)
+    if found is None:
+        return tokenizer.decode(list(tokens)), None
+    cut, stop = found
+    end = len(tokens)
+    while cut > 0:
+        end -= 1
+        cut -= len(_piece(pieces, tokens[end]))
+    if cut == 0:
+        return tokenizer.decode(list(tokens[:end])), stop
+    # The stop string starts within token `end`. It starts with a whole character, so
+    # the characters before it are the same with and without it.
+    text = tokenizer.decode(list(tokens[: end + 1]))
+    surplus = len(pieces[tokens[end]][-cut:].decode("utf-8", "replace"))
+    return text[: max(0, len(text) - surplus)], stop
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of a streamed text cannot be shown yet.
+
+    They may be the start of a stop string, or an unfinished character, or the one
+    before the other.
+    """
+    rest = text.rstrip(_UNFINISHED)
+    longest = max(map(len, stops), default=1) - 1
+    for start in range(max(0, len(rest) - longest), len(rest)):
+        suffix = rest[start:]
+        if any(stop.startswith(suffix) and stop != suffix for stop in stops):
+            return len(text) - start
+    return len(text) - len(rest)
+
+
+def _encode(stops: Sequence[str]) -> list[bytes]:
+    """Return the bytes of stop strings, none of which may be empty."""
+    if not all(stops):
+        raise ValueError("a stop string is empty")
+    return [stop.encode("utf-8") for stop in stops]
+
+
+def _piece(pieces: Sequence[bytes], token: int) -> bytes:
+    """Return a token's bytes; models have ids that their tokenizers do not use."""
+    return pieces[token] if token < len(pieces) else b""
+
+
+def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    """Return the function from a token to its bytes for a serialised decoder."""
+    parts = [decoder] if decoder else []
+    if decoder and decoder["type"] == "Sequence":
+        parts = decoder["decoders"]
+    names = " ".join(part["type"] for part in parts)
+    if _BYTE_LEVEL.fullmatch(names):
+        return _byte_level()
+    if _SENTENCEPIECE.fullmatch(names) and all(map(_keeps_bytes, parts)):
+        mark = parts[0].get("replacement", _SPACE_MARK)
+        return _sentencepiece(mark, byte_tokens="ByteFallback" in names)
+    raise ValueError(
+        f"decoder {names or 'missing'}: stop strings need a byte-level or "
+        "sentencepiece tokenizer"
+    )
+
+
+def _keeps_bytes(part: dict[str, Any]) -> bool:
+    """Tell whether a decoder's options are the ones of sentencepiece tokenizers."""
+    if part["type"] == "Replace":
+        return (part["pattern"], part["content"]) == ({"String": _SPACE_MARK}, " ")
+    if part["type"] == "Strip":
+        return part["content"] == " " and part["start"] <= 1 and part["stop"] == 0
+    return True
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """Return the conversion of tokens that spell each byte as a visible character."""
+    visible = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = sorted(set(range(256)) - set(visible))
+    byte_of = {chr(byte): byte for byte in visible}
+    byte_of |= {chr(256 + place): byte for place, byte in enumerate(others)}
+
+    def convert(token: str) -> bytes:
+        # Added tokens are plain text, which shows if one character spells no byte.
+        if all(char in byte_of for char in token):
+            return bytes(byte_of[char] for char in token)
+        return token.encode("utf-8")
+
+    return convert
+
+
+def _sentencepiece(mark: str, *, byte_tokens: bool) -> Callable[[str], bytes]:
+    """Return the conversion of tokens with marked spaces and perhaps byte tokens."""
+
+    def convert(token: str) -> bytes:
+        if byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.replace(mark, " ").encode("utf-8")
+
+    return convert
+
+
+def _automaton(stops: Sequence[bytes]) -> np.ndarray:
+    """Return the state after each byte, int32 [states, 256] (Aho and Corasick).
+
+    A state is the longest end of the bytes so far that a stop string starts with.
+    """
+    starts = {stop[:size] for stop in stops for size in range(len(stop))} | {b""}
+    reachable = (p for p in starts if not any(stop in p for stop in stops))
+    states = sorted(reachable, key=lambda prefix: (len(prefix), prefix))
+    index = {prefix: state for state, prefix in enumerate(states)}
+    steps = np.zeros((len(states), 256), np.int32)
+    shorter = [0] * len(states)  # the state of the bytes without the first one
+    for state, prefix in enumerate(states):
+        if len(prefix) > 1:
+            shorter[state] = int(steps[shorter[index[prefix[:-1]]], prefix[-1]])
+        steps[state] = steps[shorter[state]]
+        for stop in stops:
+            if stop.startswith(prefix):
+                # A longer prefix that is no state ends with a stop string.
+                size = len(prefix)
+                steps[state, stop[size]] = index.get(stop[: size + 1], HIT)
+    return steps
+
+
+def _follow(steps: np.ndarray, pieces: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """Return the state after each token's bytes from each state: int32 [states, V]."""
+    sizes = np.zeros(vocab_size, np.int64)
+    sizes[: len(pieces)] = [len(piece) for piece in pieces]
+    data = np.frombuffer(b"".join(pieces), np.uint8)
+    order = np.argsort(-sizes, kind="stable")  # those with bytes left come first
+    places = (np.cumsum(sizes) - sizes)[order]
+    left = np.searchsorted(-sizes[order], -np.arange(sizes.max(initial=0)))
+    # State -1 leads to the last row: a hit stays one.
+    flat = np.vstack([steps, np.full((1, 256), HIT, np.int32)]).reshape(-1)
+    after = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], vocab_size, 1)
+    for place, count in enumerate(left):
+        after[:, :count] = flat[after[:, :count] * 256 + data[places[:count] + place]]
+    result = np.empty_like(after)
+    result[:, order] = after
+    return result
