@@ -1,0 +1,262 @@
+"""The joint distribution of sampled tokens against exact enumeration of the target.
+
+`python -m tests.distribution` prints the p-value of every rule, and those of the ten
+classic mistakes, each of which is planted here and must be found out.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from itertools import product
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+import stree_jax
+from stree_jax import Sampling, accept, decode, draft
+from stree_jax.accept import Rule
+from stree_jax.models import MambaConfig, ModelConfig, init_params
+from stree_jax.sampling import ACCEPT, DRAFT, SamplingRows, sampling_rows
+from stree_jax.tree import Tree, make_tree
+from tests.tiny import perturbed
+
+VOCAB, PLACES, PROMPT = 6, 3, 2
+ROWS, KEY = 4000, 0  # per setting; base of the random numbers
+FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2})
+SETTINGS = [Sampling(t, **f) for t, f in product((0.5, 1.0, 2.0), FILTERS)]
+TREES = {
+    "chain": make_tree([-1, 0, 1]),
+    "bushy": make_tree([-1, 0, 0, 0, 1, 1, 2, 4]),  # 3 children, then 2, then 1
+}
+RULES = [
+    (Rule("leviathan", "iid"), "chain"),
+    *product(
+        [
+            Rule("mss", "iid"),
+            Rule("recursive", "without_replacement"),
+            Rule("naive", "top_k"),
+            Rule("naive", "iid"),
+            Rule("naive", "without_replacement"),
+            Rule("naive", "coupled"),
+        ],
+        TREES,
+    ),
+]
+
+
+def model(seed: int, d_model: int) -> stree_jax.Model:
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_tokens=VOCAB,
+        d_model=d_model,
+        layers=("mamba",),
+        mamba=MambaConfig(2, 8, 8),
+        tie_embeddings=True,
+    )
+    params = perturbed(
+        init_params(config, jax.random.key(seed), jnp.float32), 0.3, seed
+    )
+    return stree_jax.Model(params=perturbed(params, 0.3, seed), config=config)
+
+
+def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
+    """Probabilities [V] that a token is drawn from, the definitions by sorting."""
+    logits = logits.astype(np.float64) / s.temperature
+    p = np.exp(logits - logits.max())
+    order = np.argsort(-p)
+    if s.top_k:
+        p[order[s.top_k :]] = 0
+    p /= p.sum()
+    if s.top_p < 1:
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= s.top_p]] = 0
+    p[p < s.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def joint(target: stree_jax.Model, s: Sampling) -> np.ndarray:
+    """The target's distribution over the next tokens, [V] * PLACES."""
+    texts = np.array(list(product(range(VOCAB), repeat=PLACES - 1)))
+    text = np.concatenate([np.full((len(texts), 1), PROMPT), texts], axis=1)
+    logits = np.asarray(stree_jax.score(target, text))
+    shape = (VOCAB,) * (PLACES - 1)
+    p = np.array([[processed(row, s) for row in rows] for rows in logits])
+    p = p.reshape(*shape, PLACES, VOCAB)
+    out = np.ones((VOCAB,) * PLACES)
+    for place in range(PLACES):
+        here = p[..., place, :][(slice(None),) * place + (0,) * (PLACES - 1 - place)]
+        out *= here.reshape(*here.shape, *[1] * (PLACES - 1 - place))
+    return out
+
+
+def drawn(
+    target: stree_jax.Model, drafter: stree_jax.Model, tree: Tree, rule: Rule
+) -> np.ndarray:
+    """How often each text was generated, [settings] + [V] * PLACES; traced anew."""
+    seeds = range(len(SETTINGS) * ROWS)
+    settings = [replace(SETTINGS[i // ROWS], seed=i) for i in seeds]
+    rows = sampling_rows(settings, jax.random.key(KEY))
+    prompts = jnp.full((len(settings), 1), PROMPT, jnp.int32)
+
+    @jax.jit
+    def run(target, drafter, tree, rows):
+        return stree_jax.generate_tokens(
+            target,
+            drafter,
+            tree,
+            prompts,
+            jnp.ones_like(prompts[:, 0]),
+            max_new_tokens=PLACES,
+            sampling=rows,
+            rule=rule,
+        ).tokens
+
+    tokens = np.asarray(run(target, drafter, tree, rows))
+    counts = np.zeros((len(SETTINGS), *[VOCAB] * PLACES))
+    np.add.at(counts, (np.arange(len(tokens)) // ROWS, *tokens.T), 1)
+    return counts
+
+
+def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square of all settings together; cells expected below 5 are pooled."""
+    statistic, freedom = 0.0, 0
+    for seen, p in zip(counts, expected, strict=True):
+        if seen[p == 0].any():
+            return 0.0  # a text that the target cannot write
+        want = p * seen.sum()
+        small = want < 5
+        seen = np.append(seen[~small], seen[small].sum())
+        want = np.append(want[~small], want[small].sum())
+        seen, want = seen[want > 0], want[want > 0]
+        statistic += ((seen - want) ** 2 / want).sum()
+        freedom += len(want) - 1
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+# The ten mistakes. Each patches the library where a hasty author would have gone wrong.
+
+
+def _untouched_siblings(rule, p, q, drafts, real, u):
+    """All siblings are tried against the same p."""
+    right, left = accept.residual, accept.residual(p, q)
+    with mock.patch.object(accept, "residual", lambda p, q: p):
+        taken, _ = _siblings(rule, p, q, drafts, real, u)
+    assert accept.residual is right
+    return taken, left
+
+
+_siblings, _propose, _scorer = accept.siblings, decode.propose, decode.scorer
+_walk, _draw, _keys_at = accept.walk, draft.draw_children, accept.keys_at
+
+
+def _unprocessed_q(drafter, tree, layout, rule, decoding):
+    """q as it is before the temperature."""
+    drafts, state = _propose(drafter, tree, layout, rule, decoding)
+    q = drafts.q ** decoding.requests.sampling.temperature[:, None, None]
+    q = q / jnp.maximum(q.sum(axis=-1, keepdims=True), 1e-30)
+    return replace(drafts, q=q), state
+
+
+def _top_p_for_the_drafter_only(config, decoding):
+    if config.d_model == TARGET_WIDTH:
+        rows = decoding.requests.sampling
+        rows = replace(rows, top_p=jnp.ones_like(rows.top_p))
+        requests = replace(decoding.requests, sampling=rows)
+        decoding = replace(decoding, requests=requests)
+    return _scorer(config, decoding)
+
+
+def _bonus_of_the_parent(rule, layout, tokens, logits, *rest):
+    """Below a leaf, the token is drawn from the distribution before the leaf."""
+    leaf = (layout.kids == tokens.shape[1]).all(axis=1)[None, :, None]
+    logits = jnp.where(leaf, logits[:, layout.parents], logits)
+    return _walk(rule, layout, tokens, logits, *rest)
+
+
+def _sorted_siblings(drafting, rows, z, *rest):
+    """Drawn without replacement, then put in order of probability."""
+    drawn = _draw(drafting, rows, z, *rest)
+    p = jnp.take_along_axis(z, drawn, axis=-1)
+    return jnp.take_along_axis(drawn, jnp.argsort(-p, axis=-1), axis=-1)
+
+
+def _drafting_keys(rows: SamplingRows, purpose: int, place: jax.Array) -> jax.Array:
+    """Accept with the very numbers that the root's children were drawn with."""
+    if purpose != ACCEPT:
+        return _keys_at(rows, purpose, place)
+    keys = _keys_at(rows, DRAFT, place)
+    return jax.vmap(lambda k: jax.random.fold_in(k, 0))(keys)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    rule: Rule
+    where: object = None
+    name: str = ""
+    wrong: Callable | None = None
+
+    def planted(self) -> AbstractContextManager:
+        if self.wrong is None:
+            return ExitStack()
+        return mock.patch.object(self.where, self.name, self.wrong)
+
+
+MSS, RECURSIVE = Rule("mss", "iid"), Rule("recursive", "without_replacement")
+MISTAKES = {
+    "accept with q/p": Mistake(MSS, accept, "accepts", lambda u, p, q: u * p < q),
+    "residual not renormalised": Mistake(
+        MSS, accept, "residual", lambda p, q: jnp.maximum(p - q, 0)
+    ),
+    "residual not updated between siblings": Mistake(
+        MSS, accept, "siblings", _untouched_siblings
+    ),
+    "with-replacement rule, draws without": Mistake(Rule("mss", "without_replacement")),
+    "drafter's unprocessed probabilities": Mistake(
+        MSS, decode, "propose", _unprocessed_q
+    ),
+    "top-p on one side only": Mistake(
+        MSS, decode, "scorer", _top_p_for_the_drafter_only
+    ),
+    "bonus token of the wrong node": Mistake(MSS, accept, "walk", _bonus_of_the_parent),
+    "siblings sorted after sampling": Mistake(
+        RECURSIVE, draft, "draw_children", _sorted_siblings
+    ),
+    "key reused for draft and accept": Mistake(MSS, accept, "keys_at", _drafting_keys),
+    "unmodified p after a rejection": Mistake(MSS, accept, "residual", lambda p, q: p),
+}
+
+TARGET_WIDTH, DRAFTER_WIDTH = 16, 12
+
+
+class Experiment:
+    """A target, a drafter that is often wrong, and the exact answer."""
+
+    def __init__(self) -> None:
+        self.target, self.drafter = model(1, TARGET_WIDTH), model(2, DRAFTER_WIDTH)
+        self.expected = np.array([joint(self.target, s) for s in SETTINGS])
+
+    def p_value(self, rule: Rule, tree: str) -> float:
+        counts = drawn(self.target, self.drafter, TREES[tree], rule)
+        return p_value(counts, self.expected)
+
+    def p_value_of(self, mistake: Mistake) -> float:
+        with mistake.planted():
+            return self.p_value(mistake.rule, "bushy")
+
+
+def main() -> None:
+    experiment = Experiment()
+    print("| rule | tree | p |\n| --- | --- | --- |")
+    for rule, tree in RULES:
+        p = experiment.p_value(rule, tree)
+        print(f"| {rule.acceptance}/{rule.drafting} | {tree} | {p:.3f} |", flush=True)
+    print("\n| mistake | p |\n| --- | --- |")
+    for name, mistake in MISTAKES.items():
+        print(f"| {name} | {experiment.p_value_of(mistake):.1e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
