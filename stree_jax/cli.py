@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("prompt", nargs="?", help="text; without it --file or stdin is read")
     p.add_argument("--file", type=Path, help="read the prompt from a file")
     add_pair_options(p)
-    p.add_argument("--max-new-tokens", type=int, default=128)
+    add_text_options(p)
+    p.add_argument("--n", type=int, default=1, help="samples")
+    p.add_argument("--logprobs", type=int, help="with --json: of the N best tokens too")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument(
         "--compare",
@@ -38,6 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="also decode plainly: check for equal tokens, report the speed-up",
     )
     p.set_defaults(run=run_generate)
+
+    p = commands.add_parser("chat", help="talk to a model that keeps its state")
+    add_pair_options(p)
+    add_text_options(p)
+    p.add_argument("--system", help="system message, for models with a chat template")
+    p.add_argument(
+        "--context", type=int, default=2048, help="tokens before a larger cache is made"
+    )
+    p.set_defaults(run=run_chat)
 
     p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
     p.add_argument("src", help="checkpoint directory or hub id")
@@ -97,6 +107,25 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
 
 
+def add_text_options(p: argparse.ArgumentParser) -> None:
+    """How text is drawn and where it ends."""
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--min-new-tokens", type=int, default=0)
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
+    p.add_argument("--top-k", type=int, default=0)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--min-p", type=float, default=0.0)
+    p.add_argument("--repetition-penalty", type=float, default=1.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--rule",
+        help="how sampled drafts are accepted: naive/coupled (default), naive, "
+        "leviathan, mss, recursive",
+    )
+    p.add_argument("--stop", action="append", default=[], help="text to stop before")
+    p.add_argument("--ignore-eos", action="store_true", help="go on to the limit")
+
+
 def add_training_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--text", type=Path, nargs="+", required=True, help="files or folders"
@@ -123,125 +152,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def load_pair(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The target and, unless it is none, the drafter."""
-    from stree_jax.checkpoint import load
-
-    name = args.drafter or ("demo" if args.model == "demo" else "none")
-    if name == "none" and args.tree:
-        raise ValueError("--tree needs a drafter to fill it; give --drafter")
-    target = load(args.model, dtype=args.dtype)
-    if name == "none":
-        return target, None
-    drafter = load("demo-drafter" if name == "demo" else name, dtype=args.dtype)
-    return target, drafter
-
-
-def read_prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None and args.file is not None:
-        raise ValueError("give the prompt as an argument or with --file, not both")
-    if args.file is not None:
-        try:
-            return args.file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.file}: not UTF-8 text ({error.reason})") from error
-    return args.prompt if args.prompt is not None else sys.stdin.read()
-
-
 def run_generate(args: argparse.Namespace) -> int:
-    from stree_jax.generate import encode_prompts, generate, stream
-    from stree_jax.score import first_difference
+    from stree_jax import terminal
 
-    prompt = read_prompt(args)
-    target, drafter = load_pair(args)
-    if target.tokenizer is None:
-        raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
-    options = {"max_new_tokens": args.max_new_tokens}
-    pair = {**options, "drafter": drafter, "tree": args.tree if drafter else None}
-    began = time.perf_counter()
-    if args.json:
-        result = generate(target, prompt, **pair)
-    else:
-        shown = ""
-        for i, result in enumerate(stream(target, prompt, **pair)):
-            if i == 0:  # bad options have been refused by now
-                print(prompt, end="")
-            whole = text_of(result).rstrip(
-                "\ufffd"
-            )  # half a character waits for its other half
-            print(whole[len(shown) :], end="", flush=True)
-            shown = whole
-        print(text_of(result)[len(shown) :])
-    first_s = time.perf_counter() - began
-
-    report = figures(target, result)
-    equal = True
-    if args.compare:
-        timed = generate(target, prompt, **pair)  # compiled by now
-        generate(target, prompt, **options)
-        plain = generate(target, prompt, **options)
-        equal = plain.tokens == timed.tokens == result.tokens
-        report = figures(target, timed)
-        report["plain"] = figures(target, plain)
-        report["equal_to_plain"] = equal
-        if not equal:
-            (ids,) = encode_prompts(target, prompt)
-            parted = first_difference(target, ids, plain.tokens[0], timed.tokens[0])
-            if parted is not None:
-                report["first_difference"], report["logit_gap_there"] = parted
-        report["speedup"] = plain.decode_s / timed.decode_s
-    report["first_run_s"] = first_s  # with compilation
-    if args.json:
-        print(json.dumps(report))
-    else:
-        print(closing_line(report))
-    return 0 if equal else 1
+    return terminal.run_generate(args)
 
 
-def text_of(result: Any) -> str:
-    """The text of a one-prompt generation."""
-    return result.texts[0]
+def run_chat(args: argparse.Namespace) -> int:
+    from stree_jax import terminal
 
-
-def figures(target: Any, result: Any) -> dict[str, Any]:
-    """The report of a one-prompt generation."""
-    import jax
-
-    return {
-        "text": text_of(result),
-        "tokens": result.tokens[0],
-        "finish_reason": result.finish_reasons[0],
-        "target_calls": int(result.target_calls[0]),
-        "acceptance_length": float(result.acceptance_length[0]),
-        "min_margin": float(result.min_margin[0]),
-        "tokens_per_s": float(result.lengths[0] / result.decode_s),
-        "prefill_s": result.prefill_s,
-        "decode_s": result.decode_s,
-        "dtype": str(target.params["embedding"].dtype),
-        "device": str(jax.devices()[0].device_kind),
-    }
-
-
-def closing_line(report: dict[str, Any]) -> str:
-    line = (
-        f"[{len(report['tokens'])} tokens, {report['tokens_per_s']:.0f} tokens/s, "
-        f"tau {report['acceptance_length']:.2f}"
-    )
-    if "plain" in report:
-        verdict = "equal to" if report["equal_to_plain"] else "DIFFERS from"
-        line += (
-            f", {report['speedup']:.2f}x plain decoding "
-            f"({report['plain']['tokens_per_s']:.0f} tokens/s); "
-            f"text {verdict} plain decoding"
-        )
-        if not report["equal_to_plain"]:
-            line += (
-                f" from token {report.get('first_difference')}, where the two tokens' "
-                f"logits are {report.get('logit_gap_there', 0):.1g} apart"
-            )
-    else:
-        line += f", {report['first_run_s']:.1f} s with compilation"
-    return line + "]"
+    return terminal.run_chat(args)
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -308,6 +228,7 @@ def train_config(args: argparse.Namespace) -> Any:
 
 def run_bench(args: argparse.Namespace) -> int:
     from stree_jax import bench
+    from stree_jax.terminal import load_pair
 
     match args.kind:
         case "decode":

@@ -27,9 +27,9 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
 
 
 def bucket(n: int, step: int = PREFILL_CHUNK) -> int:
-    """n rounded up so that few sizes exist: multiples of 64, coarser from 512 on.
+    """n rounded up so that few sizes exist, and with them few compiled programs.
 
-    At most a quarter is added to anything above 256.
+    Up to 8 steps a multiple of the step, up to 16 of twice the step, and so on.
     """
     while n > 8 * step:
         step *= 2
@@ -114,7 +114,7 @@ def begin(
     n: int = 1,
     past: Past | None = None,
     keep_past: bool = False,
-    capacity: int | None = None,
+    capacity: int = 0,
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
     if drafter is None and tree is not None:
@@ -215,21 +215,16 @@ def _read(
     n: int,
     logprobs: int | None,
     past: Past | None,
-    capacity: int | None,
+    capacity: int,
 ) -> Decoding:
     """Text on the device, padded to a bucket, and read."""
     lengths = np.array([len(ids) for ids in text], np.int32)
     longest = int(lengths.max())
-    width = bucket(max(longest - 1, 1)) + 1
+    # A conversation grows from turn to turn; wide steps keep it in one program.
+    width = bucket(max(longest - 1, 1), 64 if past is None else 512) + 1
     places = bucket(max_new_tokens)
     resumed = past is not None
     needed = decode.cache_capacity(width, places, tree, resumed=resumed)
-    if capacity is not None and capacity < needed:
-        raise ValueError(
-            f"capacity: {capacity} cache rows, but {needed} are needed for a text of "
-            f"{longest} tokens, max_new_tokens={max_new_tokens} "
-            f"and a tree of depth {tree.depth}"
-        )
     padded = np.zeros((len(text), width), np.int32)
     for row, ids in zip(padded, text, strict=True):
         row[: len(ids)] = ids
@@ -241,7 +236,7 @@ def _read(
         jnp.asarray(lengths),
         requests,
         max_new_tokens=places,
-        capacity=needed if capacity is None else capacity,
+        capacity=max(needed, capacity),
         samples=n,
         top_logprobs=logprobs,
         past=None if past is None else (past.target, past.drafter),
@@ -270,7 +265,7 @@ def generate(
     n: int = 1,
     past: Past | None = None,
     keep_past: bool = False,
-    capacity: int | None = None,
+    capacity: int = 0,
 ) -> Generation:
     """Text of the target, several tokens a pass when a drafter is given.
 
@@ -299,7 +294,8 @@ def generate(
       n: samples per prompt, which share its reading; rows come prompt by prompt.
       past: of an earlier result; `prompts` then continue its rows, and may be empty.
       keep_past: whether to return a `past`; it holds the caches on the device.
-      capacity: rows of the attention caches; by default just enough.
+      capacity: rows of the attention caches if more than needed, so that calls of
+        different lengths share programs.
 
     Raises:
       ValueError: before anything is run, naming the argument that is wrong.
@@ -343,7 +339,7 @@ def stream(
     n: int = 1,
     past: Past | None = None,
     keep_past: bool = False,
-    capacity: int | None = None,
+    capacity: int = 0,
     steps: int = 8,
 ) -> Iterator[Generation]:
     """`generate`, yielding all there is so far after every `steps` passes of the loop.

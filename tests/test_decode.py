@@ -268,7 +268,6 @@ def test_errors_come_before_anything_runs(target, drafters):
         (dict(max_new_tokens=4, tree="A"), "tree: a tree needs a drafter"),
         (dict(max_new_tokens=4, drafter=other, tree="Z"), "unknown name 'Z'"),
         (dict(max_new_tokens=4, drafter=small), "its vocabulary has 40 tokens"),
-        (dict(max_new_tokens=400, capacity=300), "capacity: 300 cache rows"),
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
