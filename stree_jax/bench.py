@@ -131,7 +131,7 @@ def bench_decode(
         "sets": {},
     }
     total = sum(map(len, prompts.values())) * (repeats + 1) * len(names)
-    with tqdm(total=total, unit="run") as bar:
+    with tqdm(total=total, unit="run", mininterval=1) as bar:
         for title, texts in prompts.items():
             rows = []
             for prompt in texts:

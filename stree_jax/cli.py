@@ -88,6 +88,22 @@ def build_parser() -> argparse.ArgumentParser:
     b.add_argument("--arms", nargs="+", default=["chain:4", "A", "E"])
     b.add_argument("--json", type=Path, help="also write the figures here")
     b.set_defaults(run=run_bench)
+    b = kinds.add_parser("temperature", help="acceptance rules against temperature")
+    add_pair_options(b)
+    b.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl[.gz]")
+    b.add_argument("--count", type=int, default=8, help="prompts per file")
+    b.add_argument("--batch", type=int, default=1)
+    b.add_argument("--max-new-tokens", type=int, default=128)
+    b.add_argument("--repeats", type=int, default=3)
+    b.add_argument("--arms", nargs="+", help="rule@tree; default: all rules on A")
+    b.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0, 0.25, 0.5, 0.75, 1.0],
+    )
+    b.add_argument("--json", type=Path, help="also write the figures here")
+    b.set_defaults(run=run_bench)
     b = kinds.add_parser("forward", help="time of one pass against its tokens T")
     b.add_argument("--shape", default="mamba2-130m")
     b.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 13, 16, 32, 64])
@@ -227,14 +243,18 @@ def train_config(args: argparse.Namespace) -> Any:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from stree_jax import bench
+    from stree_jax import bench, bench_sampling
     from stree_jax.terminal import load_pair
+
+    def pair() -> tuple[Any, Any]:
+        target, drafter = load_pair(args)
+        if drafter is None:
+            raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
+        return target, drafter
 
     match args.kind:
         case "decode":
-            target, drafter = load_pair(args)
-            if drafter is None:
-                raise ValueError("bench decode compares with a drafter; give --drafter")
+            target, drafter = pair()
             report = bench.bench_decode(
                 target,
                 drafter,
@@ -244,6 +264,18 @@ def run_bench(args: argparse.Namespace) -> int:
                 repeats=args.repeats,
             )
             print(bench.decode_table(report))
+        case "temperature":
+            sets = bench.read_prompts(args.prompts, args.count)
+            report = bench_sampling.bench_temperature(
+                *pair(),
+                [prompt for prompts in sets.values() for prompt in prompts],
+                arms=args.arms or bench_sampling.ARMS,
+                temperatures=args.temperatures,
+                batch=args.batch,
+                max_new_tokens=args.max_new_tokens,
+                repeats=args.repeats,
+            )
+            print(bench_sampling.temperature_table(report))
         case "forward":
             report = bench.bench_forward(args.shape, args.sizes, args.repeats)
             print(bench.forward_table(report))

@@ -94,7 +94,14 @@ def _lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
     values = list(value)
     if all(isinstance(v, one) for v in values):
         return [values] * rows
-    return [list(v) for v in _by_row(name, values, rows, (list, tuple, np.ndarray))]
+    mixed = any(isinstance(v, one) for v in values)
+    lists = [] if mixed else [list(v) for v in values]
+    if len(lists) != rows or not all(isinstance(v, one) for row in lists for v in row):
+        raise ValueError(
+            f"{name}: want one list for all prompts or a list of one for each of the "
+            f"{rows}, got {value!r}"
+        )
+    return lists
 
 
 def begin(
