@@ -239,8 +239,8 @@ def settle(
     kept = jnp.minimum(length, jnp.minimum(by_token, by_string) + 1)
     kept = jnp.minimum(kept, room)
     finish = jnp.where(kept == room, OUT_OF_LENGTH, RUNNING)
-    finish = jnp.where(by_string < kept, STOP_STRING, finish)
     finish = jnp.where(by_token < kept, STOP_TOKEN, finish)
+    finish = jnp.where(by_string < kept, STOP_STRING, finish)  # texts leave it out
     matched = decoding.matched
     if states is not None and matched is not None:
         last = jnp.take_along_axis(states, jnp.maximum(kept - 1, 0)[:, None], axis=1)

@@ -1,7 +1,7 @@
 """`generate` and `stream`: prompts in, text and statistics out."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,7 @@ def _by_row(name: str, value: Any, rows: int, one: Any) -> list:
     """A list of `rows` values from one value, or from a sequence of one per row."""
     if isinstance(value, one):
         return [value] * rows
-    values = list(value)
+    values = list(value) if isinstance(value, Iterable) else []
     if len(values) != rows or not all(isinstance(v, one) for v in values):
         raise ValueError(
             f"{name}: want one for all prompts or a list of one for each of the "
@@ -91,11 +91,11 @@ def _lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
     """Lists of `rows` rows from one list for all, or from one list per row."""
     if isinstance(value, one):
         return [[value]] * rows
-    values = list(value)
+    values = list(value) if isinstance(value, Iterable) else [value]
     if all(isinstance(v, one) for v in values):
         return [values] * rows
-    mixed = any(isinstance(v, one) for v in values)
-    lists = [] if mixed else [list(v) for v in values]
+    nested = all(isinstance(v, Iterable) and not isinstance(v, one) for v in values)
+    lists = [list(v) for v in values] if nested else []
     if len(lists) != rows or not all(isinstance(v, one) for row in lists for v in row):
         raise ValueError(
             f"{name}: want one list for all prompts or a list of one for each of the "
@@ -128,7 +128,7 @@ def begin(
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
     shape = chain(0) if drafter is None else resolve_tree(tree or DEFAULT_TREE)
     chosen = resolve_rule(DEFAULT_RULE if rule is None else rule, shape)
-    if n < 1:
+    if not isinstance(n, int) or n < 1:
         raise ValueError(f"n: want at least 1 sample per prompt, got {n}")
     if logprobs is not None and not 0 <= logprobs <= model.config.num_tokens:
         raise ValueError(

@@ -5,9 +5,9 @@ Target and drafter are processed by the same function, so that an acceptance rul
 compares the two distributions that tokens are really drawn from.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jax import lax
 
 # What a random number is for: each purpose has a stream of its own.
 NOISE, DRAFT, ACCEPT = 0, 1, 2
+
+_FLOAT32 = np.finfo(np.float32)
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,22 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        def check(name: str, good: bool, want: str) -> None:
-            if not good:
-                raise ValueError(f"{name}: want {want}, got {getattr(self, name)}")
+        def check(name: str, kinds: tuple, good: Any, want: str) -> None:
+            value = getattr(self, name)
+            right = isinstance(value, kinds) and not isinstance(value, bool)
+            if not (right and good(value)):
+                raise ValueError(f"{name}: want {want}, got {value!r}")
 
-        t, penalty = self.temperature, self.repetition_penalty
-        check("temperature", 0 <= t < math.inf, "a number >= 0")
-        check("top_k", self.top_k >= 0, "an integer >= 0 (0 is off)")
-        check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
-        check("min_p", 0 <= self.min_p < 1, "a number in [0, 1)")
-        check("repetition_penalty", 0 < penalty < math.inf, "a number > 0")
+        # What float32 can hold: smaller numbers are 0 on the device.
+        least, most = float(_FLOAT32.tiny), float(_FLOAT32.max)
+        real, whole = (int, float, np.number), (int, np.integer)
+        check("temperature", real, lambda t: t == 0 or least <= t <= most, "0 or more")
+        check("top_k", whole, lambda k: 0 <= k < 2**31, "an integer >= 0 (0 is off)")
+        check("top_p", real, lambda p: least <= p <= 1, "a number in (0, 1]")
+        check("min_p", real, lambda p: 0 <= p < 1, "a number in [0, 1)")
+        check("repetition_penalty", real, lambda r: least <= r <= most, "a number > 0")
         if self.seed is not None:
-            check("seed", 0 <= self.seed < 2**32, "an integer in [0, 2^32)")
+            check("seed", whole, lambda s: 0 <= s < 2**32, "an integer in [0, 2^32)")
 
 
 @struct.dataclass
@@ -103,6 +109,8 @@ def sampling_rows(
       ValueError: a key whose random numbers would depend on a row's place.
     """
     key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key: want a key of jax.random.key, got {key!r}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.shape != () or str(jax.random.key_impl(key)) != "threefry2x32":

@@ -122,6 +122,8 @@ def test_a_rows_noise_is_its_own():
 
 
 def test_keys_of_other_generators_are_refused():
+    with pytest.raises(ValueError, match="want a key of jax.random.key, got 3"):
+        sampling_rows([Sampling()], 3)
     with pytest.raises(ValueError, match="one threefry key"):
         sampling_rows([Sampling()], jax.random.key(0, impl="rbg"))
     with pytest.raises(ValueError, match="one threefry key"):
@@ -136,7 +138,14 @@ def test_keys_of_other_generators_are_refused():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"temperature": -1.0}, "temperature: want a number >= 0, got -1.0"),
+        ({"temperature": -1.0}, "temperature: want 0 or more, got -1.0"),
+        ({"temperature": 1e300}, "temperature: want"),
+        ({"temperature": "1"}, "temperature: want"),
+        ({"top_p": 1e-40}, "top_p: want"),
+        ({"top_k": 2**31}, "top_k: want"),
+        ({"top_k": 1.5}, "top_k: want"),
+        ({"seed": 1.5}, "seed: want"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty: want"),
         ({"temperature": float("nan")}, "temperature: want"),
         ({"top_k": -1}, "top_k: want"),
         ({"top_p": 0.0}, "top_p: want"),

@@ -1,0 +1,154 @@
+"""Wrong arguments of `generate` are named before anything is read."""
+
+import dataclasses
+
+import jax
+import pytest
+from tokenizers import Tokenizer, models
+
+import stree_jax
+from stree_jax import Past, Sampling, decode, resolve_rule
+from stree_jax.text import train_tokenizer
+from stree_jax.tree import NAMED_TREES, chain, make_tree
+from tests.tiny import tiny
+
+TREE = "A"
+
+
+@pytest.fixture(scope="module")
+def target():
+    tokenizer = train_tokenizer(["abc"], 260)
+    return dataclasses.replace(tiny(1), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return target
+
+
+ONE = "want one for all prompts or a list of one for each of the 2"
+LIST = "want one list for all prompts or a list of one for each of the 2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prompts=[]), "prompts: want at least one prompt, got none"),
+        (dict(prompts=[[8], []]), r"prompts\[1\]: want at least one token, got none"),
+        (dict(prompts=["a", ""]), r"prompts\[1\]: want at least one token, got none"),
+        (dict(prompts=[[8], [50]]), r"prompts\[1\]: ids 50\.\.50 are not all in the"),
+        (dict(prompts=[[-1]]), r"prompts\[0\]: ids -1\.\.-1 are not all in the"),
+        (dict(prompts=[[0.5]]), r"prompts\[0\]: want integers with 1 axes"),
+        (dict(prompts=[8, 9]), r"prompts\[0\]: want integers with 1 axes"),
+        (dict(prompts="abc", bare=True), r"prompts\[0\] is text, but .* no tokenizer"),
+        (dict(tree="A"), "tree: a tree needs a drafter to fill it"),
+        (dict(draft=True, tree="Z"), "tree: unknown name 'Z'; known: A, B, C, D, E"),
+        (dict(draft=True, tree=[-1, 1]), r"parents\[1\]: node 1 is its own parent"),
+        (dict(draft=True, tree=[0]), r"parents\[0\]: the root's parent is -1"),
+        (dict(small=True), "drafter: its vocabulary has 40 tokens, the target's 47"),
+        (dict(n=0), "n: want at least 1 sample per prompt, got 0"),
+        (dict(n=1.5), "n: want at least 1 sample per prompt, got 1.5"),
+        (dict(max_new_tokens=1.5), f"max_new_tokens: {ONE}, got 1.5"),
+        (dict(stop_tokens=1.5), f"stop_tokens: {LIST}, got 1.5"),
+        (dict(sampling=3), f"sampling: {ONE}, got 3"),
+        (dict(sampling=Sampling(), key=3), "key: want a key of jax.random.key, got 3"),
+        (dict(logprobs=-1), r"logprobs: want 0\.\.47 best tokens, got -1"),
+        (dict(logprobs=48), r"logprobs: want 0\.\.47 best tokens, got 48"),
+        (dict(past=[[8, 9]]), "past: 1 rows, but 2 prompts"),
+        (dict(max_new_tokens=0), "max_new_tokens: want at least 1, got 0"),
+        (dict(max_new_tokens=[4, -2]), "max_new_tokens: want at least 1, got -2"),
+        (dict(max_new_tokens=[4] * 3), f"max_new_tokens: {ONE}, got"),
+        (dict(max_new_tokens=[4, 4.0]), f"max_new_tokens: {ONE}, got"),
+        (dict(min_new_tokens=-1), "min_new_tokens: want at least 0, got -1"),
+        (dict(min_new_tokens=[0]), f"min_new_tokens: {ONE}, got"),
+        (dict(stop_tokens=47), r"stop_tokens: \[47\] are not all in 0\.\.46"),
+        (dict(stop_tokens=[[], [3, -1]]), r"stop_tokens: \[3, -1\] are not all in 0"),
+        (dict(stop_tokens=[[1], [2], [3]]), f"stop_tokens: {LIST}, got"),
+        (dict(stop_tokens=[[1], 2]), f"stop_tokens: {LIST}, got"),
+        (dict(stop_strings=[["a"]]), f"stop_strings: {LIST}, got"),
+        (dict(stop_strings=["a", ["b"]]), f"stop_strings: {LIST}, got"),
+        (dict(stop_tokens=[["a"], []]), f"stop_tokens: {LIST}, got"),
+        (dict(stop_strings=[[1], []]), f"stop_strings: {LIST}, got"),
+        (dict(stop_strings=["a", ""]), "a stop string is empty"),
+        (dict(stop_strings="a", bare=True), "stop_strings: this model has no tokeni"),
+        (dict(stop_strings="a", odd=True), "decoder missing: stop strings need a byte"),
+        (dict(sampling=[Sampling()]), f"sampling: {ONE}, got"),
+        (dict(sampling=[Sampling(), None]), f"sampling: {ONE}, got"),
+        (dict(key=jax.random.key(0)), "key: greedy decoding draws nothing; give"),
+        (
+            dict(sampling=Sampling(), key=jax.random.split(jax.random.key(0))),
+            "key: want one threefry key",
+        ),
+        (
+            dict(sampling=Sampling(), key=jax.random.key(0, impl="rbg")),
+            "key: want one threefry key",
+        ),
+        (dict(rule="best"), "rule: unknown acceptance 'best'; known: naive, levia"),
+        (dict(draft=True, rule="leviathan"), "leviathan is for chains, and this tree"),
+    ],
+)
+def test_wrong_arguments(target, drafter, options, message):
+    """Named, and before anything is read."""
+    options = dict(prompts=[[8], [9, 10]], max_new_tokens=4) | options
+    if options.pop("bare", False):
+        target = dataclasses.replace(target, tokenizer=None)
+    if options.pop("odd", False):
+        odd = Tokenizer(models.BPE({"a": 0}, []))
+        target = dataclasses.replace(target, tokenizer=odd)
+    if options.pop("draft", False):
+        options["drafter"] = drafter
+    if options.pop("small", False):
+        config = dataclasses.replace(drafter.config, num_tokens=40)
+        options["drafter"] = drafter.replace(config=config)
+    if "past" in options:
+        options["past"] = Past(None, None, options["past"])
+    before = decode.start_jit._cache_size()
+    with pytest.raises(ValueError, match=message):
+        stree_jax.generate(target, **options)
+    assert decode.start_jit._cache_size() == before
+
+
+def test_a_stream_wants_steps(target):
+    with pytest.raises(ValueError, match="steps: want at least 1, got 0"):
+        list(stree_jax.stream(target, [[8]], max_new_tokens=2, steps=0))
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "message"),
+    [
+        ("greedy", chain(2), "unknown acceptance 'greedy'; known: naive, leviathan, m"),
+        ("", chain(2), "unknown acceptance ''"),
+        ("naive/random", chain(2), "unknown drafting 'random'; known: top_k, iid, wit"),
+        ("mss/without_replacement", TREE, "would bias .* take 'recursive'"),
+        ("recursive/iid", TREE, "would bias .* independent draws can repeat; take"),
+        ("mss/top_k", TREE, "mss/top_k would bias the output: .* are no draws"),
+        ("recursive/top_k", TREE, "the most probable tokens are no draws"),
+        ("leviathan/top_k", chain(3), "the most probable tokens are no draws"),
+        ("mss/coupled", TREE, "independent of the target's noise"),
+        ("recursive/coupled", TREE, "independent of the target's noise"),
+        ("leviathan/coupled", chain(3), "independent of the target's noise"),
+        ("leviathan", TREE, "chains, and this tree has up to 3 children a node; take"),
+        ("leviathan", make_tree([-1, 0, 0]), "this tree has up to 2 children"),
+        (stree_jax.Rule("mss", "top_k"), TREE, "mss/top_k would bias"),
+    ],
+)
+def test_rules_that_would_bias_the_output(target, drafter, rule, tree, message):
+    shape = NAMED_TREES[tree] if isinstance(tree, str) else tree
+    with pytest.raises(ValueError, match="^rule: .*" + message):
+        resolve_rule(rule, shape)
+    with pytest.raises(ValueError, match="^rule: .*" + message):
+        stree_jax.generate(
+            target, [[8]], max_new_tokens=2, drafter=drafter, tree=tree, rule=rule
+        )
+
+
+def test_rules_by_name():
+    trees = {"leviathan": chain(3)}
+    defaults = dict(naive="top_k", leviathan="iid", mss="iid")
+    defaults["recursive"] = "without_replacement"
+    for name, drafting in defaults.items():
+        tree = trees.get(name, NAMED_TREES[TREE])
+        rule = resolve_rule(name, tree)
+        assert (rule.acceptance, rule.drafting) == (name, drafting)
+        assert resolve_rule(f"{name}/{drafting}", tree) == rule
+        assert resolve_rule(rule, tree) == rule
