@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types check wheel-test clean
+.PHONY: demo test lint types check wheel-test gpu-check gpu-test clean
 
 .venv/.core: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -33,5 +33,24 @@ wheel-test: .venv/.test
 
 check: lint types test wheel-test
 
+# Compiles the kernels and whole decoding programs for an H200; needs no GPU (265 MB of
+# compiler wheels, of the version of jax that is installed).
+GPU := .venv-gpu/bin
+GPU_WHEELS := jax-cuda13-plugin jax-cuda13-pjrt
+
+.venv-gpu/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	$(GPU)/pip install --quiet --editable . nvidia-cuda-nvcc nvidia-nvvm absl-py
+	version=$$($(GPU)/python -c 'import jax; print(jax.__version__)') && \
+	  $(GPU)/pip install --quiet $(GPU_WHEELS:%=%==$$version)
+	touch $@
+
+gpu-check: .venv-gpu/.done
+	JAX_PLATFORMS=cpu $(GPU)/python -m tests.gpu_check
+
+# On a machine with a GPU and jax[cuda13] in the environment that `python` is from.
+gpu-test:
+	JAX_PLATFORMS=cuda python -m pytest -q -m gpu tests
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-gpu build dist *.egg-info

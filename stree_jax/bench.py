@@ -220,40 +220,54 @@ def decode_table(report: dict[str, Any]) -> str:
 
 
 def read_bandwidth(size_bytes: int, repeats: int) -> float:
-    """Bytes per second at which a matrix of this size is read by one product."""
+    """Bytes per second at which memory is read: by one product on a CPU, by a sum on
+    other devices."""
     rows = max(size_bytes // (4 * 4096), 1)
     weight = jnp.ones((rows, 4096), jnp.float32)
     x = jnp.ones((1, 4096), jnp.float32)
-    product = jax.jit(lambda w, x: jnp.einsum("mk,tk->mt", w, x).sum())
-    jax.block_until_ready(product(weight, x))
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        if jax.default_backend() == "cpu":
+            return jnp.einsum("mk,tk->mt", w, x).sum()
+        return w.sum()
+
+    run = jax.jit(product)
+    jax.block_until_ready(run(weight, x))
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
-        jax.block_until_ready(product(weight, x))
+        jax.block_until_ready(run(weight, x))
         times.append(time.perf_counter() - began)
     return weight.nbytes / min(times)
 
 
-def bench_forward(shape: str, sizes: Sequence[int], repeats: int) -> dict[str, Any]:
+def bench_forward(
+    shape: str, sizes: Sequence[int], repeats: int, dtype: str = "float32"
+) -> dict[str, Any]:
     """Median time of replay + verification of a T-node tree, random weights."""
     if shape not in SIZES:
         raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(SIZES)}")
     config = mamba2_shape(*SIZES[shape])
-    params = init_params(config, jax.random.key(0), jnp.float32)
-    steps = {T: _forward_step(config, T) for T in sizes}
+    make = jax.jit(lambda key: init_params(config, key, jnp.dtype(dtype)))
+    params = make(jax.random.key(0))
+    # On a GPU many passes a dispatch: handing over the arrays of all layers takes as
+    # long as a pass.
+    passes = 1 if jax.default_backend() == "cpu" else 32
+    steps = {T: _forward_step(config, T, passes, jnp.dtype(dtype)) for T in sizes}
     times: dict[int, list[float]] = {T: [] for T in sizes}
-    for turn in tqdm(range(repeats + 1), unit="turn"):
+    for turn in tqdm(range(repeats + 1), unit="turn", mininterval=1):
         for T, (step, args) in steps.items():
             began = time.perf_counter()
             state, pending, best = jax.block_until_ready(step(params, *args))
             if turn:
-                times[T].append(time.perf_counter() - began)
+                times[T].append((time.perf_counter() - began) / passes)
             steps[T] = (step, (state, pending, args[2]))
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     bandwidth = read_bandwidth(weight_bytes, repeats)
     return {
         "machine": machine(),
         "shape": shape,
+        "dtype": dtype,
         "weight_bytes": weight_bytes,
         "read_bytes_per_s": bandwidth,
         "floor_ms": 1e3 * weight_bytes / bandwidth,
@@ -262,24 +276,31 @@ def bench_forward(shape: str, sizes: Sequence[int], repeats: int) -> dict[str, A
     }
 
 
-def _forward_step(config: ModelConfig, T: int) -> tuple[Any, tuple]:
-    """A jitted step on a tree of T nodes and its first arguments."""
+def _forward_step(
+    config: ModelConfig, T: int, passes: int, dtype: Any
+) -> tuple[Any, tuple]:
+    """Jitted passes over a tree of T nodes and their first arguments."""
     inner = chain(T - 1) if T < 3 else full_tree(2, int(np.log2(T + 1)) - 1)
     parents = np.asarray(inner.parents).tolist()
     parents += [0] * (T - len(parents))  # the rest hangs below the root
     tree = resolve_tree(parents)
     nodes = tree.nodes(1, config.conv_taps)
-    state = init_state(config, 1, 1, jnp.float32)
+    state = init_state(config, 1, 1, dtype)
     path = jnp.zeros((1, min(T, 5)), jnp.int32)
     one = jnp.ones((1,), jnp.int32)
-    pending = Pending(init_records(config, 1, T, jnp.float32), path, one)
+    pending = Pending(init_records(config, 1, T, dtype), path, one)
 
     def step(params, state, pending, tokens):
-        hidden, records, state = forward_hidden(
-            config, params, state, tokens, nodes, pending=pending
-        )
-        best = jnp.argmax(logits_of(config, params, hidden), axis=-1)
-        return state, Pending(records, path, one), best
+        def once(i, carry):
+            state, pending, _ = carry
+            hidden, records, state = forward_hidden(
+                config, params, state, tokens, nodes, pending=pending
+            )
+            best = jnp.argmax(logits_of(config, params, hidden), axis=-1)
+            return state, Pending(records, path, one), best.astype(jnp.int32)
+
+        best = jnp.zeros_like(tokens)
+        return jax.lax.fori_loop(0, passes, once, (state, pending, best))
 
     tokens = jnp.arange(T, dtype=jnp.int32)[None]
     return jax.jit(step, donate_argnums=(1, 2)), (state, pending, tokens)
@@ -289,7 +310,8 @@ def forward_table(report: dict[str, Any]) -> str:
     sizes = list(report["ms"])
     base = report["ms"][sizes[0]]
     lines = [
-        f"{report['shape']}, {report['weight_bytes'] / 1e6:.0f} MB of weights, "
+        f"{report['shape']}, {report['dtype']}, "
+        f"{report['weight_bytes'] / 1e6:.0f} MB of weights, "
         f"read at {report['read_bytes_per_s'] / 1e9:.1f} GB/s: "
         f"floor {report['floor_ms']:.1f} ms",
         "| T | ms (median) | ms (best) | of T = "

@@ -108,6 +108,14 @@ def build_parser() -> argparse.ArgumentParser:
     b.add_argument("--shape", default="mamba2-130m")
     b.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 13, 16, 32, 64])
     b.add_argument("--repeats", type=int, default=20)
+    b.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    b.add_argument("--json", type=Path, help="also write the figures here")
+    b.set_defaults(run=run_bench)
+    b = kinds.add_parser("kernels", help="time of the ops by implementation")
+    b.add_argument("--batch", type=int, nargs="+", default=[1])
+    b.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64])
+    b.add_argument("--repeats", type=int, default=20)
+    b.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     b.add_argument("--json", type=Path, help="also write the figures here")
     b.set_defaults(run=run_bench)
     return parser
@@ -243,7 +251,7 @@ def train_config(args: argparse.Namespace) -> Any:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from stree_jax import bench, bench_sampling
+    from stree_jax import bench, bench_kernels, bench_sampling
     from stree_jax.terminal import load_pair
 
     def pair() -> tuple[Any, Any]:
@@ -277,8 +285,18 @@ def run_bench(args: argparse.Namespace) -> int:
             )
             print(bench_sampling.temperature_table(report))
         case "forward":
-            report = bench.bench_forward(args.shape, args.sizes, args.repeats)
+            report = bench.bench_forward(
+                args.shape, args.sizes, args.repeats, args.dtype
+            )
             print(bench.forward_table(report))
+        case "kernels":
+            report = bench_kernels.bench_kernels(
+                batches=args.batch,
+                sizes=args.sizes,
+                dtype=args.dtype,
+                repeats=args.repeats,
+            )
+            print(bench_kernels.kernels_table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     return 0

@@ -1,0 +1,333 @@
+"""`replay_tree_scan` as one Mosaic GPU kernel, for Hopper's warpgroup matmul.
+
+`scan.replay_tree_scan` is the definition. One warpgroup per (sequence, head, 64 rows
+of P) reads its rows of the state once, writes them once, and computes transposed
+outputs, so that the state is the left operand of the matmul as it lies in memory:
+
+    h   = keep h0 + sum_{j < length} w_j x_j (outer) B_j     [64, N]
+    W^T = decay^T * (B C^T)                                  [S, Q]
+    y^T = (h C^T) * exp(Acum) + x^T W^T                      [64, Q]
+
+with w_j = exp(sum_{i > j} a_i) dt_j on the path and decay[t, s] =
+L[t, s] exp(Acum_t - Acum_s) dt_s. XLA prepares these factors and the transposes, all
+of it small, and adds D x where it transposes y back.
+
+Accuracy: h is float32 throughout. The matmuls take bfloat16, so a float32 operand
+goes in as a sum of three such parts, all its 24 bits, or of two, 16 bits, where x and
+B are bfloat16 (of one part) or three need too much shared memory. Products of two
+parts are left out where the rest is no more exact than that. Relative to its largest
+value, y is within about 1e-6 (three parts) or 1e-5 (two).
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.pallas_kernels.scan import _split
+
+pl: Any
+plgpu: Any
+try:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError:  # another platform's jax, or one without absl-py
+    pl = plgpu = None
+
+Array = jax.Array
+Parts = list[Array]  # bfloat16 arrays whose sum is the value
+
+_ROWS = 64  # of a warpgroup's matmul: rows of P per program, and key tokens S
+_COLUMNS = 64  # of the state that are handled together, a full swizzle in bfloat16
+_SMEM = 227 * 1024
+_DTYPES = {"float32", "bfloat16"}
+
+
+def _queries(T: int) -> int:
+    """T padded to a width that a swizzle of 32, 64 or 128 bytes covers."""
+    return next(Q for Q in (16, 32, 64) if T <= Q)
+
+
+def _smem_bytes(x: Any, B: Any, T: int, M: int, parts: int) -> int:
+    """Shared memory of one program, see `_scratch`."""
+    N, Q = B.shape[-1], _queries(T)
+    of_x, of_B = (1 if z.dtype == jnp.bfloat16 else parts for z in (x, B))
+    halves = N * Q * of_B + _ROWS * Q * of_x + parts * _ROWS * (N + Q)
+    path = M * (_ROWS * x.dtype.itemsize + N * B.dtype.itemsize)
+    return 2 * halves + path + 3 * 1024  # alignment, barriers
+
+
+def _part_count(x: Any, B: Any, T: int, M: int) -> int:
+    """Of float32 operands, 0 if no number of parts fits."""
+    both_bfloat16 = x.dtype == B.dtype == jnp.bfloat16
+    choice = (2,) if both_bfloat16 else (3, 2)
+    return next((n for n in choice if _smem_bytes(x, B, T, M, n) <= _SMEM), 0)
+
+
+def unsupported(x: Any, B: Any, mask: Any, path: Any) -> str | None:
+    """Why the kernel cannot take arguments of these shapes and dtypes, or None.
+
+    The GPU has to be a Hopper one (compute capability 9.x), which is not seen here.
+    """
+    T, P, N, M = mask.shape[-1], x.shape[-1], B.shape[-1], path.shape[-1]
+    if plgpu is None or not hasattr(plgpu, "kernel"):
+        return f"jax {jax.__version__} without Mosaic GPU"
+    if not {x.dtype.name, B.dtype.name} <= _DTYPES:
+        return f"x of {x.dtype.name}, B of {B.dtype.name}: not float32 or bfloat16"
+    if T > _ROWS:
+        return f"{T} tokens, more than {_ROWS}"
+    if P not in (64, 128):
+        return f"head size {P}, not 64 or 128"
+    if N not in (64, 128, 256):
+        return f"state size {N}, not 64, 128 or 256"
+    if _part_count(x, B, T, M) == 0:
+        return f"paths of up to {M} tokens, which need too much shared memory"
+    return None
+
+
+# What XLA prepares
+
+
+def _parts(z: Array, count: int) -> Parts:
+    """z as a sum of bfloat16 arrays: itself, or `count` of a float32 array.
+
+    reduce_precision, unlike a cast there and back, is never optimized away.
+    """
+    if z.dtype == jnp.bfloat16:
+        return [z]
+    parts = []
+    for _ in range(count):
+        part = lax.reduce_precision(z, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        z = z - part
+    return parts
+
+
+def _pad(z: Array, axis: int, size: int) -> Array:
+    widths = [(0, 0)] * z.ndim
+    widths[axis] = (0, size - z.shape[axis])
+    return jnp.pad(z, widths)
+
+
+def _path_weights(dt: Array, a: Array, path: Array, length: Array) -> Array:
+    """[B, H, M + 1] float32: w_j of the path's tokens, then keep."""
+    take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
+    valid = (jnp.arange(path.shape[1])[None] < length[:, None])[..., None]
+    dt, a = (jnp.where(valid, take(z, path), 0.0) for z in (dt, a))
+    decays = jnp.exp(lax.cumsum(a, axis=1, reverse=True))  # over i >= j
+    ones = jnp.ones_like(decays[:, :1])
+    after = jnp.concatenate([decays[:, 1:], ones], axis=1)
+    weights = jnp.concatenate([after * dt, decays[:, :1]], axis=1)
+    return weights.swapaxes(1, 2)
+
+
+def _path_sum(mask: Array, a: Array) -> Array:
+    """sum over s of mask[t, s] * a[s]: [B, T, T], [B, T, H] -> [B, H, T]."""
+    return jnp.where(mask[..., None], a[:, None], 0.0).sum(2).swapaxes(1, 2)
+
+
+def _decays(dt: Array, a: Array, mask: Array, Q: int) -> Array:
+    """[B, H, S + 1, Q] float32: decay^T, then exp(Acum); 0 past the T tokens."""
+    hi, lo = (_path_sum(mask, part) for part in _split(a.astype(jnp.float32)))
+    difference = (hi[:, :, None] - hi[..., None]) + (lo[:, :, None] - lo[..., None])
+    allowed = mask.swapaxes(1, 2)[:, None]  # masked before exp, see `tree_scan`
+    decay = jnp.where(allowed, jnp.exp(jnp.where(allowed, difference, 0.0)), 0.0)
+    decay = decay * dt.astype(jnp.float32).swapaxes(1, 2)[..., None]
+    growth = jnp.exp(hi + lo)[:, :, None]
+    return _pad(jnp.concatenate([_pad(decay, 2, _ROWS), growth], axis=2), 3, Q)
+
+
+def _token_parts(
+    x: Array, B: Array, C: Array, Q: int, count: int
+) -> tuple[Parts, Parts, Parts]:
+    """x^T [B, H, P, Q], B [B, Q, G, N], C^T [B, G, N, Q] as bfloat16 parts."""
+    x = _pad(x.transpose(0, 2, 3, 1), 3, Q)
+    C = _pad(C.transpose(0, 2, 3, 1), 3, Q)
+    return _parts(x, count), _parts(_pad(B, 1, Q), count), _parts(C, count)
+
+
+# The kernel
+
+
+def _products(
+    shape: tuple[int, int], *factors: tuple[list[Any], list[Any]]
+) -> list[Array]:
+    """left @ right of every (left, right), both parts in shared memory."""
+
+    def add(acc, left, right, k):
+        count = max(len(left), len(right))
+        depth = pl.ds(k * _COLUMNS, min(left[0].shape[1], _COLUMNS))
+        for i, one in enumerate(left):
+            for other in right[: count - i]:
+                plgpu.wgmma(acc, one.at[:, depth], other.at[depth])
+
+    def body(*accumulators):
+        for acc, (left, right) in zip(accumulators, factors, strict=True):
+            blocks = max(left[0].shape[1] // _COLUMNS, 1)
+            pl.loop(0, blocks)(partial(add, acc, left, right))
+        return [acc[...] for acc in accumulators]
+
+    return pl.run_scoped(body, *[plgpu.ACC(shape, jnp.float32)] * len(factors))
+
+
+def _store_parts(refs: list[Any], value: Array, columns: Any = slice(None)) -> None:
+    """Sum of refs[:, columns] = value."""
+    for ref in refs:
+        part = value.astype(jnp.bfloat16)
+        ref[:, columns] = part
+        value = value - part.astype(jnp.float32)
+
+
+def _load(ref: Any, interpret: Any, layout: Any = None) -> Array:
+    """From global memory to registers; the interpreters know plain indexing only."""
+    if interpret:
+        return ref[...]
+    index = (None,) if jax.version.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def _replay(
+    states: list[Array], length: Array, weights: Any, path_x: Any, path_B: Any
+) -> list[Array]:
+    """keep states + sum_{j < length} w_j x_j (outer) B_j; states are columns of one."""
+    shape = _ROWS, _COLUMNS
+
+    def add(j, states):
+        column = weights[j] * path_x[j].astype(jnp.float32)
+        column = lax.broadcast_in_dim(column, shape, (0,))
+        new = []
+        for c, state in enumerate(states):
+            row = path_B[j, pl.ds(c * _COLUMNS, _COLUMNS)].astype(jnp.float32)
+            new.append(state + column * lax.broadcast_in_dim(row, shape, (1,)))
+        return new
+
+    keep = weights[weights.shape[0] - 1]
+    return lax.fori_loop(0, length, add, [keep * state for state in states])
+
+
+def _fetch(smem, b, group, head, rows, path, path_x, path_B, x, B, C) -> list[Any]:
+    """Start every copy to shared memory; returns where B's parts will be."""
+    T, M = path_x.shape[1], path.shape[1]
+    scores, rest = smem["scores_ready"], smem["ready"]
+    left_rows = pl.ds(0, B[0].shape[1])
+    for z, to in zip(B, smem["left"], strict=False):
+        plgpu.copy_gmem_to_smem(z.at[b, :, group], to.at[left_rows], scores)
+    for z, to in zip(C, smem["C"], strict=True):
+        plgpu.copy_gmem_to_smem(z.at[b, group], to, scores)
+    for z, to in zip(x, smem["x"], strict=True):
+        plgpu.copy_gmem_to_smem(z.at[b, head, rows], to, rest)
+    tokens = [jnp.clip(path[b, j], 0, T - 1) for j in range(M)]
+    for j, token in enumerate(tokens):
+        source = path_x.at[b, token, head, rows], path_B.at[b, token, group]
+        plgpu.copy_gmem_to_smem(source[0], smem["path_x"].at[j], rest)
+        plgpu.copy_gmem_to_smem(source[1], smem["path_B"].at[j], rest)
+    return smem["left"][: len(B)]
+
+
+def _body(
+    interpret, h0, path, length, path_x, path_B, weights, decay, x, B, C, y, h, smem
+) -> None:
+    b, head, p = (lax.axis_index(name) for name in ("batch", "head", "rows"))
+    group = head // (h0.shape[1] // B[0].shape[2])
+    rows = pl.ds(p * _ROWS, _ROWS)
+    columns = [pl.ds(c, _COLUMNS) for c in range(0, h0.shape[-1], _COLUMNS)]
+    shape = _ROWS, y.shape[-1]
+    load = partial(_load, interpret=interpret, layout=plgpu.Layout.WGMMA)
+
+    B = _fetch(smem, b, group, head, rows, path, path_x, path_B, x, B, C)
+    states = [load(h0.at[b, head, rows, c]) for c in columns]
+    decay_T = load(decay.at[b, head, pl.ds(0, _ROWS)])
+
+    plgpu.barrier_wait(smem["scores_ready"])
+    (scores,) = _products(shape, (B, smem["C"]))
+    _store_parts(smem["W"], decay_T * scores)
+
+    plgpu.barrier_wait(smem["ready"])
+    weights = weights.at[b, head]
+    states = _replay(states, length[b], weights, smem["path_x"], smem["path_B"])
+    for c, state in zip(columns, states, strict=True):
+        h[b, head, rows, c] = state
+        _store_parts(smem["left"], state, c)  # in the place of B
+
+    plgpu.commit_smem()
+    W = [z.at[pl.ds(0, shape[1])] for z in smem["W"]]
+    carried, added = _products(shape, (smem["left"], smem["C"]), (smem["x"], W))
+    growth = _load(decay.at[b, head, _ROWS], interpret)
+    y[b, head, rows] = carried * lax.broadcast_in_dim(growth, shape, (1,)) + added
+
+
+def _scratch(
+    count: int, Q: int, path: Array, path_x: Array, path_B: Array, *parts: Parts
+) -> dict[str, Any]:
+    (x, B, C), M, N = parts, path.shape[1], path_B.shape[-1]
+    swizzle = 2 * Q
+    operand = partial(
+        plgpu.SMEM,
+        dtype=jnp.bfloat16,
+        transforms=(
+            plgpu.TilingTransform((8, swizzle // 2)),
+            plgpu.SwizzleTransform(swizzle),
+        ),
+    )
+    return {
+        "left": [operand((_ROWS, N))] * count,
+        "C": [operand((N, Q))] * len(C),
+        "x": [operand((_ROWS, Q))] * len(x),
+        "W": [operand((_ROWS, Q))] * count,
+        "path_x": plgpu.SMEM((M, _ROWS), path_x.dtype),
+        "path_B": plgpu.SMEM((M, N), path_B.dtype),
+        "scores_ready": plgpu.Barrier(num_arrivals=len(B) + len(C)),
+        "ready": plgpu.Barrier(num_arrivals=len(x) + 2 * M),
+    }
+
+
+def replay_tree_scan(
+    h0: Array,
+    replayed: tuple[Array, Array, Array, Array],
+    path: Array,
+    length: Array,
+    x: Array,
+    dt: Array,
+    a: Array,
+    B: Array,
+    C: Array,
+    D: Array,
+    mask: Array,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """`scan.replay_tree_scan` of arguments for which `unsupported` is None.
+
+    Args:
+      h0, replayed, path, length, x, dt, a, B, C, D, mask: as there.
+      interpret: False, or the `InterpretGPUParams` of a run on the CPU.
+
+    Returns:
+      y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
+    """
+    batch, T, H, P = x.shape
+    Q, count = _queries(T), _part_count(x, B, T, path.shape[1])
+    path_x, path_dt, path_a, path_B = replayed
+    weights = _path_weights(path_dt, path_a, path, length)
+    decay = _decays(dt, a, mask, Q)
+    parts = _token_parts(x, B, C, Q, count)
+    kernel = plgpu.kernel(
+        partial(_body, interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, H, P, Q), jnp.float32),
+            jax.ShapeDtypeStruct(h0.shape, jnp.float32),
+        ),
+        grid=(batch, H, P // _ROWS),
+        grid_names=("batch", "head", "rows"),
+        scratch_types=[_scratch(count, Q, path, path_x, path_B, *parts)],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        interpret=interpret or None,
+        kernel_name="replay_tree_scan",
+    )
+    y, h = kernel(h0, path, length, path_x, path_B, weights, decay, *parts)
+    skip = D.astype(jnp.float32).reshape(1, 1, H, -1) * x.astype(jnp.float32)
+    return y[..., :T].transpose(0, 3, 1, 2) + skip, h

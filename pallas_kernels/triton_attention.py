@@ -1,0 +1,330 @@
+"""Attention of tree nodes as a Pallas GPU kernel (Triton), flash-style and split-K.
+
+Every query of KV head j, the Tq nodes times the Hq/Hk query heads that share the head,
+is a row of one tile, so the cache is read once for all of them. With s the scores of a
+row against one block of the keys (-inf where masked) and v the block's values, a
+program carries the running maximum m, sum l and weighted values a of its rows:
+
+  m'  =  max(m, max(s))
+  l'  =  exp(m - m') l + sum(exp(s - m'))
+  a'  =  exp(m - m') a + exp(s - m') v              and in the end out = a / l.
+
+The blocks are those of the cache up to `length`, past which nothing is ever read, then
+the tree's nodes under their mask. To fill a GPU at small batches, a sequence's blocks
+are shared out among `splits` programs, the last of which also takes the tree. Each of
+them hands over its (m, l, a), and a second kernel sums these, weighted exp(m - max m).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+try:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as pltriton
+except ImportError:  # a jax or jaxlib without Triton
+    pl = pltriton = None  # type: ignore[assignment]
+
+Preset = lax.DotAlgorithmPreset
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+_LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
+_LOWEST = float(jnp.finfo(jnp.float32).min)  # a maximum that -inf can be taken from
+_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the work is cut; all powers of two, except num_stages.
+
+    Attributes:
+      keys: cache entries, or tree nodes, that a program takes at a time.
+      rows: queries per program, at least 16.
+      splits: programs among which one sequence's cache is shared out.
+      num_warps: warps per program.
+      num_stages: blocks that a program holds or is loading at a time.
+      precision: of products with a float32 cache; a bfloat16 cache knows one kind.
+    """
+
+    keys: int
+    rows: int
+    splits: int
+    num_warps: int = 4
+    num_stages: int = 2
+    precision: Preset = Preset.TF32_TF32_F32_X3
+
+
+def default_blocks(
+    batch: int, Tq: int, Hq: int, Hk: int, S: int, hd: int, dtype: Any
+) -> Blocks:
+    """Blocks for an H100 or H200, from shapes alone.
+
+    The tiles are the largest that were compiled without spilling registers; float32
+    queries are kept there whole, in two parts each.
+    """
+    queries, wide = Tq * (Hq // Hk), jnp.dtype(dtype).itemsize == 4
+    most = max(min(64, 4096 // hd), 16) if wide else 64
+    rows = min(_power(queries, 16), most)
+    programs = batch * Hk * -(-queries // rows)
+    # Splits of fewer than 128 entries would cost more to combine than they save.
+    wanted = max(min(_PROGRAMS // programs, S // 128), 1)
+    return Blocks(
+        keys=32 if wide else 64,
+        rows=rows,
+        splits=1 << (wanted.bit_length() - 1),
+        num_warps=8 if rows == most and hd >= (128 if wide else 256) else 4,
+        num_stages=3 if wide or hd < 256 else 2,
+    )
+
+
+def _power(n: int, least: int = 1) -> int:
+    """The smallest power of two that is at least n and `least`, itself one."""
+    return max(1 << (n - 1).bit_length(), least)
+
+
+def unsupported(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, mask: jax.Array
+) -> str | None:
+    """Why the kernel cannot take these arguments of `tree_attention`; None if it can.
+
+    Only shapes and dtypes are looked at.
+    """
+    if pltriton is None:
+        return "this jax has no jax.experimental.pallas.triton"
+    Hq, hd = q.shape[2:]
+    Hk, S = k_cache.shape[1:3]
+    if k_cache.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"a cache of {k_cache.dtype}, neither float32 nor bfloat16"
+    if v_cache.dtype != k_cache.dtype:
+        return f"keys of {k_cache.dtype} but values of {v_cache.dtype}"
+    if hd not in (16, 32, 64, 128, 256):
+        return f"head size {hd}, not a power of two from 16 to 256"
+    if Hq % Hk:
+        return f"{Hq} query heads do not divide among {Hk} KV heads"
+    if S == 0 or 0 in mask.shape:
+        return "an empty cache, batch or tree"
+    return None
+
+
+def tree_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    length: jax.Array,
+    mask: jax.Array,
+    scale: jax.typing.ArrayLike,
+    *,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """softmax(scale * q . [committed keys; ancestors' keys]) . values.
+
+    Args:
+      q: [B, Tq, Hq, hd], rounded to the cache's dtype.
+      k, v: [B, T, Hk, hd], the tree's nodes; query head i reads head i // (Hq/Hk).
+      k_cache, v_cache: [B, Hk, S, hd], committed keys and values.
+      length: [B] int32, valid entries of the cache; the rest is not read.
+      mask: [B, Tq, T] bool, ancestor-or-self.
+      scale: softmax scale.
+      blocks: how to cut the work; None for `default_blocks`.
+      interpret: run anywhere, with exact float32 products, for tests.
+
+    Returns:
+      [B, Tq, Hq, hd] float32.
+    """
+    reason = unsupported(q, k_cache, v_cache, mask)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    Bb, Tq, Hq, hd = q.shape
+    Hk, S = k_cache.shape[1:3]
+    cut = blocks or default_blocks(Bb, Tq, Hq, Hk, S, hd, k_cache.dtype)
+    precision: Any = cut.precision
+    if k_cache.dtype == jnp.bfloat16:
+        precision = lax.Precision.DEFAULT
+    elif interpret:
+        precision = lax.Precision.HIGHEST
+    parts = _partial_attention(
+        q,
+        k.astype(k_cache.dtype),
+        v.astype(v_cache.dtype),
+        k_cache,
+        v_cache,
+        length.astype(jnp.int32),
+        mask,
+        jnp.asarray(scale, jnp.float32).reshape(1),
+        cut=cut,
+        precision=precision,
+        interpret=interpret,
+    )
+    return parts[0] if cut.splits == 1 else _combine(*parts, interpret=interpret)
+
+
+def _partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    length: jax.Array,
+    mask: jax.Array,
+    scale: jax.Array,
+    *,
+    cut: Blocks,
+    precision: Any,
+    interpret: bool,
+) -> list[jax.Array]:
+    """[out] of a single split; of several, [m, l, a] with an axis of splits."""
+    (Bb, Tq, Hq, hd), T, (Hk, S) = q.shape, k.shape[1], k_cache.shape[1:3]
+    G, splits = Hq // Hk, cut.splits
+    tiles = -(-Tq * G // cut.rows)
+
+    # The grid's first axis runs fastest: a head's tiles find its cache in the L2.
+    def head(*block: int | None) -> Any:
+        """A KV head's part of an array [B, tokens, heads, hd]."""
+        return pl.BlockSpec(block, lambda x, s, b: (b, 0, lax.div(x, tiles), 0))
+
+    def part(*block: int | None) -> Any:
+        """A KV head's part of an array [B, splits, tokens, heads, ...]."""
+        rest = (0,) * (len(block) - 4)
+        return pl.BlockSpec(block, lambda x, s, b: (b, s, 0, lax.div(x, tiles), *rest))
+
+    cache = pl.BlockSpec(
+        (None, None, S, hd), lambda x, s, b: (b, lax.div(x, tiles), 0, 0)
+    )
+    in_specs = [
+        head(None, Tq, G, hd),
+        head(None, T, None, hd),
+        head(None, T, None, hd),
+        cache,
+        cache,
+        pl.BlockSpec((1,), lambda x, s, b: (b,)),
+        pl.BlockSpec((None, Tq, T), lambda x, s, b: (b, 0, 0)),
+        pl.BlockSpec((1,), lambda x, s, b: (0,)),
+    ]
+    out_specs = [part(None, None, Tq, G)] * 2 + [part(None, None, Tq, G, hd)]
+    shapes: list[tuple[int, ...]] = [(Bb, splits, Tq, Hq)] * 2
+    shapes.append((Bb, splits, Tq, Hq, hd))
+    if splits == 1:
+        out_specs, shapes = [head(None, Tq, G, hd)], [q.shape]
+    return pl.pallas_call(
+        partial(_attend, cut=cut, tiles=tiles, precision=precision),
+        grid=(Hk * tiles, splits, Bb),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=pltriton.CompilerParams(
+            num_warps=cut.num_warps, num_stages=cut.num_stages
+        ),
+        interpret=interpret,
+        name="tree_attention",
+    )(q, k, v, k_cache, v_cache, length, mask, scale)
+
+
+def _attend(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    k_cache_ref: Any,
+    v_cache_ref: Any,
+    length_ref: Any,
+    mask_ref: Any,
+    scale_ref: Any,
+    *out_refs: Any,
+    cut: Blocks,
+    tiles: int,
+    precision: Any,
+) -> None:
+    """One tile of a KV head's queries [Tq, G, hd] against one split of its keys.
+
+    No size need be a multiple of a block's: rows past the last query repeat it and so
+    write what it writes; keys past the last one repeat it and are masked.
+    """
+    (Tq, G, hd), T = q_ref.shape, k_ref.shape[0]
+    tile, split = lax.rem(pl.program_id(0), tiles), pl.program_id(1)
+    length, scale = length_ref[0], scale_ref[0] * _LOG2E
+    row = jnp.minimum(_range(tile, cut.rows), Tq * G - 1)
+    t, g = lax.div(row, G), lax.rem(row, G)
+    q = q_ref[t, g, :].astype(k_ref.dtype)
+
+    def dot(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.dot(
+            left, right, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    def fold(state: State, keys: jax.Array, values: jax.Array, seen: Any) -> State:
+        m, total, a = state
+        s = jnp.where(seen, dot(q, keys.T) * scale, -jnp.inf)
+        top = jnp.maximum(m, s.max(1))
+        old, p = jnp.exp2(m - top), jnp.exp2(s - top[:, None])
+        a = old[:, None] * a + dot(p.astype(values.dtype), values)
+        return top, old * total + p.sum(1), a
+
+    def committed(i: jax.Array, state: State) -> State:
+        index = _range(i, cut.keys)
+        at, seen = jnp.minimum(index, length - 1), index < length
+        return fold(state, k_cache_ref[at, :], v_cache_ref[at, :], seen[None, :])
+
+    def inside(i: jax.Array, state: State) -> State:
+        index = _range(i, nodes)
+        at = jnp.minimum(index, T - 1)
+        seen = mask_ref[t[:, None], at[None, :]] & (index < T)[None, :]
+        return fold(state, k_ref[at, :], v_ref[at, :], seen)
+
+    count = lax.div(length + (cut.keys - 1), cut.keys)
+    share = lax.div(count + (cut.splits - 1), cut.splits)
+    first = split * share
+    last = jnp.minimum(first + share, count)
+    nodes = min(_power(T, 16), cut.keys)
+    steps = (split == cut.splits - 1).astype(jnp.int32) * -(-T // nodes)
+    state = (
+        jnp.full((cut.rows,), _LOWEST, jnp.float32),
+        jnp.zeros((cut.rows,), jnp.float32),
+        jnp.zeros((cut.rows, hd), jnp.float32),
+    )
+    state = lax.fori_loop(first, last, committed, state)
+    m, total, a = lax.fori_loop(0, steps, inside, state)
+
+    if cut.splits == 1:
+        out_refs[0][t, g, :] = a / total[:, None]
+    else:
+        out_refs[0][t, g] = m
+        out_refs[1][t, g] = total
+        out_refs[2][t, g, :] = a
+
+
+def _range(i: jax.Array, size: int) -> jax.Array:
+    """Block i of 0, 1, 2, ..."""
+    return i * size + lax.iota(jnp.int32, size)
+
+
+def _combine(
+    m: jax.Array, total: jax.Array, a: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """The output from every split's maxima and sums [B, splits, Tq, Hq] and values."""
+    Bb, splits, Tq, Hq, hd = a.shape
+    scalars = pl.BlockSpec((None, splits, None, None), lambda h, t, b: (b, 0, t, h))
+    vectors = pl.BlockSpec(
+        (None, splits, None, None, hd), lambda h, t, b: (b, 0, t, h, 0)
+    )
+    return pl.pallas_call(
+        _sum_splits,
+        grid=(Hq, Tq, Bb),
+        in_specs=[scalars, scalars, vectors],
+        out_specs=pl.BlockSpec((None, None, None, hd), lambda h, t, b: (b, t, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((Bb, Tq, Hq, hd), jnp.float32),
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="combine_splits",
+    )(m, total, a)
+
+
+def _sum_splits(m_ref: Any, total_ref: Any, a_ref: Any, out_ref: Any) -> None:
+    m = m_ref[...]
+    w = jnp.exp2(m - m.max(0))
+    out_ref[...] = (w[:, None] * a_ref[...]).sum(0) / (w * total_ref[...]).sum(0)

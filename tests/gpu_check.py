@@ -1,0 +1,284 @@
+"""Compile the kernels and whole decoding programs for an H200 on a machine without one.
+
+    make gpu-check            # or: python -m tests.gpu_check [--only WORD]
+
+Needs the CUDA plugin's wheels of the installed jax's version, but no GPU and no driver.
+Every case is compiled in a process of its own, because some errors of the compilers
+abort it. A case fails on register spills, on shared memory beyond what a block may have
+(the compiler refuses that), on a kernel without tensor-core instructions, and for whole
+programs on a carried state that is not updated in place.
+"""
+
+import argparse
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# An H200 as XLA describes it. The driver's version decides what goes into CUDA graphs.
+H200 = """
+gpu_device_info {
+  name: "NVIDIA H200"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  memory_bandwidth: 4800000000000 device_memory_size: 151397597184
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 }
+"""
+
+PROGRAMS = {"mamba2-2.7b, plain": 1, "mamba2-2.7b, 16 nodes": 16}
+
+
+def program_case(nodes: int) -> tuple:
+    """The loop of a generation by a 2.7B target, with a 130M drafter if it has one."""
+    import jax
+    import jax.numpy as jnp
+
+    from stree_jax import decode
+    from stree_jax.bench import SIZES, mamba2_shape
+    from stree_jax.checkpoint import Model
+    from stree_jax.models import init_params
+    from stree_jax.requests import Requests
+    from stree_jax.tree import NAMED_TREES, chain
+
+    def model(name: str) -> Any:
+        config = mamba2_shape(*SIZES[name])
+        key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        make = lambda key: init_params(config, key, jnp.bfloat16)  # noqa: E731
+        return Model(params=jax.eval_shape(make, key), config=config)
+
+    target = model("mamba2-2.7b")
+    drafter = model("mamba2-130m") if nodes > 1 else None
+    tree = NAMED_TREES["E"] if nodes > 1 else chain(0)
+
+    def begin(target, drafter, text, lengths):
+        stop = jnp.full((1, 8), -1, jnp.int32)
+        requests = Requests(jnp.full((1,), 64), None, stop, None, None)
+        return decode.start(
+            target, drafter, tree, text, lengths, requests, max_new_tokens=64
+        )
+
+    text = jax.ShapeDtypeStruct((1, 65), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    decoding = jax.eval_shape(begin, target, drafter, text, lengths)
+
+    def run(decoding, target, drafter):
+        return decode.advance(target, drafter, tree, decoding, jnp.int32(64))
+
+    return run, (decoding, target, drafter), (0,)
+
+
+def cases() -> dict[str, Callable[[], tuple]]:
+    """A function, the shapes of its arguments and which are donated, by name."""
+    from stree_jax.bench_kernels import SHAPES, Scan, op_case
+
+    table: dict[str, Callable[[], tuple]] = {}
+    for name, shape in SHAPES.items():
+        scans = isinstance(shape, Scan)
+        for implementation in ("triton", "mosaic_gpu") if scans else ("triton",):
+            for T in (16, 64) if scans else (1, 16, 64):
+                for dtype in ("bfloat16", "float32"):
+                    table[f"{name}, {implementation}, T={T}, {dtype}"] = (
+                        lambda args=(shape, 1, T, dtype, implementation), d=scans: (
+                            *op_case(*args),
+                            (0,) if d else (),
+                        )
+                    )
+    for name, nodes in PROGRAMS.items():
+        table[f"program, {name}"] = lambda n=nodes: program_case(n)
+    return table
+
+
+def compile_case(name: str) -> dict[str, Any]:
+    """Compile one case in this process; what the compilers said of it."""
+    folder = tempfile.mkdtemp(prefix="gpu_check_")
+    mosaic = Path(folder, "mosaic")
+    mosaic.mkdir()
+    os.environ |= {  # read while compiling
+        "MOSAIC_GPU_DUMP_TO": str(mosaic),
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+    }
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype = (
+            (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else (leaf[0], leaf[1])
+        )
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    function, args, donated = cases()[name]()
+    args = jax.tree.map(placed, args, is_leaf=lambda z: hasattr(z, "shape") or _pair(z))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = (
+            jax.jit(function, donate_argnums=donated)
+            .trace(*args)
+            .lower(lowering_platforms=("cuda",))
+        )
+    compiled = lowered.compile(
+        compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+    )
+    memory = compiled.memory_analysis()
+    return {
+        "kernels": _xla_kernels(folder) + _mosaic_kernels(mosaic),
+        "launches": _launches(folder),
+        "arguments": memory.argument_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "donated": sum(
+            leaf.size * leaf.dtype.itemsize
+            for i in donated
+            for leaf in jax.tree.leaves(args[i])
+        ),
+    }
+
+
+def _pair(z: Any) -> bool:
+    """Whether z is (shape, dtype)."""
+    return isinstance(z, tuple) and len(z) == 2 and isinstance(z[0], tuple)
+
+
+def _assembler() -> str:
+    import nvidia
+
+    for folder in nvidia.__path__:
+        for found in glob.glob(f"{folder}/cu*/bin/ptxas"):
+            return found
+    raise FileNotFoundError("no ptxas: pip install nvidia-cuda-nvcc")
+
+
+def _entries(log: str, ptx: str) -> list[dict[str, Any]]:
+    """Registers, spills and tensor-core instructions of the kernels in one log."""
+    found = []
+    for part in re.split(r"Compiling entry function", log)[1:]:
+        name = re.search(r"'(\S+?)'", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        spills = re.findall(r"(\d+) bytes spill", part)
+        found.append(
+            {
+                "name": name[1] if name else "?",
+                "registers": int(registers[1]) if registers else 0,
+                "spilled": sum(map(int, spills)),
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "mma": ptx.count("mma.sync"),
+            }
+        )
+    return found
+
+
+def _xla_kernels(folder: str) -> list[dict[str, Any]]:
+    """XLA's own kernels and Triton's, assembled again for their statistics."""
+    kernels = []
+    for path in sorted(glob.glob(f"{folder}/*.ptx")):
+        ptx = Path(path).read_text()
+        target = re.search(r"\.target (\w+)", ptx)
+        if target is None:
+            continue
+        command = [_assembler(), "-v", f"-arch={target[1]}", path, "-o", os.devnull]
+        log = subprocess.run(command, capture_output=True, text=True).stderr
+        kernels += _entries(log, ptx)
+    return kernels
+
+
+def _mosaic_kernels(folder: Path) -> list[dict[str, Any]]:
+    kernels = []
+    for log in sorted(folder.glob("*.ptxas")):
+        text = log.read_text()
+        if "Compiling entry function" not in text:
+            text = "Compiling entry function" + text
+        kernels += _entries(text, log.with_suffix(".ptx").read_text())
+    return kernels
+
+
+def _launches(folder: str) -> int:
+    """Kernel launches in the compiled program, the body of its loop counted once."""
+    found = glob.glob(f"{folder}/*thunk_sequence_after_thunk_passes.txt")
+    found = found or glob.glob(f"{folder}/*thunk_sequence.txt")
+    kinds = "kKernel|kCustomKernel|kCustomCall|kGemm|kCublasLtMatmul|kMemcpyDone|kCopy"
+    texts = (Path(path).read_text() for path in found)
+    return sum(len(re.findall(rf": ({kinds})\b", text)) for text in texts)
+
+
+def faults(name: str, report: dict[str, Any]) -> list[str]:
+    """What is wrong with a case's report."""
+    wrong = [
+        f"{k['name']} spills {k['spilled']} bytes"
+        for k in report["kernels"]
+        if k["spilled"]
+    ]
+    if not any(k["wgmma"] or k["mma"] for k in report["kernels"]):
+        wrong.append("no tensor-core instruction")
+    if report["aliased"] < 0.9 * report["donated"]:
+        wrong.append(f"{report['aliased']} of {report['donated']} bytes in place")
+    if report["temporary"] > 0.05 * report["arguments"] and name.startswith("program"):
+        wrong.append(f"{report['temporary'] / 1e6:.0f} MB of temporaries")
+    return wrong
+
+
+def check(name: str) -> list[str]:
+    """Compile a case in another process, print its line, return what is wrong."""
+    command = [sys.executable, "-m", "tests.gpu_check", "--case", name]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip() or "no output").splitlines()[-1]
+        wrong = [f"does not compile (exit {done.returncode}): {reason[:300]}"]
+        print(f"{name:58} {wrong[0]}", flush=True)
+        return wrong
+    report = json.loads(lines[-1])
+    kernels = report["kernels"]
+    wrong = faults(name, report)
+    print(
+        f"{name:58} kernels {len(kernels):3}  launches {report['launches']:4}  "
+        f"registers {max(k['registers'] for k in kernels):3}  "
+        f"spilled {sum(k['spilled'] for k in kernels):4} B  "
+        f"wgmma {sum(k['wgmma'] for k in kernels):3}  "
+        f"mma {sum(k['mma'] for k in kernels):4}  "
+        f"temporary {report['temporary'] / 1e6:6.1f} MB  {'; '.join(wrong) or 'ok'}",
+        flush=True,
+    )
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--case", help="compile one case here and print its report")
+    parser.add_argument("--only", default="", help="cases whose name has this word")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(compile_case(args.case)))
+        return 0
+    names = [name for name in cases() if args.only in name]
+    failed = [name for name in names if check(name)]
+    print(f"{len(names)} cases, {len(failed)} failed")
+    return 1 if failed or not names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Which implementation of an op runs, and that the choice changes no result."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax import pallas_kernels
+from stree_jax.pallas_kernels import attention, ops, scan
+from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
+
+B, T, H, P, N = 1, 5, 2, 16, 16
+MASK = jnp.tril(jnp.ones((B, T, T), bool))
+
+
+def array(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def scan_args():
+    dt = jax.nn.softplus(array(1, B, T, H))
+    return (
+        *(array(0, B, T, H, P), dt, -dt, array(2, B, T, 1, N), array(3, B, T, 1, N)),
+        *(array(4, H), array(5, B, H, P, N), MASK),
+    )
+
+
+def replay_args():
+    x, dt, a, Bs, C, D, h0, mask = scan_args()
+    path, length = jnp.array([[0, 2, 4]], jnp.int32), jnp.array([2], jnp.int32)
+    return h0, (x, dt, a, Bs), path, length, x, dt, a, Bs, C, D, mask
+
+
+def attention_args():
+    q, kv, cache = array(6, B, T, 4, 16), array(7, B, T, 2, 16), array(8, B, 2, 40, 16)
+    return q, kv, kv, cache, cache, jnp.array([33], jnp.int32), MASK, 0.25
+
+
+OPS = {
+    "tree_scan": (ops.tree_scan, scan.tree_scan, scan_args),
+    "replay_tree_scan": (ops.replay_tree_scan, scan.replay_tree_scan, replay_args),
+    "tree_attention": (ops.tree_attention, attention.tree_attention, attention_args),
+}
+all_ops = pytest.mark.parametrize("name", OPS)
+
+
+def lowered(function, args, platform):
+    """The program for a platform, which need not be there."""
+    jitted = jax.jit(function)
+    version = tuple(map(int, jax.__version__.split(".")[:2]))
+    if platform == "cpu" or version < (0, 11):
+        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    abstract = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=None, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def called(op, **options):
+    """The op with its static arguments bound, and the others."""
+    function, _, make = OPS[op]
+    args = make()
+    if op == "tree_attention":
+        return lambda *a: function(*a, 0.25, **options), args[:-1]
+    return lambda *a: function(*a, **options), args
+
+
+@all_ops
+def test_the_cpu_runs_the_definition(name):
+    function, args = called(name)
+    _, definition, make = OPS[name]
+    ours = jax.jit(function)(*args)
+    theirs = jax.jit(definition, static_argnums=7 if "att" in name else ())(*make())
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert "custom_call" not in lowered(function, args, "cpu")
+
+
+@all_ops
+def test_a_gpu_program_has_the_kernel(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = lowered(*called(name), "cuda")
+        plain = lowered(*called(name, implementation="xla"), "cuda")
+    assert "__gpu$xla.gpu.triton" in text
+    assert "__gpu$xla.gpu.triton" not in plain
+
+
+@all_ops
+def test_an_unknown_implementation_is_refused(name):
+    function, args = called(name, implementation="cutlass")
+    with pytest.raises(ValueError, match=f"{name}: no implementation 'cutlass'; known"):
+        function(*args)
+
+
+def test_a_named_kernel_runs_or_says_why_not():
+    x, dt, a, Bs, C, D, h0, mask = scan_args()
+    odd = (x[..., :5], dt, a, Bs, C, D, h0[:, :, :5], mask)
+    with pytest.raises(ValueError, match="tree_scan: triton: the head size 5"):
+        ops.tree_scan(*odd, implementation="triton")
+    ours = ops.tree_scan(*odd)  # and by default plain JAX does it
+    np.testing.assert_array_equal(ours, scan.tree_scan(*odd))
+
+
+def test_the_first_kernel_that_can_is_taken():
+    kernels = {
+        "never": Kernel(lambda x: x + 1, "it never can"),
+        "exact": Kernel(lambda x: x + 2, None),
+        "other": Kernel(lambda x: x + 3, None),
+    }
+    run = jax.jit(lambda x: dispatch("op", None, lambda x: x, kernels, x))
+    assert run(1.0) == 1.0  # on a CPU
+    for name, plus in (("exact", 2), ("other", 3)):
+        assert dispatch("op", name, lambda x: x, kernels, 1) == 1 + plus
+    with pytest.raises(ValueError, match="op: never: it never can"):
+        dispatch("op", "never", lambda x: x, kernels, 1)
+    text = lowered(
+        lambda x: dispatch("op", None, lambda x: x, kernels, x), [1.0], "cuda"
+    )
+    assert "2.0" in text and "3.0" not in text
+
+
+@all_ops
+def test_gradients_are_the_definitions(name):
+    function, args = called(name)
+    _, definition, make = OPS[name]
+
+    def total(function):
+        def run(first, *rest):
+            return sum(
+                jnp.sin(y).sum() for y in jax.tree.leaves(function(first, *rest))
+            )
+
+        return jax.jit(jax.grad(run))
+
+    plain = (lambda *a: definition(*a, 0.25)) if "att" in name else definition
+    np.testing.assert_allclose(
+        total(function)(*args), total(plain)(*args), rtol=1e-6, atol=1e-6
+    )
+
+
+@all_ops
+def test_mapped_and_looped(name):
+    function, args = called(name)
+    many = jax.tree.map(lambda z: jnp.stack([z, z]), args)
+    one, both = jax.jit(function)(*args), jax.jit(jax.vmap(function))(*many)
+
+    def body(carry):
+        return carry[0] + 1, function(*args)
+
+    looped = jax.jit(lambda y: jax.lax.while_loop(lambda c: c[0] < 2, body, (0, y))[1])
+    for got in (jax.tree.map(lambda z: z[1], both), looped(one)):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+            got,
+            one,
+        )
+
+
+def test_exported_for_cuda_from_here():
+    from jax import export
+
+    function, args = called("tree_attention")
+    allowed = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    shapes = jax.tree.map(lambda z: jax.ShapeDtypeStruct(z.shape, z.dtype), args)
+    if tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11):
+        pytest.skip("from jax 0.11 on the exporter wants a device of that kind")
+    exported = export.export(
+        jax.jit(function), platforms=["cuda"], disabled_checks=allowed
+    )(*shapes)
+    assert exported.platforms == ("cuda",)
+    assert "__gpu$xla.gpu.triton" in exported.mlir_module()
+
+
+def test_public_names():
+    for name in (*OPS, "chunk_scan", "replay", "tree_conv", "commit_window"):
+        assert callable(getattr(pallas_kernels, name))
