@@ -132,8 +132,8 @@ def _decays(dt: Array, a: Array, mask: Array, Q: int) -> Array:
     """[B, H, S + 1, Q] float32: decay^T, then exp(Acum); 0 past the T tokens."""
     hi, lo = (_path_sum(mask, part) for part in _split(a.astype(jnp.float32)))
     difference = (hi[:, :, None] - hi[..., None]) + (lo[:, :, None] - lo[..., None])
-    allowed = mask.swapaxes(1, 2)[:, None]  # masked before exp, see `tree_scan`
-    decay = jnp.where(allowed, jnp.exp(jnp.where(allowed, difference, 0.0)), 0.0)
+    allowed = mask.swapaxes(1, 2)[:, None]
+    decay = jnp.where(allowed, jnp.exp(difference), 0.0)
     decay = decay * dt.astype(jnp.float32).swapaxes(1, 2)[..., None]
     growth = jnp.exp(hi + lo)[:, :, None]
     return _pad(jnp.concatenate([_pad(decay, 2, _ROWS), growth], axis=2), 3, Q)
@@ -208,7 +208,10 @@ def _replay(
 
 
 def _fetch(smem, b, group, head, rows, path, path_x, path_B, x, B, C) -> list[Any]:
-    """Start every copy to shared memory; returns where B's parts will be."""
+    """Start every copy to shared memory; returns where B's parts will be.
+
+    Past Q, rows of B stay undefined, and with them rows of W that nothing reads.
+    """
     T, M = path_x.shape[1], path.shape[1]
     scores, rest = smem["scores_ready"], smem["ready"]
     left_rows = pl.ds(0, B[0].shape[1])
@@ -249,7 +252,7 @@ def _body(
     states = _replay(states, length[b], weights, smem["path_x"], smem["path_B"])
     for c, state in zip(columns, states, strict=True):
         h[b, head, rows, c] = state
-        _store_parts(smem["left"], state, c)  # in the place of B
+        _store_parts(smem["left"], state, c)  # B is done with
 
     plgpu.commit_smem()
     W = [z.at[pl.ds(0, shape[1])] for z in smem["W"]]

@@ -67,13 +67,13 @@ def default_blocks(
     queries are kept there whole, in two parts each.
     """
     queries, wide = Tq * (Hq // Hk), jnp.dtype(dtype).itemsize == 4
-    most = max(min(64, 4096 // hd), 16) if wide else 64
+    most = min(64, 4096 // hd) if wide else 64
     rows = min(_power(queries, 16), most)
     programs = batch * Hk * -(-queries // rows)
     # Splits of fewer than 128 entries would cost more to combine than they save.
-    wanted = max(min(_PROGRAMS // programs, S // 128), 1)
+    wanted = max(min(_PROGRAMS // programs, S // 128, 64), 1)
     return Blocks(
-        keys=32 if wide else 64,
+        keys=min(32, 4096 // hd) if wide else 64,
         rows=rows,
         splits=1 << (wanted.bit_length() - 1),
         num_warps=8 if rows == most and hd >= (128 if wide else 256) else 4,
@@ -281,7 +281,9 @@ def _attend(
     first = split * share
     last = jnp.minimum(first + share, count)
     nodes = min(_power(T, 16), cut.keys)
-    steps = (split == cut.splits - 1).astype(jnp.int32) * -(-T // nodes)
+    # Were the count of steps known, the compiler would unroll a single one and spill.
+    here = (split == cut.splits - 1) & (length >= 0)
+    steps = here.astype(jnp.int32) * -(-T // nodes)
     state = (
         jnp.full((cut.rows,), _LOWEST, jnp.float32),
         jnp.zeros((cut.rows,), jnp.float32),
@@ -312,13 +314,14 @@ def _combine(
     vectors = pl.BlockSpec(
         (None, splits, None, None, hd), lambda h, t, b: (b, 0, t, h, 0)
     )
+    num_warps = min(max(splits * hd // 2048, 1), 8)  # 64 values per thread
     return pl.pallas_call(
         _sum_splits,
         grid=(Hq, Tq, Bb),
         in_specs=[scalars, scalars, vectors],
         out_specs=pl.BlockSpec((None, None, None, hd), lambda h, t, b: (b, t, h, 0)),
         out_shape=jax.ShapeDtypeStruct((Bb, Tq, Hq, hd), jnp.float32),
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="combine_splits",
     )(m, total, a)

@@ -75,8 +75,9 @@ _GPU_ONLY = ("tf32x3", "bf16x3")  # the interpreter's are exact, or refused
 
 
 def default_blocks(T: int, P: int, N: int, dtype: Any) -> Blocks:
-    """Blocks that compile without register spills for sm_90."""
-    return Blocks(head=min(32, P & -P), state=min(32, N & -N))
+    """Blocks that compile without register spills for sm_90, and pipeline the loads."""
+    crowded = dtype == jnp.float32 and T > _MIN_TILE
+    return Blocks(head=min(32, P & -P), state=min(16 if crowded else 32, N & -N))
 
 
 def unsupported(
