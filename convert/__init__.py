@@ -31,7 +31,7 @@ def source_dtype(source: Source) -> np.dtype:
 
 
 def read_checkpoint(
-    directory: Path, dtype: Any = None, progress: bool = False
+    directory: Path, dtype: Any = None, progress: bool = False, dt_floor: bool = False
 ) -> tuple[ModelConfig, Any, np.dtype]:
     """Config, parameters and dtype of a PyTorch or safetensors directory.
 
@@ -43,7 +43,7 @@ def read_checkpoint(
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     source = open_source(directory)
-    format, config = read_config(directory, source.tensors)
+    format, config = read_config(directory, source.tensors, dt_floor)
     _check_layer_count(source, config)
     rows = rows_of(format, config)
     check_tensors(source, rows, config)
@@ -72,7 +72,11 @@ def _check_layer_count(source: Source, config: ModelConfig) -> None:
 
 
 def convert_checkpoint(
-    src: Path, dst: Path, dtype: Any = None, progress: bool = True
+    src: Path,
+    dst: Path,
+    dtype: Any = None,
+    progress: bool = True,
+    dt_floor: bool = False,
 ) -> None:
     """Write a checkpoint as one of our directories, self-contained and atomically.
 
@@ -80,12 +84,13 @@ def convert_checkpoint(
       src: a directory in a supported format.
       dst: must not exist; killed at any moment, it is absent or whole.
       dtype: "float32" or "bfloat16"; None: see `source_dtype`.
+      dt_floor: see `configs.read_config`.
 
     Raises:
       CheckpointError: one line saying what is wrong and where; dst is not made.
     """
     with atomic_directory(dst) as temporary:
         read_tokenizer(src)  # a bad one is refused before the weights are read
-        config, params, kept = read_checkpoint(src, dtype, progress)
+        config, params, kept = read_checkpoint(src, dtype, progress, dt_floor)
         write_directory(temporary, config, kept, params)
         copy_tokenizer(src, temporary)

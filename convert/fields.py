@@ -80,6 +80,22 @@ class Fields:
             raise self.wants(name, "a positive number", value)
         return value
 
+    def finite(self, name: str, default: Any = REQUIRED) -> float:
+        value = self.number(name, default)
+        if not math.isfinite(value):
+            raise self.wants(name, "a finite number", value)
+        return value
+
+    def multipliers(self, name: str, count: int) -> list[float]:
+        """A list of `count` scales; absent means all are 1."""
+        value = self.get(name, [1.0] * count)
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise self.wants(name, f"a list of {count} numbers", value)
+        numbers = [self._number(name, v) for v in value]
+        if not all(map(math.isfinite, numbers)):
+            raise self.wants(name, f"a list of {count} finite numbers", value)
+        return numbers
+
     def limits(self, name: str) -> tuple[float, float]:
         """A (low, high) pair; absent or null means no limits."""
         value = self.get(name, (0.0, math.inf))

@@ -12,12 +12,18 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import Source
-from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, init_params
+from stree_jax.models import (
+    AttentionConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    init_params,
+)
 
-FLOAT32_PARAMS = ("A_log", "dt_bias", "D")  # whatever the model's dtype
+FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
 
 Path = tuple[str, ...]
-How = Literal["copy", "concat", "swap", "conv"]
+How = Literal["copy", "concat", "swap", "conv", "stack"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,9 @@ class Names:
       mixer_norm, mlp_norm: block norms.
       mamba, attention, mlp: modules of each kind.
       mlp_style: "gate_up" for separate gate_proj and up_proj, "input_linear" for
-        merged rows [gate; up], "fc" for merged rows [up; gate].
+        merged rows [gate; up], "fc" for merged rows [up; gate], "up" without a gate.
+      moe: module of the experts; shared: of the MLP beside them.
+      one_each: an MLP is a layer of its own number, not part of its mixer's.
     """
 
     embedding: str
@@ -40,7 +48,10 @@ class Names:
     attention: str = ""
     mlp_norm: str = ""
     mlp: str = ""
-    mlp_style: Literal["gate_up", "input_linear", "fc"] = "gate_up"
+    mlp_style: Literal["gate_up", "input_linear", "fc", "up"] = "gate_up"
+    moe: str = ""
+    shared: str = ""
+    one_each: bool = False
 
 
 _MAMBA2 = Names(
@@ -59,6 +70,12 @@ _LLAMA = Names(
     mlp_norm="post_attention_layernorm",
     mlp="mlp",
     mamba="mamba",
+)
+_BAMBA = replace(
+    _LLAMA,
+    norm="model.final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    mlp="feed_forward",
 )
 FORMATS = {
     "mamba2": _MAMBA2,
@@ -82,6 +99,20 @@ FORMATS = {
         mlp_norm="post_attention_layernorm",
         mlp="shared_mlp",
         mlp_style="input_linear",
+        moe="block_sparse_moe",
+        shared="shared_mlp",
+    ),
+    "bamba": _BAMBA,
+    "falcon_h1": _BAMBA,
+    "nemotron_h": replace(
+        _MAMBA2,
+        attention="mixer",
+        mlp_norm="norm",
+        mlp="mixer",
+        mlp_style="up",
+        moe="mixer",
+        shared="mixer.shared_experts",
+        one_each=True,
     ),
 }
 
@@ -93,8 +124,8 @@ class Row:
     Attributes:
       path: of the parameter.
       sources: names of the tensors.
-      how: "copy"; "concat" along axis 0; "swap" the halves of axis 0; "conv" drops the
-        middle axis of [C, 1, K].
+      how: "copy"; "concat" along axis 0; "stack" along a new axis 0; "swap" the halves
+        of axis 0; "conv" drops the middle axis of [C, 1, K].
       sizes: rows of each source, for "concat".
     """
 
@@ -144,19 +175,21 @@ def _candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     yield Row(("norm", "bias"), (f"{names.norm}.bias",))
     number = -1
     for j, kind in enumerate(config.layers):
-        ours = f"layers_{j}"
-        number += kind != "mlp"  # an MLP belongs to its mixer's layer
+        ours, mlp = f"layers_{j}", kind in ("mlp", "moe")
+        number += names.one_each or not mlp  # else it belongs to its mixer's layer
         prefix = names.layer.format(i=number)
-        norm = names.mlp_norm if kind == "mlp" else names.mixer_norm
+        norm = names.mlp_norm if mlp else names.mixer_norm
         yield Row((ours, "norm", "scale"), (f"{prefix}{norm}.weight",))
         yield Row((ours, "norm", "bias"), (f"{prefix}{norm}.bias",))
-        path = (ours, kind)
-        if kind == "mamba":
-            yield from _mamba_rows(path, prefix + names.mamba)
-        elif kind == "attention" and config.attention is not None:
-            yield from _attention_rows(path, prefix + names.attention, config.attention)
-        elif kind == "mlp" and config.mlp is not None:
-            yield from _mlp_rows(path, prefix + names.mlp, names, config.mlp)
+        if kind in ("mamba", "parallel"):
+            yield from _mamba_rows((ours, "mamba"), prefix + names.mamba)
+        if kind in ("attention", "parallel") and config.attention is not None:
+            theirs = prefix + names.attention
+            yield from _attention_rows((ours, "attention"), theirs, config.attention)
+        if kind == "mlp" and config.mlp is not None:
+            yield from _mlp_rows((ours, kind), prefix + names.mlp, names, config.mlp)
+        if kind == "moe" and config.moe is not None:
+            yield from _moe_rows((ours, kind), prefix, names, config.moe)
 
 
 def _mamba_rows(ours: Path, theirs: str) -> Iterator[Row]:
@@ -195,6 +228,28 @@ def _mlp_rows(ours: Path, theirs: str, names: Names, c: MLPConfig) -> Iterator[R
             case "fc":
                 yield Row(gate_up, (f"{theirs}.fc1.{ending}",), "swap")
                 yield Row(down, (f"{theirs}.fc2.{ending}",))
+            case "up":
+                yield Row((*ours, f"up{name}"), (f"{theirs}.up_proj.{ending}",))
+                yield Row(down, (f"{theirs}.down_proj.{ending}",))
+
+
+def _moe_rows(ours: Path, prefix: str, names: Names, c: MoEConfig) -> Iterator[Row]:
+    theirs = prefix + names.moe
+    if c.shared is not None:
+        shared = prefix + names.shared
+        yield from _mlp_rows((*ours, "shared"), shared, names, c.shared)
+    if c.gated:  # Granite: one tensor for all experts
+        yield Row((*ours, "router"), (f"{theirs}.router.layer.weight",))
+        yield Row((*ours, "into"), (f"{theirs}.input_linear.weight",))
+        yield Row((*ours, "down"), (f"{theirs}.output_linear.weight",))
+        return
+    yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
+    yield Row((*ours, "router_bias"), (f"{theirs}.gate.e_score_correction_bias",))
+    yield Row((*ours, "latent_in"), (f"{theirs}.fc1_latent_proj.weight",))
+    yield Row((*ours, "latent_out"), (f"{theirs}.fc2_latent_proj.weight",))
+    for param, module in (("into", "up_proj"), ("down", "down_proj")):
+        each = (f"{theirs}.experts.{e}.{module}.weight" for e in range(c.num_experts))
+        yield Row((*ours, param), tuple(each), "stack")
 
 
 def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -204,6 +259,8 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
             return [(size, *shape[1:]) for size in row.sizes]
         case "conv":
             return [(shape[0], 1, shape[1])]
+        case "stack":
+            return [shape[1:]] * shape[0]
         case _:
             return [shape]
 
@@ -221,6 +278,8 @@ def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return _swap(tensors[0])
         case "conv":
             return tensors[0][:, 0, :]
+        case "stack":
+            return np.stack(tensors)
         case _:
             return tensors[0]
 
@@ -234,6 +293,8 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
             parts = [_swap(param)]
         case "conv":
             parts = [param[:, None, :]]
+        case "stack":
+            parts = list(param)
         case _:
             parts = [param]
     return dict(zip(row.sources, map(np.ascontiguousarray, parts), strict=True))
@@ -263,7 +324,8 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
             )
     for name in sorted(present.keys() - expected.keys()):
         tied_copy = name == "lm_head.weight" and config.tie_embeddings
-        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+        unused = name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.")
+        if not tied_copy and not unused:
             raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
     if config.tie_embeddings and "lm_head.weight" in present:
         embedding = next(r.sources[0] for r in rows if r.path == ("embedding",))

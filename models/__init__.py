@@ -5,6 +5,7 @@ from stree_jax.models.config import LayerKind as LayerKind
 from stree_jax.models.config import MambaConfig as MambaConfig
 from stree_jax.models.config import MLPConfig as MLPConfig
 from stree_jax.models.config import ModelConfig as ModelConfig
+from stree_jax.models.config import MoEConfig as MoEConfig
 from stree_jax.models.config import Rope as Rope
 from stree_jax.models.model import extend as extend
 from stree_jax.models.model import forward_hidden as forward_hidden

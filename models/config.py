@@ -2,13 +2,16 @@
 
 A model is an embedding, a tuple of residual layers and a head. Each layer is one
 `h += f(norm(h))`; its kind says what f is. A Mamba2 model is ("mamba",) * n, a
-transformer ("attention", "mlp") * n, a hybrid any mixture.
+transformer ("attention", "mlp") * n, a hybrid any mixture. In a "parallel" layer f is
+the sum of a Mamba2 mixer and attention (Falcon-H1), in a "moe" layer it is a mixture of
+experts.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-LayerKind = Literal["mamba", "attention", "mlp"]
+LayerKind = Literal["mamba", "attention", "parallel", "mlp", "moe"]
+Activation = Literal["silu", "relu2", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class MambaConfig:
       proj_in_bias, proj_out_bias, conv_bias: which biases exist.
       D_per_channel: D is [H * P] instead of [H].
       dt_limit: (low, high) clamp of dt after softplus.
+      in_multiplier, out_multiplier: scales of the mixer's input and output.
+      part_multipliers: scales of z, x, B, C, dt after in_proj (and its bias).
     """
 
     num_heads: int
@@ -61,6 +66,9 @@ class MambaConfig:
     conv_bias: bool = True
     D_per_channel: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+    part_multipliers: tuple[float, float, float, float, float] = (1.0,) * 5
 
     @property
     def d_inner(self) -> int:
@@ -93,6 +101,8 @@ class AttentionConfig:
       rope: rotary embedding, or None for none.
       scale: softmax scale; None: head_dim ** -0.5.
       qkv_bias, out_bias: which biases exist.
+      in_multiplier, key_multiplier, out_multiplier: scales of the input, of the keys
+        (before they rotate) and of the output.
     """
 
     num_heads: int
@@ -102,14 +112,67 @@ class AttentionConfig:
     scale: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    in_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    out_multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """A gated MLP, down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated.
+
+    Attributes:
+      gate_multiplier: scale of gate(x); down_multiplier: of the output.
+    """
 
     d_hidden: int
     bias: bool = False
+    gated: bool = True
+    activation: Activation = "silu"
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts beside an MLP that every token passes.
+
+    Attributes:
+      num_experts, top_k: E experts, of which a token takes k.
+      d_hidden: width of an expert.
+      shared: the MLP of every token, or None.
+      router: "softmax" over the k largest logits (Granite), or "sigmoid" of each, with
+        a correction bias that takes part in the choice alone (Nemotron-H).
+      groups, top_groups: experts are chosen from the best `top_groups` of `groups`.
+      normalize, scale: of a sigmoid router's weights.
+      d_latent: width that experts work in, between two projections; 0: d_model.
+      gated, activation: of the experts, as in `MLPConfig`.
+    """
+
+    num_experts: int
+    top_k: int
+    d_hidden: int
+    shared: MLPConfig | None = None
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+    d_latent: int = 0
+    gated: bool = True
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_k <= self.num_experts // self.groups * self.top_groups:
+            raise ValueError(
+                f"moe: {self.top_k} experts a token from {self.top_groups} of "
+                f"{self.groups} groups of {self.num_experts} experts"
+            )
+        if self.num_experts % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"moe: {self.num_experts} experts in {self.groups} groups, of which "
+                f"{self.top_groups} are taken"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,12 +185,13 @@ class ModelConfig:
         generated.
       d_model: width of the residual stream.
       layers: kind of each residual layer.
-      mamba, attention, mlp: options of each kind that occurs.
+      mamba, attention, mlp, moe: options of each kind that occurs; a parallel layer
+        has those of mamba and attention.
       norm: block norms, "rms" or "layer" (with bias).
       norm_eps: their epsilon.
       tie_embeddings: the head is the embedding.
       embedding_multiplier, residual_multiplier, logits_divisor: constant scales
-        (Granite).
+        (Granite, Falcon-H1).
       stop_tokens: end-of-text ids.
     """
 
@@ -138,6 +202,7 @@ class ModelConfig:
     mamba: MambaConfig | None = None
     attention: AttentionConfig | None = None
     mlp: MLPConfig | None = None
+    moe: MoEConfig | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
@@ -147,14 +212,20 @@ class ModelConfig:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self):
-        options = {"mamba": self.mamba, "attention": self.attention, "mlp": self.mlp}
+        options: dict[str, list[Any]] = {
+            "mamba": [self.mamba],
+            "attention": [self.attention],
+            "parallel": [self.mamba, self.attention],
+            "mlp": [self.mlp],
+            "moe": [self.moe],
+        }
         for kind in dict.fromkeys(self.layers):
             if kind not in options:
                 raise ValueError(
                     f"layers: unknown kind {kind!r}; known: {', '.join(options)}"
                 )
-            if options[kind] is None:
-                raise ValueError(f"layers: {kind!r} occurs but {kind} options do not")
+            if None in options[kind]:
+                raise ValueError(f"layers: {kind!r} occurs but its options do not")
 
     @property
     def conv_taps(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from flax import linen as nn
 
 from stree_jax.models.config import (
+    Activation,
     AttentionConfig,
     MambaConfig,
     MLPConfig,
@@ -98,6 +99,10 @@ def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
 def _row(v: jax.Array, ndim: int) -> jax.Array:
     """A vector as the last axis of an ndim-dimensional array, in float32."""
     return v.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
+
+
+def _scaled(x: jax.Array, multiplier: float) -> jax.Array:
+    return x if multiplier == 1.0 else x * multiplier
 
 
 def rms_norm(x: jax.Array, eps: float, groups: int = 1) -> jax.Array:
@@ -196,7 +201,11 @@ class Mamba2Mixer(nn.Module):
 
         with jax.named_scope("in_proj"):
             parts = np.cumsum([c.d_mlp, c.d_mlp, c.d_inner, c.d_xBC])
-            zxbcdt = linear(u, in_proj, in_bias)
+            zxbcdt = linear(_scaled(u, c.in_multiplier), in_proj, in_bias)
+            if c.part_multipliers != (1.0,) * 5:
+                sizes = [c.d_inner, *c.widths, c.num_heads]
+                scales = np.repeat(np.array(c.part_multipliers, np.float32), sizes)
+                zxbcdt = zxbcdt * _row(jnp.asarray(scales), 3)
             z0, x0, z, xBC, dt = jnp.split(zxbcdt, parts, axis=-1)
             dt = jnp.clip(jax.nn.softplus(dt + _row(dt_bias, 3)), *c.dt_limit)
             a = dt * -jnp.exp(_row(A_log, 3))
@@ -236,7 +245,7 @@ class Mamba2Mixer(nn.Module):
             y = gated_norm(y.reshape(*z.shape), z, norm, c)
             y = jnp.concatenate([jax.nn.silu(z0) * x0, y], axis=-1) if c.d_mlp else y
             out = linear(y, out_proj, out_bias)
-        return out, record, MambaState(ssm, conv0)
+        return _scaled(out, c.out_multiplier), record, MambaState(ssm, conv0)
 
     def _heads(self, xBC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Convolved channels as x [B,T,H,P], B [B,T,G,N], C [B,T,G,N]."""
@@ -314,9 +323,10 @@ class Attention(nn.Module):
             state = commit_attention(state, last, path, length - accepted)
 
         with jax.named_scope("qkv"):
-            projected = linear(u, qkv, qkv_bias)
+            projected = linear(_scaled(u, c.in_multiplier), qkv, qkv_bias)
             projected = projected.reshape(*u.shape[:2], -1, c.head_dim)
             q, k, v = jnp.split(projected, np.cumsum(heads)[:-1], axis=2)
+            k = _scaled(k, c.key_multiplier)
             depth, mask = nodes.depth, nodes.mask
             if rows is not None:
                 depth, mask = depth[:, rows], mask[:, rows]
@@ -331,11 +341,22 @@ class Attention(nn.Module):
             y = tree_attention(
                 q, record.k, record.v, state.k, state.v, length, mask, scale
             )
-            return linear(y.reshape(*u.shape[:2], -1), out, out_bias), record, state
+            y = linear(y.reshape(*u.shape[:2], -1), out, out_bias)
+            return _scaled(y, c.out_multiplier), record, state
+
+
+def activate(x: jax.Array, name: Activation) -> jax.Array:
+    match name:
+        case "silu":
+            return jax.nn.silu(x)
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); `gate_up` holds the rows [gate; up]."""
+    """An MLP as `MLPConfig` says; `gate_up` holds the rows [gate; up]."""
 
     config: MLPConfig
     dtype: Any
@@ -343,14 +364,20 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, u: jax.Array) -> jax.Array:
         c, d_model = self.config, u.shape[-1]
-        gate_up = self.param("gate_up", _normal, (2 * c.d_hidden, d_model), self.dtype)
+        first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
+        into = self.param(first, _normal, (rows, d_model), self.dtype)
         down = self.param("down", _normal, (d_model, c.d_hidden), self.dtype)
-        gate_up_bias = down_bias = None
+        into_bias = down_bias = None
         if c.bias:
             zeros = nn.initializers.zeros
-            shape = (2 * c.d_hidden,)
-            gate_up_bias = self.param("gate_up_bias", zeros, shape, self.dtype)
+            into_bias = self.param(f"{first}_bias", zeros, (rows,), self.dtype)
             down_bias = self.param("down_bias", zeros, (d_model,), self.dtype)
         with jax.named_scope("mlp"):
-            gate, up = jnp.split(linear(u, gate_up, gate_up_bias), 2, axis=-1)
-            return linear(jax.nn.silu(gate) * up, down, down_bias)
+            h = linear(u, into, into_bias)
+            if c.gated:
+                gate, up = jnp.split(h, 2, axis=-1)
+                gate = _scaled(gate, c.gate_multiplier)
+                h = activate(gate, c.activation) * up
+            else:
+                h = activate(h, c.activation)
+            return _scaled(linear(h, down, down_bias), c.down_multiplier)

@@ -9,6 +9,7 @@ from jax import lax
 
 from stree_jax.models.config import LayerKind, ModelConfig
 from stree_jax.models.layers import MLP, Attention, Mamba2Mixer, Norm, linear
+from stree_jax.models.moe import MoE
 from stree_jax.models.nodes import Nodes, chain_nodes
 from stree_jax.models.state import (
     LayerRecord,
@@ -43,20 +44,43 @@ class ResidualLayer(nn.Module):
     ) -> tuple[jax.Array, LayerRecord, LayerState]:
         c = self.config
         u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(h)
-        args = (u, nodes, state, record, rows, pending)
         match self.kind:
             case "mamba":
-                assert c.mamba is not None  # ModelConfig checks it
-                mamba = Mamba2Mixer(c.mamba, self.dtype, name="mamba")
-                out, record, state = mamba(*args)
+                args = (u, nodes, state, record, rows, pending)
+                out, record, state = self._mamba(*args)
             case "attention":
-                assert c.attention is not None
-                attention = Attention(c.attention, self.dtype, name="attention")
-                out, record, state = attention(*args, length)
+                args = (u, nodes, state, record, rows, pending)
+                out, record, state = self._attention(*args, length)
+            case "parallel":
+                s, r = state, (None, None) if record is None else record
+                p = (None, None) if pending is None else _each(pending)
+                out, *new = self._mamba(u, nodes, s[0], r[0], rows, p[0])
+                more, *others = self._attention(
+                    u, nodes, s[1], r[1], rows, p[1], length
+                )
+                out = out + more
+                record, state = zip(new, others, strict=True)
             case "mlp":
                 assert c.mlp is not None
                 out = MLP(c.mlp, self.dtype, name="mlp")(u)
+            case "moe":
+                assert c.moe is not None
+                out = MoE(c.moe, self.dtype, name="moe")(u)
         return h + c.residual_multiplier * out, record, state
+
+    def _mamba(self, *args: Any) -> tuple[jax.Array, Any, Any]:
+        assert self.config.mamba is not None  # ModelConfig checks it
+        return Mamba2Mixer(self.config.mamba, self.dtype, name="mamba")(*args)
+
+    def _attention(self, *args: Any) -> tuple[jax.Array, Any, Any]:
+        assert self.config.attention is not None
+        return Attention(self.config.attention, self.dtype, name="attention")(*args)
+
+
+def _each(pending: tuple[Any, jax.Array, jax.Array]) -> list[tuple]:
+    """The pending path of each part of a parallel layer."""
+    records, path, length = pending
+    return [(record, path, length) for record in records]
 
 
 class LanguageModel(nn.Module):

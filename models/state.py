@@ -46,8 +46,9 @@ class AttentionRecord:
     v: jax.Array
 
 
-LayerState = MambaState | AttentionState | None
-LayerRecord = MambaRecord | AttentionRecord | None
+# A parallel layer has both, as a tuple; an MLP has nothing.
+LayerState = MambaState | AttentionState | tuple[MambaState, AttentionState] | None
+LayerRecord = MambaRecord | AttentionRecord | tuple[MambaRecord, AttentionRecord] | None
 
 
 @struct.dataclass
@@ -94,6 +95,8 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
                 assert c is not None
                 shape = (batch, c.num_kv_heads, capacity, c.head_dim)
                 return AttentionState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+            case "parallel":
+                return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
                 return None
 
@@ -127,6 +130,8 @@ def init_records(
                 assert c is not None
                 kv = (c.num_kv_heads, c.head_dim)
                 return AttentionRecord(zeros(*kv), zeros(*kv))
+            case "parallel":
+                return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
                 return None
 
@@ -142,6 +147,8 @@ def grow(state: State, capacity: int) -> State:
                 more = max(capacity - entry.k.shape[2], 0)
                 pad = ((0, 0), (0, 0), (0, more), (0, 0))
                 return AttentionState(jnp.pad(entry.k, pad), jnp.pad(entry.v, pad))
+            case tuple():
+                return tuple(map(layer, entry))  # type: ignore
             case _:
                 return entry
 
@@ -198,6 +205,8 @@ def commit(
                 return commit_mamba(entry, record, path, length)
             case AttentionState(), AttentionRecord():
                 return commit_attention(entry, record, path, state.length)
+            case tuple(), tuple():
+                return tuple(map(layer, entry, record))  # type: ignore
             case _:
                 return None
 

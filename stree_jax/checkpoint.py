@@ -75,7 +75,9 @@ def resolve(path_or_hub_id: str | Path) -> Path:
         ) from error
 
 
-def load(path_or_hub_id: str | Path, dtype: Any = None) -> Model:
+def load(
+    path_or_hub_id: str | Path, dtype: Any = None, *, dt_floor: bool = False
+) -> Model:
     """Load a model from our own directory or a supported PyTorch/safetensors one.
 
     Args:
@@ -83,6 +85,8 @@ def load(path_or_hub_id: str | Path, dtype: Any = None) -> Model:
         the bundled pair.
       dtype: "float32" or "bfloat16" of the weights (A_log, dt_bias and D are float32
         always); None keeps bfloat16 and makes float32 of anything else.
+      dt_floor: for Nemotron-H checkpoints: clamp dt to at least `time_step_min`, as
+        transformers 5.23 does. Their authors' code does not, and neither do we.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
@@ -93,7 +97,7 @@ def load(path_or_hub_id: str | Path, dtype: Any = None) -> Model:
         kept = kept if dtype is None else dtype_named(dtype)
         params = read_params(directory, config, kept)
     else:
-        config, params, _ = read_checkpoint(directory, dtype)
+        config, params, _ = read_checkpoint(directory, dtype, dt_floor=dt_floor)
     return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
 
 
@@ -117,8 +121,7 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         format, config = read_config(directory, source.tensors)
         dtype = source_dtype(source)
     shapes = param_shapes(config)
-    kinds = ("mamba", "attention", "mlp")
-    counts = {kind: config.layers.count(kind) for kind in kinds}
+    counts = {kind: config.layers.count(kind) for kind in dict.fromkeys(config.layers)}
 
     def state_bytes(capacity: int) -> int:
         state = jax.eval_shape(lambda: init_state(config, 1, capacity, dtype))
@@ -132,7 +135,7 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     return {
         "path": str(directory),
         "format": format,
-        "layers": {kind: n for kind, n in counts.items() if n},
+        "layers": counts,
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
         "num_tokens": config.num_tokens,

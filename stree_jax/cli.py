@@ -53,6 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("src", help="checkpoint directory or hub id")
     p.add_argument("dst", type=Path, help="directory to make; must not exist")
     p.add_argument("--dtype", choices=["float32", "bfloat16"])
+    p.add_argument(
+        "--dt-floor",
+        action="store_true",
+        help="Nemotron-H: dt at least time_step_min, as in transformers 5.23",
+    )
     p.set_defaults(run=run_convert)
 
     p = commands.add_parser("export", help="a Hugging Face directory from a model")
@@ -192,7 +197,9 @@ def run_convert(args: argparse.Namespace) -> int:
     from stree_jax.checkpoint import resolve
     from stree_jax.convert import convert_checkpoint
 
-    convert_checkpoint(resolve(args.src), args.dst, dtype=args.dtype)
+    convert_checkpoint(
+        resolve(args.src), args.dst, dtype=args.dtype, dt_floor=args.dt_floor
+    )
     print(f"wrote {args.dst}", file=sys.stderr)
     return 0
 

@@ -7,12 +7,18 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
 )
 
 VOCAB = 61
@@ -119,6 +125,110 @@ def granite(**options):
     return randomize(GraniteMoeHybridForCausalLM(config))
 
 
+def bamba(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-4,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": True,
+        "time_step_limit": (0.05, 0.9),
+    }
+    return randomize(BambaForCausalLM(BambaConfig(**(defaults | options))))
+
+
+def falcon(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-4,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "mamba_conv_bias": False,
+        "time_step_limit": (0.05, 0.9),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.6,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.7,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.3,
+        "key_multiplier": 0.4,
+        "mlp_multipliers": [0.9, 0.6],
+        "ssm_multipliers": [0.35, 1.25, 0.7, 1.5, 0.9],
+    }
+    return randomize(FalconH1ForCausalLM(FalconH1Config(**(defaults | options))))
+
+
+def nemotron(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"],
+        "vocab_size": VOCAB,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "ssm_state_size": 5,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+        "layer_norm_epsilon": 1e-4,
+        "time_step_min": 1e-12,  # the floor that only transformers has
+        "tie_word_embeddings": False,
+    }
+    return randomize(NemotronHForCausalLM(NemotronHConfig(**(defaults | options))))
+
+
+NEMOTRON_MOE = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "mlp_bias": False,
+}
+GRANITE_MOE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 20,
+}
+
 HF_CASES = {
     "mamba2": mamba2,
     "mamba2-tied": lambda: mamba2(
@@ -148,6 +258,28 @@ HF_CASES = {
         mamba_n_groups=1,
     ),
     "granite-attention": lambda: granite(layer_types=["attention"] * 3),
+    "granite-moe": lambda: granite(**GRANITE_MOE),
+    "bamba": bamba,
+    "bamba-plain": lambda: bamba(
+        attention_bias=False,
+        mlp_bias=False,
+        mamba_proj_bias=False,
+        mamba_conv_bias=True,
+        tie_word_embeddings=False,
+        attn_layer_indices=[0, 2],
+    ),
+    "falcon-h1": falcon,
+    "falcon-h1-gate-first": lambda: falcon(
+        mamba_norm_before_gate=False, projectors_bias=False, mamba_conv_bias=True
+    ),
+    "falcon-h1-no-norm": lambda: falcon(
+        mamba_rms_norm=False, mamba_proj_bias=False, attention_bias=False
+    ),
+    "nemotron-h": nemotron,
+    "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
+    "nemotron-h-latent": lambda: nemotron(
+        **(NEMOTRON_MOE | {"moe_latent_size": 12, "norm_topk_prob": False})
+    ),
 }
 
 
