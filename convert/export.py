@@ -1,6 +1,7 @@
 """Models as Hugging Face directories that transformers loads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,42 @@ from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfi
 
 
 def export_format(config: ModelConfig) -> str:
-    """mamba2: Mamba layers only; llama: attention and MLP in turns, no multipliers;
-    granitemoehybrid: any mixer and an MLP in turns."""
-    turns = config.layers[1::2] == ("mlp",) * (len(config.layers) // 2)
-    mixers = set(config.layers[::2])
-    if set(config.layers) == {"mamba"}:
+    """The class that has these layers.
+
+    mamba2: Mamba layers only; falcon_h1: parallel layers; nemotron_h: MLPs or experts
+    without gates, in any order; all others want mixers and gated MLPs in turns: llama
+    attention and no multipliers; bamba an MLP bias or a part of each head rotating;
+    granitemoehybrid what is left.
+    """
+    layers, kinds = config.layers, set(config.layers)
+    second = set(layers[1::2])
+    turns = len(layers) % 2 == 0 and len(second) == 1 and second <= {"mlp", "moe"}
+    mixers = set(layers[::2])
+    mlp, c = config.mlp, config.attention
+    if kinds == {"mamba"}:
         return "mamba2"
-    if not turns or "mlp" in mixers or len(config.layers) % 2:
-        raise CheckpointError(f"layers {config.layers}: no Hugging Face class has them")
-    scales = (
-        config.embedding_multiplier,
-        config.residual_multiplier,
-        config.logits_divisor,
-    )
-    plain = config.attention is not None and config.attention.scale is None
-    if mixers == {"attention"} and plain and scales == (1.0, 1.0, 1.0):
-        return "llama"
+    if turns and mixers == {"parallel"} and mlp is not None:
+        return "falcon_h1"
+    gates = [part.gated for part in (mlp, config.moe) if part is not None]
+    if "parallel" not in kinds and not any(gates):
+        return "nemotron_h"
+    if not turns or not mixers <= {"mamba", "attention"} or not all(gates):
+        raise CheckpointError(f"layers {layers}: no Hugging Face class has them")
+    if mlp is not None and _unscaled(config) and (c is None or c.scale is None):
+        if mixers == {"attention"} and not _partial(c):
+            return "llama"
+        if mlp.bias or _partial(c):
+            return "bamba"
     return "granitemoehybrid"
+
+
+def _partial(c: AttentionConfig | None) -> bool:
+    return c is not None and c.rope is not None and c.rope.dim != c.head_dim
+
+
+def _unscaled(config: ModelConfig) -> bool:
+    c = config
+    return (c.embedding_multiplier, c.residual_multiplier, c.logits_divisor) == (1,) * 3
 
 
 def _require(format: str, facts: dict[str, bool]) -> None:
@@ -44,18 +64,9 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     format = export_format(config)
     _require(format, {"norm 'layer'": config.norm == "rms"})
     if config.mamba is not None:
-        m = config.mamba
-        facts = {
-            "x_heads": m.x_heads is None,
-            "d_mlp": m.d_mlp == 0,
-            "D_per_channel": not m.D_per_channel,
-            "norm order": m.norm == "gate_first" and m.norm_groups == m.n_groups,
-            "norm_eps": m.norm_eps == config.norm_eps,
-            "biases": m.proj_in_bias == m.proj_out_bias,
-            "d_inner": m.d_inner % config.d_model == 0,
-        }
-        _require(format, facts)
+        _check_mamba(format, config, config.mamba)
     common: dict[str, Any] = {
+        "model_type": format,
         "hidden_size": config.d_model,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -64,19 +75,52 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "pad_token_id": None,
         "eos_token_id": list(config.stop_tokens) or None,
     }
-    if format == "mamba2" and config.mamba is not None:
-        return common | _mamba2_json(config, config.mamba)
-    if config.mlp is None:
-        raise CheckpointError(f"{format} cannot express this model's lack of MLPs")
-    if format == "llama" and config.attention is not None:
-        return common | _llama_json(config, config.attention, config.mlp)
-    return common | _granite_json(config, config.mlp)
+    if format not in ("granitemoehybrid", "falcon_h1"):
+        _require(format, {"multipliers": _unscaled(config)})
+    match format:
+        case "mamba2":
+            return common | _mamba2_json(config, _given(config.mamba))
+        case "llama":
+            attention, mlp = _given(config.attention), _given(config.mlp)
+            return common | _llama_json(config, attention, mlp)
+        case "bamba":
+            return common | _bamba_json(config, _given(config.mlp))
+        case "falcon_h1":
+            return common | _falcon_json(config)
+        case "nemotron_h":
+            return common | _nemotron_json(config)
+        case _:
+            return common | _granite_json(config)
+
+
+def _given(part: Any) -> Any:
+    assert part is not None  # `export_format` has seen its layers
+    return part
+
+
+def _check_mamba(format: str, config: ModelConfig, m: MambaConfig) -> None:
+    facts = {
+        "x_heads": m.x_heads is None,
+        "d_mlp": m.d_mlp == 0,
+        "D_per_channel": not m.D_per_channel,
+        "norm groups": m.norm is None or m.norm_groups == m.n_groups,
+        "norm_eps": m.norm_eps == config.norm_eps,
+    }
+    if format != "falcon_h1":
+        plain = (m.in_multiplier, m.out_multiplier, *m.part_multipliers) == (1.0,) * 7
+        facts |= {
+            "norm order": m.norm == "gate_first",
+            "biases": m.proj_in_bias == m.proj_out_bias,
+            "multipliers": plain,
+        }
+    if format in ("mamba2", "granitemoehybrid", "bamba"):
+        facts["d_inner"] = m.d_inner % config.d_model == 0
+    _require(format, facts)
 
 
 def _mamba2_json(config: ModelConfig, m: MambaConfig) -> dict[str, Any]:
     return {
         "architectures": ["Mamba2ForCausalLM"],
-        "model_type": "mamba2",
         "num_hidden_layers": len(config.layers),
         "num_heads": m.num_heads,
         "head_dim": m.head_dim,
@@ -119,7 +163,6 @@ def _llama_json(
     _require("llama", {"lack of rotary": c.rope is not None})
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "num_hidden_layers": len(config.layers) // 2,
         "head_dim": c.head_dim,
         "intermediate_size": mlp.d_hidden,
@@ -130,18 +173,36 @@ def _llama_json(
     }
 
 
-def _granite_json(config: ModelConfig, mlp: MLPConfig) -> dict[str, Any]:
+def _mamba_json(config: ModelConfig, m: MambaConfig) -> dict[str, Any]:
+    """A mixer in the `mamba_` fields of Granite, Bamba and Falcon-H1."""
+    return {
+        "mamba_n_heads": m.num_heads,
+        "mamba_d_head": m.head_dim,
+        "mamba_expand": max(m.d_inner // config.d_model, 1),
+        "mamba_n_groups": m.n_groups,
+        "mamba_d_state": m.d_state,
+        "mamba_d_conv": m.d_conv,
+        "mamba_conv_bias": m.conv_bias,
+        "mamba_proj_bias": m.proj_in_bias,
+        "time_step_limit": list(m.dt_limit),
+    }
+
+
+def _granite_json(config: ModelConfig) -> dict[str, Any]:
     format, mixers = "granitemoehybrid", config.layers[::2]
-    _require(format, {"MLP bias": not mlp.bias})
+    moe = config.moe
+    mlp = config.mlp if moe is None else moe.shared
+    _require(format, {"lack of a shared MLP": mlp is not None})
+    mlp = _given(mlp)
+    _require(format, {"MLP bias": not mlp.bias, "activation": mlp.activation == "silu"})
     fields: dict[str, Any] = {
         "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": format,
         "num_hidden_layers": len(mixers),
         "layer_types": list(mixers),
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
+        "num_local_experts": 0 if moe is None else moe.num_experts,
+        "num_experts_per_tok": 0 if moe is None else moe.top_k,
         "shared_intermediate_size": mlp.d_hidden,
-        "intermediate_size": mlp.d_hidden,
+        "intermediate_size": mlp.d_hidden if moe is None else moe.d_hidden,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "embedding_multiplier": config.embedding_multiplier,
@@ -162,17 +223,120 @@ def _granite_json(config: ModelConfig, mlp: MLPConfig) -> dict[str, Any]:
         )
         fields["position_embedding_type"] = "nope" if c.rope is None else "rope"
     if config.mamba is not None:
-        m = config.mamba
+        fields |= _mamba_json(config, config.mamba)
+    return fields
+
+
+def _bamba_json(config: ModelConfig, mlp: MLPConfig) -> dict[str, Any]:
+    mixers, c = config.layers[::2], config.attention
+    fields: dict[str, Any] = {
+        "architectures": ["BambaForCausalLM"],
+        "num_hidden_layers": len(mixers),
+        "attn_layer_indices": [i for i, k in enumerate(mixers) if k == "attention"],
+        "intermediate_size": mlp.d_hidden,
+        "mlp_bias": mlp.bias,
+        "rms_norm_eps": config.norm_eps,
+        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+    }
+    if c is not None:
+        rope = c.rope
+        width = c.num_heads * c.head_dim == config.d_model
+        facts = {"head_dim": width, "lack of rotary": rope is not None}
+        _require("bamba", facts | {"llama3": rope is not None and rope.llama3 is None})
+        rope = _given(rope)
+        fields |= _attention_json("bamba", replace(c, rope=None))
+        fields["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": rope.theta,
+            "partial_rotary_factor": rope.dim / c.head_dim,
+        }
+    if config.mamba is not None:
+        fields |= _mamba_json(config, config.mamba)
+    return fields
+
+
+def _falcon_json(config: ModelConfig) -> dict[str, Any]:
+    m, c, mlp = (_given(x) for x in (config.mamba, config.attention, config.mlp))
+    _require(
+        "falcon_h1",
+        {
+            "lack of rotary": c.rope is not None,
+            "attention scale": c.scale is None,
+            "residual multiplier": config.residual_multiplier == 1,
+        },
+    )
+    return {
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": len(config.layers) // 2,
+        "head_dim": c.head_dim,
+        "intermediate_size": mlp.d_hidden,
+        "mlp_bias": mlp.bias,
+        "rms_norm_eps": config.norm_eps,
+        **_attention_json("falcon_h1", c),
+        **_mamba_json(config, m),
+        "mamba_d_ssm": m.d_inner,
+        "mamba_rms_norm": m.norm is not None,
+        "mamba_norm_before_gate": m.norm == "norm_first",
+        "projectors_bias": m.proj_out_bias,
+        "embedding_multiplier": config.embedding_multiplier,
+        "lm_head_multiplier": 1 / config.logits_divisor,
+        "ssm_in_multiplier": m.in_multiplier,
+        "ssm_out_multiplier": m.out_multiplier,
+        "ssm_multipliers": list(m.part_multipliers),
+        "attention_in_multiplier": c.in_multiplier,
+        "attention_out_multiplier": c.out_multiplier,
+        "key_multiplier": c.key_multiplier,
+        "mlp_multipliers": [mlp.gate_multiplier, mlp.down_multiplier],
+    }
+
+
+def _nemotron_json(config: ModelConfig) -> dict[str, Any]:
+    format = "nemotron_h"
+    names = {"mamba": "mamba", "attention": "attention", "mlp": "mlp", "moe": "moe"}
+    m, c, mlp, moe = config.mamba, config.attention, config.mlp, config.moe
+    acts = {part.activation for part in (mlp, moe) if part is not None} or {"relu2"}
+    _require(format, {"activations": len(acts) == 1})
+    fields: dict[str, Any] = {
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": [names[kind] for kind in config.layers],
+        "num_hidden_layers": len(config.layers),
+        "mlp_hidden_act": acts.pop(),
+        "layer_norm_epsilon": config.norm_eps,
+    }
+    if mlp is not None:
+        fields |= {"intermediate_size": mlp.d_hidden, "mlp_bias": mlp.bias}
+    if c is not None:
+        bare = not (c.qkv_bias or c.out_bias or c.rope) and c.scale is None
+        _require(format, {"attention biases, scale or rotary": bare})
         fields |= {
-            "mamba_n_heads": m.num_heads,
-            "mamba_d_head": m.head_dim,
-            "mamba_expand": m.d_inner // config.d_model,
-            "mamba_n_groups": m.n_groups,
-            "mamba_d_state": m.d_state,
-            "mamba_d_conv": m.d_conv,
-            "mamba_conv_bias": m.conv_bias,
-            "mamba_proj_bias": m.proj_in_bias,
+            "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+        }
+    if m is not None:
+        fields |= {
+            "mamba_num_heads": m.num_heads,
+            "mamba_head_dim": m.head_dim,
+            "ssm_state_size": m.d_state,
+            "n_groups": m.n_groups,
+            "conv_kernel": m.d_conv,
+            "use_bias": m.proj_in_bias,
+            "use_conv_bias": m.conv_bias,
             "time_step_limit": list(m.dt_limit),
+        }
+    if moe is not None:
+        shared = moe.shared is not None and not moe.shared.bias
+        _require(format, {"shared expert": shared, "router": moe.router == "sigmoid"})
+        fields |= {
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.d_hidden,
+            "moe_shared_expert_intermediate_size": _given(moe.shared).d_hidden,
+            "moe_latent_size": moe.d_latent or None,
+            "n_group": moe.groups,
+            "topk_group": moe.top_groups,
+            "norm_topk_prob": moe.normalize,
+            "routed_scaling_factor": moe.scale,
         }
     return fields
 

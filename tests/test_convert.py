@@ -439,7 +439,11 @@ REFUSALS = {
         mixer_with(ssm_cfg={"ngroups": 6, "d_state": 4, "repeat_kv_before_conv": True}),
         ["mamba_config.json", "ssm_cfg.repeat_kv_before_conv"],
     ),
-    "experts": ("granite", config_with(num_local_experts=4), ["num_local_experts"]),
+    "experts": (
+        "granite",
+        config_with(num_local_experts=4, num_experts_per_tok=5),
+        ["config.json", "moe: 5 experts a token from"],
+    ),
     "quantized": (
         "llama",
         config_with(quantization_config={"bits": 4}),
@@ -609,7 +613,7 @@ OWN_DAMAGE = {
     "negative": (lambda v: v["model"].update(d_model=-24), "model.d_model"),
     "huge": (lambda v: v["model"].update(vocab_size=1 << 60), "model.vocab_size"),
     "taps": (lambda v: v["model"]["mamba"].update(d_conv=1 << 20), "d_conv"),
-    "kind": (lambda v: v["model"].update(layers=["moe"]), r"model.layers\[0\]"),
+    "kind": (lambda v: v["model"].update(layers=["rwkv"]), r"model.layers\[0\]"),
     "mismatch": (lambda v: v["model"].update(vocab_size=60), "embedding.*shape"),
     "fewer layers": (lambda v: v["model"]["layers"].pop(), "layers_2/.*shape"),
     "no sizes": (lambda v: v.pop("files"), "files"),
