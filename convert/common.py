@@ -42,8 +42,9 @@ def with_mlps(mixers: Layers) -> Layers:
     return tuple(kind for mixer in mixers for kind in (mixer, MLP))
 
 
-def has(tensors: Tensors, ending: str) -> bool:
-    return any(name.endswith(ending) for name in tensors)
+def has(tensors: Tensors, ending: str, part: str = "") -> bool:
+    """Whether any tensor (of a part of the model, such as "layers.3.") ends so."""
+    return any(name.endswith(ending) and part in name for name in tensors)
 
 
 def rope(fields: Fields, head_dim: int, partial: float | None = None) -> Rope:

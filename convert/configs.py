@@ -22,9 +22,11 @@ from stree_jax.convert.fields import Fields
 from stree_jax.convert.hybrids import bamba, falcon_h1, granite, nemotron_h
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models.config import (
+    AttentionConfig,
     MambaConfig,
     MLPConfig,
     ModelConfig,
+    Rope,
 )
 
 SUPPORTED = (
@@ -164,8 +166,6 @@ def _native(fields: Fields, tensors: Tensors) -> ModelConfig:
         raise ssm.error(
             "layer", f"{reprlib.repr(layer)} is not supported (want 'Mamba2')"
         )
-    if fields.integers("attn_layer_idx"):
-        raise fields.error("attn_layer_idx", "attention layers are not supported yet")
     d_model = fields.size("d_model", 2560)
     d_mlp = fields.size("d_intermediate", 0, low=0)
     d_mlp += -d_mlp % 128
@@ -182,12 +182,19 @@ def _native(fields: Fields, tensors: Tensors) -> ModelConfig:
         "norm_first" if norm_first else "gate_first"
     )
     rows, real = vocabulary(fields, tensors)
-    block: Layers = ("mamba", "mlp") if d_mlp else ("mamba",)
+    count = fields.size("n_layer", 64)
+    kept = fields.integers("attn_layer_idx")
+    if not all(0 <= i < count for i in kept):
+        raise fields.wants("attn_layer_idx", f"numbers in 0..{count - 1}", kept)
+    mixers: Layers = tuple("attention" if i in kept else "mamba" for i in range(count))
+    attention = _native_attention(fields, tensors, kept[0], d_model) if kept else None
+    ssm_layers = f"layers.{mixers.index('mamba')}." if "mamba" in mixers else "none"
     return ModelConfig(
         vocab_size=rows,
         num_tokens=real,
         d_model=d_model,
-        layers=block * fields.size("n_layer", 64),
+        layers=with_mlps(mixers) if d_mlp else mixers,
+        attention=attention,
         mamba=MambaConfig(
             num_heads=heads,
             head_dim=head_dim,
@@ -197,9 +204,9 @@ def _native(fields: Fields, tensors: Tensors) -> ModelConfig:
             d_mlp=widened - d_ssm,
             norm=order if ssm.flag("rmsnorm", True) else None,
             norm_groups=groups,
-            proj_in_bias=has(tensors, "in_proj.bias"),
-            proj_out_bias=has(tensors, "out_proj.bias"),
-            conv_bias=has(tensors, "conv1d.bias"),
+            proj_in_bias=has(tensors, "in_proj.bias", ssm_layers),
+            proj_out_bias=has(tensors, "out_proj.bias", ssm_layers),
+            conv_bias=has(tensors, "conv1d.bias", ssm_layers),
             D_per_channel=ssm.flag("D_has_hdim", False),
             dt_limit=ssm.limits("dt_limit"),
         ),
@@ -207,6 +214,42 @@ def _native(fields: Fields, tensors: Tensors) -> ModelConfig:
         norm="rms" if fields.flag("rms_norm", True) else "layer",
         tie_embeddings=fields.flag("tie_embeddings", True),
         stop_tokens=fields.token_ids("eos_token_id"),
+    )
+
+
+def _native_attention(
+    fields: Fields, tensors: Tensors, layer: int, d_model: int
+) -> AttentionConfig:
+    """mamba_ssm's MHA: perhaps a convolution over q, k, v and an MLP beside it."""
+    c = fields.object("attn_cfg")
+    if not c.flag("causal", False):
+        raise c.error("causal", "attention that looks ahead is not supported")
+    if c.flag("rotary_emb_interleaved", False):
+        raise c.error("rotary_emb_interleaved", "true is not supported")
+    heads = c.size("num_heads")
+    kv_heads = c.size("num_heads_kv", heads)
+    divide(c, "num_heads_kv", heads, kv_heads)
+    default = (
+        None if c.get("head_dim", None) else divide(c, "num_heads", d_model, heads)
+    )
+    head_dim = c.size("head_dim", default)
+    rotary = c.size("rotary_emb_dim", 0, low=0)
+    if rotary % 2 or rotary > head_dim:
+        raise c.wants("rotary_emb_dim", f"an even number up to {head_dim}", rotary)
+    base = c.positive("rotary_emb_base", 10000.0)
+    mlp = c.size("mlp_dim", 0, low=0)
+    mlp += -mlp % 256
+    prefix = f"layers.{layer}."
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=Rope(base, rotary) if rotary else None,
+        scale=c.positive("softmax_scale", head_dim**-0.5),
+        qkv_bias=has(tensors, "in_proj.bias", prefix),
+        out_bias=has(tensors, "out_proj.bias", prefix),
+        d_conv=c.size("d_conv", 0, low=0),
+        d_mlp=mlp // 2,
     )
 
 

@@ -36,6 +36,7 @@ class Names:
       mamba, attention, mlp: modules of each kind.
       mlp_style: "gate_up" for separate gate_proj and up_proj, "input_linear" for
         merged rows [gate; up], "fc" for merged rows [up; gate], "up" without a gate.
+      merged_attention: in_proj holds the rows of q, k, v (native).
       moe: module of the experts; shared: of the MLP beside them.
       one_each: an MLP is a layer of its own number, not part of its mixer's.
     """
@@ -49,6 +50,7 @@ class Names:
     mlp_norm: str = ""
     mlp: str = ""
     mlp_style: Literal["gate_up", "input_linear", "fc", "up"] = "gate_up"
+    merged_attention: bool = False
     moe: str = ""
     shared: str = ""
     one_each: bool = False
@@ -83,6 +85,8 @@ FORMATS = {
     "native": replace(
         _MAMBA2,
         embedding="backbone.embedding",
+        attention="mixer",
+        merged_attention=True,
         mlp_norm="norm2",
         mlp="mlp",
         mlp_style="fc",
@@ -184,8 +188,11 @@ def _candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
         if kind in ("mamba", "parallel"):
             yield from _mamba_rows((ours, "mamba"), prefix + names.mamba)
         if kind in ("attention", "parallel") and config.attention is not None:
-            theirs = prefix + names.attention
-            yield from _attention_rows((ours, "attention"), theirs, config.attention)
+            theirs, path = prefix + names.attention, (ours, "attention")
+            if names.merged_attention:
+                yield from _merged_rows(path, theirs)
+            else:
+                yield from _attention_rows(path, theirs, config.attention)
         if kind == "mlp" and config.mlp is not None:
             yield from _mlp_rows((ours, kind), prefix + names.mlp, names, config.mlp)
         if kind == "moe" and config.moe is not None:
@@ -211,6 +218,15 @@ def _attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row
         qkv = tuple(f"{theirs}.{letter}_proj.{ending}" for letter in "qkv")
         yield Row((*ours, f"qkv{name}"), qkv, "concat", sizes)
         yield Row((*ours, f"out{name}"), (f"{theirs}.o_proj.{ending}",))
+
+
+def _merged_rows(ours: Path, theirs: str) -> Iterator[Row]:
+    """Attention of native checkpoints: rows q, k, v, maybe an MLP's, in one tensor."""
+    for ending, name in (("weight", ""), ("bias", "_bias")):
+        yield Row((*ours, f"qkv{name}"), (f"{theirs}.in_proj.{ending}",))
+        yield Row((*ours, f"out{name}"), (f"{theirs}.out_proj.{ending}",))
+    yield Row((*ours, "conv_weight"), (f"{theirs}.conv1d.weight",), "conv")
+    yield Row((*ours, "conv_bias"), (f"{theirs}.conv1d.bias",))
 
 
 def _mlp_rows(ours: Path, theirs: str, names: Names, c: MLPConfig) -> Iterator[Row]:

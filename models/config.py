@@ -103,6 +103,9 @@ class AttentionConfig:
       qkv_bias, out_bias: which biases exist.
       in_multiplier, key_multiplier, out_multiplier: scales of the input, of the keys
         (before they rotate) and of the output.
+      d_conv: taps of a depthwise convolution over q, k and v, before they rotate
+        (native mamba2attn); 0: none.
+      d_mlp: width of a parallel gated MLP inside the projections (native), or 0.
     """
 
     num_heads: int
@@ -115,6 +118,12 @@ class AttentionConfig:
     in_multiplier: float = 1.0
     key_multiplier: float = 1.0
     out_multiplier: float = 1.0
+    d_conv: int = 0
+    d_mlp: int = 0
+
+    @property
+    def d_qkv(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -229,5 +238,6 @@ class ModelConfig:
 
     @property
     def conv_taps(self) -> int:
-        """K; 1 (the token itself) for a model without Mamba layers."""
-        return self.mamba.d_conv if self.mamba else 1
+        """K of the longest convolution; 1 (the token itself) if there is none."""
+        mamba = 1 if self.mamba is None else self.mamba.d_conv
+        return max(mamba, 1 if self.attention is None else self.attention.d_conv)

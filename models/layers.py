@@ -216,7 +216,8 @@ class Mamba2Mixer(nn.Module):
                 conv0 = commit_window(conv0, pending[0].xBC, *pending[1:])
             xBC = xBC.astype(conv0.dtype)
             inputs = _merge(None if record is None else record.xBC, xBC, rows)
-            window = nodes.window if rows is None else nodes.window[:, rows]
+            window = nodes.taps(c.d_conv)
+            window = window if rows is None else window[:, rows]
             mixed = jax.nn.silu(
                 tree_conv(inputs, conv_weight, conv_bias, conv0, window)
             )
@@ -309,21 +310,26 @@ class Attention(nn.Module):
         c, d_model = self.config, u.shape[-1]
         zeros = nn.initializers.zeros
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-        d_qkv, d_out = sum(heads) * c.head_dim, c.num_heads * c.head_dim
-        qkv = self.param("qkv", _normal, (d_qkv, d_model), self.dtype)
+        d_in, d_out = c.d_qkv + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
+        qkv = self.param("qkv", _normal, (d_in, d_model), self.dtype)
         out = self.param("out", _normal, (d_model, d_out), self.dtype)
         qkv_bias = out_bias = None
         if c.qkv_bias:
-            qkv_bias = self.param("qkv_bias", zeros, (d_qkv,), self.dtype)
+            qkv_bias = self.param("qkv_bias", zeros, (d_in,), self.dtype)
         if c.out_bias:
             out_bias = self.param("out_bias", zeros, (d_model,), self.dtype)
 
         if pending is not None:
             last, path, accepted = pending
-            state = commit_attention(state, last, path, length - accepted)
+            state = commit_attention(state, last, path, accepted, length - accepted)
 
         with jax.named_scope("qkv"):
             projected = linear(_scaled(u, c.in_multiplier), qkv, qkv_bias)
+            projected, mlp = jnp.split(projected, [c.d_qkv], axis=-1)
+            inputs = None
+            if c.d_conv:
+                old = None if record is None else record.qkv
+                projected, inputs = self._convolved(projected, nodes, state, old, rows)
             projected = projected.reshape(*u.shape[:2], -1, c.head_dim)
             q, k, v = jnp.split(projected, np.cumsum(heads)[:-1], axis=2)
             k = _scaled(k, c.key_multiplier)
@@ -333,16 +339,42 @@ class Attention(nn.Module):
             if c.rope is not None:
                 positions = length[:, None] + depth
                 q, k = (apply_rope(w, positions, c.rope) for w in (q, k))
-            new = AttentionRecord(k.astype(state.k.dtype), v.astype(state.v.dtype))
-            record = _merge(record, new, rows)
+            new = (k.astype(state.k.dtype), v.astype(state.v.dtype))
+            before = None if record is None else (record.k, record.v)
+            k, v = _merge(before, new, rows)
+            record = AttentionRecord(k, v, inputs)
 
         with jax.named_scope("attention"):
             scale = c.head_dim**-0.5 if c.scale is None else c.scale
             y = tree_attention(
                 q, record.k, record.v, state.k, state.v, length, mask, scale
             )
-            y = linear(y.reshape(*u.shape[:2], -1), out, out_bias)
+            y = y.reshape(*u.shape[:2], -1)
+            if c.d_mlp:
+                up, gate = jnp.split(mlp, 2, axis=-1)
+                y = jnp.concatenate([y, up * jax.nn.silu(gate)], axis=-1)
+            y = linear(y, out, out_bias)
             return _scaled(y, c.out_multiplier), record, state
+
+    def _convolved(
+        self,
+        qkv: jax.Array,
+        nodes: Nodes,
+        state: AttentionState,
+        record: jax.Array | None,
+        rows: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """q, k, v after a convolution along each path, and all nodes' inputs to it."""
+        c = self.config
+        taps = nn.initializers.uniform(2 / math.sqrt(c.d_conv))
+        weight = self.param("conv_weight", taps, (c.d_qkv, c.d_conv), self.dtype)
+        zeros = nn.initializers.zeros
+        bias = self.param("conv_bias", zeros, (c.d_qkv,), self.dtype)
+        assert state.conv is not None  # init_state makes it
+        inputs = _merge(record, qkv.astype(state.conv.dtype), rows)
+        window = nodes.taps(c.d_conv)
+        window = window if rows is None else window[:, rows]
+        return tree_conv(inputs, weight, bias, state.conv, window), inputs
 
 
 def activate(x: jax.Array, name: Activation) -> jax.Array:

@@ -26,6 +26,11 @@ class Nodes:
     window: jax.Array
     causal: bool = struct.field(pytree_node=False, default=False)
 
+    def taps(self, conv_taps: int) -> jax.Array:
+        """`window` of a convolution with fewer taps, and so fewer committed rows."""
+        fewer = self.window.shape[2] - conv_taps
+        return self.window[:, :, fewer:] - fewer
+
 
 def ancestors(parents: jax.Array, count: int) -> jax.Array:
     """The `count` nearest ancestors of each node, itself first, -1 past the root.

@@ -20,10 +20,14 @@ class MambaState:
 
 @struct.dataclass
 class AttentionState:
-    """k, v [B, Hk, S, hd]; entries below the committed length are valid."""
+    """k, v [B, Hk, S, hd]; entries below the committed length are valid.
+
+    conv [B, K-1, C]: the last inputs of the convolution over q, k, v, if there is one.
+    """
 
     k: jax.Array
     v: jax.Array
+    conv: jax.Array | None = None
 
 
 @struct.dataclass
@@ -40,10 +44,12 @@ class MambaRecord:
 
 @struct.dataclass
 class AttentionRecord:
-    """k (rotated), v [B, T, Hk, hd] of T tokens."""
+    """k (rotated), v [B, T, Hk, hd] of T tokens; qkv [B, T, C], what a convolution over
+    them reads, if there is one."""
 
     k: jax.Array
     v: jax.Array
+    qkv: jax.Array | None = None
 
 
 # A parallel layer has both, as a tuple; an MLP has nothing.
@@ -94,7 +100,12 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
                 c = config.attention
                 assert c is not None
                 shape = (batch, c.num_kv_heads, capacity, c.head_dim)
-                return AttentionState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+                window = (batch, c.d_conv - 1, c.d_qkv)
+                return AttentionState(
+                    jnp.zeros(shape, dtype),
+                    jnp.zeros(shape, dtype),
+                    jnp.zeros(window, dtype) if c.d_conv else None,
+                )
             case "parallel":
                 return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
@@ -129,7 +140,8 @@ def init_records(
                 c = config.attention
                 assert c is not None
                 kv = (c.num_kv_heads, c.head_dim)
-                return AttentionRecord(zeros(*kv), zeros(*kv))
+                qkv = zeros(c.d_qkv) if c.d_conv else None
+                return AttentionRecord(zeros(*kv), zeros(*kv), qkv)
             case "parallel":
                 return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
@@ -146,7 +158,8 @@ def grow(state: State, capacity: int) -> State:
             case AttentionState():
                 more = max(capacity - entry.k.shape[2], 0)
                 pad = ((0, 0), (0, 0), (0, more), (0, 0))
-                return AttentionState(jnp.pad(entry.k, pad), jnp.pad(entry.v, pad))
+                k, v = jnp.pad(entry.k, pad), jnp.pad(entry.v, pad)
+                return AttentionState(k, v, entry.conv)
             case tuple():
                 return tuple(map(layer, entry))  # type: ignore
             case _:
@@ -179,11 +192,19 @@ def commit_mamba(
 
 
 def commit_attention(
-    state: AttentionState, record: AttentionRecord, path: jax.Array, start: jax.Array
+    state: AttentionState,
+    record: AttentionRecord,
+    path: jax.Array,
+    length: jax.Array,
+    start: jax.Array,
 ) -> AttentionState:
+    conv = state.conv
+    if conv is not None and record.qkv is not None:
+        conv = commit_window(conv, record.qkv, path, length)
     return AttentionState(
         append_rows(state.k, record.k, path, start),
         append_rows(state.v, record.v, path, start),
+        conv,
     )
 
 
@@ -204,7 +225,7 @@ def commit(
             case MambaState(), MambaRecord():
                 return commit_mamba(entry, record, path, length)
             case AttentionState(), AttentionRecord():
-                return commit_attention(entry, record, path, state.length)
+                return commit_attention(entry, record, path, length, state.length)
             case tuple(), tuple():
                 return tuple(map(layer, entry, record))  # type: ignore
             case _:

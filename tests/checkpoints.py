@@ -321,7 +321,53 @@ NATIVE_CASES = {
         }
     },
     "mlp": {"d_intermediate": 100},
+    "attention": {
+        "attn_layer_idx": [1],
+        "attn_cfg": {
+            "causal": True,
+            "num_heads": 6,
+            "num_heads_kv": 2,
+            "head_dim": 6,
+            "rotary_emb_dim": 4,
+            "rotary_emb_base": 500.0,
+            "d_conv": 3,
+            "mlp_dim": 100,
+            "softmax_scale": 0.3,
+        },
+    },
+    "attention-mlp": {
+        "attn_layer_idx": [0],
+        "d_intermediate": 100,
+        "ssm": {"d_conv": 2},
+        "attn_cfg": {
+            "causal": True,
+            "num_heads": 4,
+            "num_heads_kv": 4,
+            "head_dim": 6,
+            "rotary_emb_dim": 6,
+            "d_conv": 5,
+            "qkv_proj_bias": False,
+            "out_proj_bias": False,
+        },
+    },
 }
+
+
+def attention_tensors(rng, prefix, d, c):
+    """Random tensors of a native attention layer."""
+    heads, kv_heads, hd = c["num_heads"], c["num_heads_kv"], c["head_dim"]
+    qkv, mlp = (heads + 2 * kv_heads) * hd, -(-c.get("mlp_dim", 0) // 256) * 256
+    tensors = {
+        "in_proj.weight": _tensor(rng, qkv + mlp, d),
+        "out_proj.weight": _tensor(rng, d, heads * hd + mlp // 2),
+        "conv1d.weight": _tensor(rng, qkv, 1, c["d_conv"]),
+        "conv1d.bias": _tensor(rng, qkv, scale=0.3),
+    }
+    if c.get("qkv_proj_bias", True):
+        tensors["in_proj.bias"] = _tensor(rng, qkv + mlp, scale=0.3)
+    if c.get("out_proj_bias", True):
+        tensors["out_proj.bias"] = _tensor(rng, d, scale=0.3)
+    return {f"{prefix}.{name}": value for name, value in tensors.items()}
 
 
 def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
@@ -346,16 +392,24 @@ def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
     tensors = {"backbone.embedding.weight": _tensor(rng, 64, d, scale=0.4)}
     for i in range(2):
         layer = f"backbone.layers.{i}"
-        tensors |= mixer_tensors(
-            rng,
-            f"{layer}.mixer",
-            d,
-            2 * d_mlp + inner + channels + heads,
-            channels,
-            heads,
-            inner if ssm_cfg.get("rmsnorm", True) else 0,
-            inner + d_mlp,
-            ssm_cfg.get("d_conv", 4),
+        attends = i in config["attn_layer_idx"]
+        if attends:
+            mixer = f"{layer}.mixer"
+            tensors |= attention_tensors(rng, mixer, d, config["attn_cfg"])
+        tensors |= (
+            {}
+            if attends
+            else mixer_tensors(
+                rng,
+                f"{layer}.mixer",
+                d,
+                2 * d_mlp + inner + channels + heads,
+                channels,
+                heads,
+                inner if ssm_cfg.get("rmsnorm", True) else 0,
+                inner + d_mlp,
+                ssm_cfg.get("d_conv", 4),
+            )
         )
         if ssm_cfg.get("bias"):
             for name, rows in (("in_proj", inner + channels + heads), ("out_proj", d)):

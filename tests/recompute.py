@@ -73,6 +73,38 @@ def native_mixer(u, w, ssm):
     return y @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
 
 
+def native_attention(u, w, c):
+    """mamba_ssm's MHA: q, k, v through a convolution, no activation, then rotary."""
+    heads, kv_heads, hd = c["num_heads"], c["num_heads_kv"], c["head_dim"]
+    cuts = np.cumsum([heads * hd, kv_heads * hd, kv_heads * hd])
+    projected = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
+    qkv, mlp = projected[:, : cuts[-1]], projected[:, cuts[-1] :]
+    if "conv1d.weight" in w:
+        taps = w["conv1d.weight"][:, 0]
+        padded = np.concatenate([np.zeros((taps.shape[1] - 1, qkv.shape[1])), qkv])
+        rows = [padded[t : t + taps.shape[1]] for t in range(len(u))]
+        qkv = np.stack([(row * taps.T).sum(0) for row in rows]) + w["conv1d.bias"]
+    q, k, v = np.split(qkv, cuts[:2], axis=1)
+    q, k, v = (z.reshape(len(u), -1, hd) for z in (q, k, v))
+    r = c["rotary_emb_dim"]
+    frequencies = c.get("rotary_emb_base", 10000.0) ** (-np.arange(0, r, 2) / r)
+
+    def partly(z):
+        turned = [rotate(m[:, :r], t, frequencies) for t, m in enumerate(z)]
+        return np.concatenate([np.stack(turned), z[..., r:]], axis=-1)
+
+    q, k = partly(q), partly(k)
+    out = np.zeros((len(u), heads * hd))
+    for t, head in np.ndindex(len(u), heads):
+        j = head * kv_heads // heads
+        scores = k[: t + 1, j] @ q[t, head] * c.get("softmax_scale", hd**-0.5)
+        p = np.exp(scores - scores.max())
+        out[t, head * hd : (head + 1) * hd] = p @ v[: t + 1, j] / p.sum()
+    up, gate = np.split(mlp, 2, axis=1)
+    out = np.concatenate([out, up * silu(gate)], axis=1)
+    return out @ w["out_proj.weight"].T + w.get("out_proj.bias", 0)
+
+
 def native_logits(tokens, config, tensors):
     h = tensors["backbone.embedding.weight"][tokens]
     for i in range(config["n_layer"]):
@@ -80,7 +112,10 @@ def native_logits(tokens, config, tensors):
         w = {k[len(layer) :]: v for k, v in tensors.items() if k.startswith(layer)}
         mixer = {k[6:]: v for k, v in w.items() if k.startswith("mixer.")}
         u = norm(h, w["norm.weight"], 1e-5, w.get("norm.bias"))
-        h = h + native_mixer(u, mixer, config["ssm_cfg"])
+        if i in config["attn_layer_idx"]:
+            h = h + native_attention(u, mixer, config["attn_cfg"])
+        else:
+            h = h + native_mixer(u, mixer, config["ssm_cfg"])
         if "mlp.fc1.weight" in w:
             u = norm(h, w["norm2.weight"], 1e-5, w.get("norm2.bias"))
             up, gate = np.split(u @ w["mlp.fc1.weight"].T, 2, axis=-1)

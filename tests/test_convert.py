@@ -410,10 +410,10 @@ REFUSALS = {
     ),
     "native mamba-1": ("plain", ssm_with(layer="Mamba1"), ["ssm_cfg.layer", "Mamba1"]),
     "native mamba-3": ("plain", ssm_with(layer="Mamba3"), ["ssm_cfg.layer", "Mamba3"]),
-    "native attention": (
+    "native attention ahead": (
         "plain",
-        config_with(attn_layer_idx=[1]),
-        ["config.json", "attn_layer_idx", "not supported yet"],
+        config_with(attn_layer_idx=[1], attn_cfg={"num_heads": 4}),
+        ["config.json", "attn_cfg.causal", "looks ahead"],
     ),
     **{
         kind: ("mamba2", config_with(model_type=kind), ["model_type", kind, "Mamba-1"])
