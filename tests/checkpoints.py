@@ -43,6 +43,9 @@ def randomize(model, seed=0):
                 p.copy_(0.3 * normal(p))
             else:
                 p.copy_(normal(p) * p.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.5 * normal(buffer))
     return model.eval()
 
 
