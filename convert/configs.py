@@ -20,6 +20,7 @@ from stree_jax.convert.common import (
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.hybrids import bamba, falcon_h1, granite, nemotron_h
+from stree_jax.convert.supported import names
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models.config import (
     AttentionConfig,
@@ -29,10 +30,6 @@ from stree_jax.models.config import (
     Rope,
 )
 
-SUPPORTED = (
-    "state-spaces native Mamba2 (ssm_cfg), mamba2, llama, granitemoehybrid, bamba, "
-    "falcon_h1, nemotron_h, MambaInLlama (mamba_config.json)"
-)
 HF_TYPES = (
     "mamba2",
     "llama",
@@ -58,7 +55,7 @@ def detect(directory: Path, fields: Fields, tensors: Tensors) -> str:
     if model_type not in HF_TYPES:
         raise fields.error(
             "model_type",
-            f"{reprlib.repr(model_type)} is not supported; known: {SUPPORTED}",
+            f"{reprlib.repr(model_type)} is not supported; known: {names()}",
         )
     if model_type == "mamba2" and "backbone.embedding.weight" in tensors:
         return "mamba2-embedding"  # some files use the native spelling

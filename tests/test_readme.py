@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from stree_jax.convert import supported
+from stree_jax.convert.configs import HF_TYPES
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -16,3 +19,10 @@ def test_examples_run(capsys):
     assert out.count("\n") > 8
     greedy = names["result"].tokens[2:]  # two samples of the row at temperature 0
     assert greedy[0] == greedy[1]
+
+
+def test_the_table_of_formats_is_the_programs():
+    """`python -m stree_jax.convert.supported` prints it."""
+    assert supported.table() in README.read_text()
+    known = {family.name for family in supported.FAMILIES}
+    assert set(HF_TYPES) <= known
