@@ -19,7 +19,7 @@ from stree_jax.convert.common import (
 )
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import Fields
-from stree_jax.convert.hybrids import bamba, falcon_h1, granite, nemotron_h
+from stree_jax.convert.hybrids import bamba, falcon_h1, granite, nemotron_h, zamba2
 from stree_jax.convert.supported import names
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models.config import (
@@ -37,6 +37,7 @@ HF_TYPES = (
     "bamba",
     "falcon_h1",
     "nemotron_h",
+    "zamba2",
 )
 MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
 
@@ -71,8 +72,8 @@ def read_config(
     over `vocab_size`: the configs of different formats are not consistent about them.
 
     Args:
-      dt_floor: clamp Nemotron-H's dt to at least `time_step_min`, as transformers up to
-        5.23 does; its authors' own code follows `time_step_limit`.
+      dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
+        transformers up to 5.23 does; their authors' code follows `time_step_limit`.
     """
     fields = Fields.read(directory / "config.json")
     format = detect(directory, fields, tensors)
@@ -86,6 +87,7 @@ def read_config(
         "bamba": bamba,
         "falcon_h1": falcon_h1,
         "nemotron_h": nemotron_h,
+        "zamba2": zamba2,
     }[format]
     try:
         config = parse(fields, tensors)
@@ -93,7 +95,7 @@ def read_config(
         raise
     except ValueError as error:
         raise CheckpointError(f"{fields.file}: {error}") from error
-    if dt_floor and format == "nemotron_h" and config.mamba is not None:
+    if dt_floor and format in ("nemotron_h", "zamba2") and config.mamba is not None:
         low = fields.positive("time_step_min", 0.001)
         mamba = replace(config.mamba, dt_limit=(low, math.inf))
         config = replace(config, mamba=mamba)

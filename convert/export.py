@@ -29,6 +29,8 @@ def export_format(config: ModelConfig) -> str:
     mlp, c = config.mlp, config.attention
     if kinds == {"mamba"}:
         return "mamba2"
+    if "shared" in kinds:
+        raise CheckpointError("zamba2: export is not supported")
     if turns and mixers == {"parallel"} and mlp is not None:
         return "falcon_h1"
     gates = [part.gated for part in (mlp, config.moe) if part is not None]

@@ -1,13 +1,15 @@
-"""Configs of Hugging Face's hybrid families: Granite, Bamba, Falcon-H1, Nemotron-H."""
+"""Configs of Hugging Face's hybrid families, from Granite to Zamba2."""
 
 import reprlib
 from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.common import (
+    MAMBA_KINDS,
     Layers,
     Tensors,
     attention_config,
+    divide,
     has,
     layer_kinds,
     mamba_config,
@@ -23,6 +25,7 @@ from stree_jax.models.config import (
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    SharedConfig,
 )
 
 SILU = ("silu", "swish")
@@ -256,4 +259,97 @@ def _nemotron_attention(
         head_dim=fields.size("head_dim", older),
         qkv_bias=has(tensors, "mixer.q_proj.bias"),
         out_bias=has(tensors, "mixer.o_proj.bias"),
+    )
+
+
+def zamba2(fields: Fields, tensors: Tensors) -> ModelConfig:
+    """Zamba2: Mamba2 layers, some of which also read a shared transformer block."""
+    d_model = fields.size("hidden_size", 2560)
+    count = fields.size("num_hidden_layers", 54)
+    plan = fields.get("layers_block_type")
+    kinds: dict[Any, LayerKind] = dict.fromkeys(MAMBA_KINDS, "mamba")
+    kinds["hybrid"] = "shared"
+    if not isinstance(plan, list) or len(plan) != count:
+        raise fields.error("layers_block_type", f"want a list of {count} layer types")
+    for kind in plan:
+        if not isinstance(kind, str) or kind not in kinds:
+            unknown = f"unknown layer type {reprlib.repr(kind)}"
+            raise fields.error("layers_block_type", unknown)
+    layers = tuple(kinds[kind] for kind in plan)
+    heads = fields.size("n_mamba_heads", 8)
+    groups = fields.size("mamba_ngroups", 1)
+    divide(fields, "mamba_ngroups", heads, groups)
+    widened = fields.size("mamba_expand", 2) * d_model
+    mamba = MambaConfig(
+        num_heads=heads,
+        head_dim=divide(fields, "n_mamba_heads", widened, heads),
+        d_state=fields.size("mamba_d_state", 64),
+        n_groups=groups,
+        d_conv=fields.size("mamba_d_conv", 4),
+        norm_groups=groups,
+        norm_eps=1e-5,  # whatever rms_norm_eps says
+        proj_in_bias=has(tensors, "mamba.in_proj.bias"),
+        proj_out_bias=has(tensors, "mamba.out_proj.bias"),
+        conv_bias=has(tensors, "conv1d.bias"),
+        dt_limit=fields.limits("time_step_limit"),
+    )
+    attention = mlp = shared = None
+    if "shared" in layers:
+        attention = _zamba2_attention(fields, tensors, d_model)
+        mlp = MLPConfig(
+            fields.size("intermediate_size", 4 * d_model),
+            bias=has(tensors, "feed_forward.down_proj.bias"),
+            activation=fields.choice("hidden_act", "gelu", ("gelu", "silu")),
+        )
+        shared = SharedConfig(
+            blocks=_zamba2_blocks(fields, tensors, layers),
+            adapter_rank=fields.size("adapter_rank", 128),
+            attention_adapter=fields.flag("use_shared_attention_adapter", False),
+        )
+    same = common(fields, tensors, fields.positive("rms_norm_eps", 1e-5))
+    return ModelConfig(
+        **same
+        | {
+            "d_model": d_model,
+            "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        },
+        layers=layers,
+        mamba=mamba,
+        attention=attention,
+        mlp=mlp,
+        shared=shared,
+    )
+
+
+def _zamba2_blocks(fields: Fields, tensors: Tensors, layers: Layers) -> int:
+    """How many distinct blocks there are.
+
+    transformers 5.23 ties them only where it ties the embeddings; otherwise it saves
+    and runs a block of its own in every shared layer.
+    """
+    used = [i for i, kind in enumerate(layers) if kind == "shared"]
+    own = f"model.layers.{used[-1]}.shared_transformer.input_layernorm.weight"
+    if own in tensors and not fields.flag("tie_word_embeddings", True):
+        return len(used)
+    return fields.size("num_mem_blocks", 1)
+
+
+def _zamba2_attention(
+    fields: Fields, tensors: Tensors, d_model: int
+) -> AttentionConfig:
+    """Attention on the width of [h, embedding], with the scale of half a head."""
+    heads = fields.size("num_attention_heads", 32)
+    kv_heads = fields.size("num_key_value_heads", heads)
+    divide(fields, "num_key_value_heads", heads, kv_heads)
+    head_dim = divide(fields, "num_attention_heads", 2 * d_model, heads)
+    turns = fields.flag("use_mem_rope", False)
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=rope(fields, head_dim) if turns else None,
+        scale=(head_dim / 2) ** -0.5,
+        qkv_bias=has(tensors, "self_attn.q_proj.bias"),
+        out_bias=has(tensors, "self_attn.o_proj.bias"),
+        d_out=d_model,
     )

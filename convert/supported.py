@@ -41,6 +41,7 @@ FAMILIES = (
     ),
     Family("falcon_h1", "Falcon-H1: mixer and attention side by side", THEIRS, True),
     Family("bamba", "Bamba", THEIRS, True),
+    Family("zamba2", "Zamba2: shared transformer blocks with adapters", THEIRS, False),
     Family("mamba_config.json", "MambaInLlama, Mamba-2 flavour", OURS, False),
 )
 
@@ -56,9 +57,9 @@ def table() -> str:
         "| --- | --- | --- | --- |",
     ]
     for f in FAMILIES:
-        written = "yes" if f.exported else "as mamba2, if it can be"
-        if f.name == "mamba_config.json":
-            written = "no"
+        written = "yes" if f.exported else "no"
+        if f.name.startswith("ssm_cfg"):
+            written = "as mamba2, if it can be"
         lines.append(f"| `{f.name}` | {f.models} | {f.compared} | {written} |")
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """Which source tensors make which parameter: one row per parameter, both ways."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +22,8 @@ from stree_jax.models import (
 )
 
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
+
+_SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
 
 Path = tuple[str, ...]
 How = Literal["copy", "concat", "swap", "conv", "stack"]
@@ -108,6 +111,7 @@ FORMATS = {
     ),
     "bamba": _BAMBA,
     "falcon_h1": _BAMBA,
+    "zamba2": _BAMBA,
     "nemotron_h": replace(
         _MAMBA2,
         attention="mixer",
@@ -154,6 +158,11 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
     }
     traced = {f"layers_{i}": kind for i, kind in enumerate(kinds)}
     shapes = {path: shape for path, shape in flat.items() if path[0] not in traced}
+    if config.shared is not None:  # one layer traces one of the shared blocks
+        used = min(config.shared.blocks, config.layers.count("shared"))
+        block = {path[1:]: shapes[path] for path in flat if path[0] == "shared_0"}
+        for b in range(used):
+            shapes |= {(f"shared_{b}", *path): shape for path, shape in block.items()}
     for j, kind in enumerate(config.layers):
         shapes |= {
             (f"layers_{j}", *path[1:]): shape
@@ -177,15 +186,19 @@ def _candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     yield Row(("lm_head",), ("lm_head.weight",))
     yield Row(("norm", "scale"), (f"{names.norm}.weight",))
     yield Row(("norm", "bias"), (f"{names.norm}.bias",))
+    yield from _shared_rows(names, config)
     number = -1
     for j, kind in enumerate(config.layers):
         ours, mlp = f"layers_{j}", kind in ("mlp", "moe")
         number += names.one_each or not mlp  # else it belongs to its mixer's layer
         prefix = names.layer.format(i=number)
         norm = names.mlp_norm if mlp else names.mixer_norm
+        if kind == "shared":
+            yield Row((ours, "linear"), (f"{prefix}linear.weight",))
+            prefix += "mamba_decoder."
         yield Row((ours, "norm", "scale"), (f"{prefix}{norm}.weight",))
         yield Row((ours, "norm", "bias"), (f"{prefix}{norm}.bias",))
-        if kind in ("mamba", "parallel"):
+        if kind in ("mamba", "parallel", "shared"):
             yield from _mamba_rows((ours, "mamba"), prefix + names.mamba)
         if kind in ("attention", "parallel") and config.attention is not None:
             theirs, path = prefix + names.attention, (ours, "attention")
@@ -218,6 +231,38 @@ def _attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row
         qkv = tuple(f"{theirs}.{letter}_proj.{ending}" for letter in "qkv")
         yield Row((*ours, f"qkv{name}"), qkv, "concat", sizes)
         yield Row((*ours, f"out{name}"), (f"{theirs}.o_proj.{ending}",))
+
+
+def _shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
+    """Zamba2's shared blocks and the adapters of the layers that use them.
+
+    A block is stored once, under the first layer that uses it, and so are the adapters
+    of all layers that use it, numbered by their place among the shared layers.
+    """
+    layers = [i for i, kind in enumerate(config.layers) if kind == "shared"]
+    if config.shared is None or config.attention is None or config.mlp is None:
+        return
+    for call, j in enumerate(layers):
+        number = call % config.shared.blocks
+        first = names.layer.format(i=layers[number])
+        theirs, block = f"{first}shared_transformer", f"shared_{number}"
+        modules = {"gate_up": "feed_forward.gate_up_proj"}
+        modules |= {letter: f"self_attn.linear_{letter}" for letter in "qkv"}
+        for ours, module in modules.items():
+            listed = f"{theirs}.{module}_adapter_list.{call}"
+            adapter = (f"layers_{j}", "adapters", ours)
+            yield Row((*adapter, "down"), (f"{listed}.0.weight",))
+            yield Row((*adapter, "up"), (f"{listed}.1.weight",))
+        if call != number:
+            continue
+        yield Row((block, "norm", "scale"), (f"{theirs}.input_layernorm.weight",))
+        yield Row((block, "mlp_norm", "scale"), (f"{theirs}.pre_ff_layernorm.weight",))
+        attention = f"{theirs}.self_attn"
+        yield from _attention_rows((block, "attention"), attention, config.attention)
+        for ending, name in (("weight", ""), ("bias", "_bias")):
+            for ours, module in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+                path = (block, "mlp", f"{ours}{name}")
+                yield Row(path, (f"{theirs}.feed_forward.{module}.{ending}",))
 
 
 def _merged_rows(ours: Path, theirs: str) -> Iterator[Row]:
@@ -338,18 +383,38 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
                 f"{info.file}: {name}: dtype {info.dtype} is not supported "
                 "(want float32, bfloat16 or float16)"
             )
-    for name in sorted(present.keys() - expected.keys()):
-        tied_copy = name == "lm_head.weight" and config.tie_embeddings
+    copies = _copies(source, rows, config)
+    for name in sorted(present.keys() - expected.keys() - copies.keys()):
         unused = name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.")
-        if not tied_copy and not unused:
+        # A block that is not shared still has the adapters of layers it does not serve.
+        adapter = config.shared is not None and "_adapter_list." in name
+        if not unused and not adapter:
             raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
-    if config.tie_embeddings and "lm_head.weight" in present:
-        embedding = next(r.sources[0] for r in rows if r.path == ("embedding",))
-        if not np.array_equal(source.read("lm_head.weight"), source.read(embedding)):
+    for name, original in copies.items():
+        if not np.array_equal(source.read(name), source.read(original)):
             raise CheckpointError(
-                f"{where}: lm_head.weight differs from {embedding}, "
-                "but the config ties them"
+                f"{where}: {name} differs from {original}, but the config ties them"
             )
+
+
+def _copies(source: Source, rows: list[Row], config: ModelConfig) -> dict[str, str]:
+    """Tensors that a file may hold again although the model shares them."""
+    copies: dict[str, str] = {}
+    if config.tie_embeddings and "lm_head.weight" in source.tensors:
+        embedding = next(r.sources[0] for r in rows if r.path == ("embedding",))
+        copies["lm_head.weight"] = embedding
+    if config.shared is None:
+        return copies
+    layers = [i for i, kind in enumerate(config.layers) if kind == "shared"]
+    first = {j: layers[c % config.shared.blocks] for c, j in enumerate(layers)}
+    for name in source.tensors:
+        match = _SHARED_TENSOR.fullmatch(name)
+        j = int(match[2]) if match else -1
+        if match and j in first and first[j] != j:
+            original = f"{match[1]}{first[j]}{match[3]}"
+            if original in source.tensors:
+                copies[name] = original
+    return copies
 
 
 def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:

@@ -4,13 +4,14 @@ A model is an embedding, a tuple of residual layers and a head. Each layer is on
 `h += f(norm(h))`; its kind says what f is. A Mamba2 model is ("mamba",) * n, a
 transformer ("attention", "mlp") * n, a hybrid any mixture. In a "parallel" layer f is
 the sum of a Mamba2 mixer and attention (Falcon-H1), in a "moe" layer it is a mixture of
-experts.
+experts. A "shared" layer is a Mamba2 mixer that also reads what a transformer block,
+shared by several layers, makes of the residual stream and the embedding (Zamba2).
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LayerKind = Literal["mamba", "attention", "parallel", "mlp", "moe"]
+LayerKind = Literal["mamba", "attention", "parallel", "shared", "mlp", "moe"]
 Activation = Literal["silu", "relu2", "gelu"]
 
 
@@ -106,6 +107,7 @@ class AttentionConfig:
       d_conv: taps of a depthwise convolution over q, k and v, before they rotate
         (native mamba2attn); 0: none.
       d_mlp: width of a parallel gated MLP inside the projections (native), or 0.
+      d_out: width of the output; 0: that of the input.
     """
 
     num_heads: int
@@ -120,6 +122,7 @@ class AttentionConfig:
     out_multiplier: float = 1.0
     d_conv: int = 0
     d_mlp: int = 0
+    d_out: int = 0
 
     @property
     def d_qkv(self) -> int:
@@ -185,6 +188,21 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class SharedConfig:
+    """Transformer blocks that "shared" layers use in turn (Zamba2).
+
+    Attributes:
+      blocks: how many there are; the c-th shared layer uses block c mod blocks.
+      adapter_rank: of the low-rank adapters that each layer adds to its block's MLP.
+      attention_adapter: whether it adds adapters to q, k and v as well.
+    """
+
+    blocks: int
+    adapter_rank: int
+    attention_adapter: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A language model.
 
@@ -195,7 +213,8 @@ class ModelConfig:
       d_model: width of the residual stream.
       layers: kind of each residual layer.
       mamba, attention, mlp, moe: options of each kind that occurs; a parallel layer
-        has those of mamba and attention.
+        has those of mamba and attention, a shared one those of mamba, attention, mlp.
+      shared: how shared layers share.
       norm: block norms, "rms" or "layer" (with bias).
       norm_eps: their epsilon.
       tie_embeddings: the head is the embedding.
@@ -212,6 +231,7 @@ class ModelConfig:
     attention: AttentionConfig | None = None
     mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
+    shared: SharedConfig | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
@@ -225,6 +245,7 @@ class ModelConfig:
             "mamba": [self.mamba],
             "attention": [self.attention],
             "parallel": [self.mamba, self.attention],
+            "shared": [self.mamba, self.attention, self.mlp, self.shared],
             "mlp": [self.mlp],
             "moe": [self.moe],
         }

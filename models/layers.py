@@ -306,18 +306,21 @@ class Attention(nn.Module):
         rows: jax.Array | None,
         pending: tuple[AttentionRecord, jax.Array, jax.Array] | None,
         length: jax.Array,
+        adapter: jax.Array | None = None,
     ) -> tuple[jax.Array, AttentionRecord, AttentionState]:
+        """As all mixers; `adapter` [B, Tq, d_qkv] is added to q, k and v."""
         c, d_model = self.config, u.shape[-1]
         zeros = nn.initializers.zeros
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         d_in, d_out = c.d_qkv + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
         qkv = self.param("qkv", _normal, (d_in, d_model), self.dtype)
-        out = self.param("out", _normal, (d_model, d_out), self.dtype)
+        width = c.d_out or d_model
+        out = self.param("out", _normal, (width, d_out), self.dtype)
         qkv_bias = out_bias = None
         if c.qkv_bias:
             qkv_bias = self.param("qkv_bias", zeros, (d_in,), self.dtype)
         if c.out_bias:
-            out_bias = self.param("out_bias", zeros, (d_model,), self.dtype)
+            out_bias = self.param("out_bias", zeros, (width,), self.dtype)
 
         if pending is not None:
             last, path, accepted = pending
@@ -326,6 +329,8 @@ class Attention(nn.Module):
         with jax.named_scope("qkv"):
             projected = linear(_scaled(u, c.in_multiplier), qkv, qkv_bias)
             projected, mlp = jnp.split(projected, [c.d_qkv], axis=-1)
+            if adapter is not None:
+                projected = projected + adapter
             inputs = None
             if c.d_conv:
                 old = None if record is None else record.qkv
@@ -394,7 +399,8 @@ class MLP(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, u: jax.Array) -> jax.Array:
+    def __call__(self, u: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
+        """`adapter` is added to the rows of the first product."""
         c, d_model = self.config, u.shape[-1]
         first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
         into = self.param(first, _normal, (rows, d_model), self.dtype)
@@ -406,6 +412,8 @@ class MLP(nn.Module):
             down_bias = self.param("down_bias", zeros, (d_model,), self.dtype)
         with jax.named_scope("mlp"):
             h = linear(u, into, into_bias)
+            if adapter is not None:
+                h = h + adapter
             if c.gated:
                 gate, up = jnp.split(h, 2, axis=-1)
                 gate = _scaled(gate, c.gate_multiplier)

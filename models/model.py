@@ -11,6 +11,7 @@ from stree_jax.models.config import LayerKind, ModelConfig
 from stree_jax.models.layers import MLP, Attention, Mamba2Mixer, Norm, linear
 from stree_jax.models.moe import MoE
 from stree_jax.models.nodes import Nodes, chain_nodes
+from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
     LayerState,
@@ -22,6 +23,7 @@ from stree_jax.models.state import (
 
 Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
 Records = tuple[LayerRecord, ...]
+_normal = nn.initializers.normal(0.02)
 
 
 class ResidualLayer(nn.Module):
@@ -41,9 +43,22 @@ class ResidualLayer(nn.Module):
         rows: jax.Array | None,
         pending: tuple[Any, jax.Array, jax.Array] | None,
         length: jax.Array,
+        shared: tuple[SharedBlock, jax.Array] | None,
     ) -> tuple[jax.Array, LayerRecord, LayerState]:
-        c = self.config
-        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(h)
+        """`shared` is a shared layer's block, and the embedding of the tokens."""
+        c, read = self.config, h
+        if self.kind in ("parallel", "shared"):
+            r = (None, None) if record is None else record
+            p = (None, None) if pending is None else _each(pending)
+            mamba, attention = ((nodes, state[i], r[i], rows, p[i]) for i in range(2))
+        if shared is not None:
+            block, embedding = shared
+            adapters = Adapters(c, self.dtype, name="adapters")
+            block_args = (h, embedding, adapters, *attention, length)
+            f, *others = block(*block_args)
+            weight = self.param("linear", _normal, (c.d_model,) * 2, self.dtype)
+            read = h + linear(f, weight)
+        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read)
         match self.kind:
             case "mamba":
                 args = (u, nodes, state, record, rows, pending)
@@ -52,13 +67,12 @@ class ResidualLayer(nn.Module):
                 args = (u, nodes, state, record, rows, pending)
                 out, record, state = self._attention(*args, length)
             case "parallel":
-                s, r = state, (None, None) if record is None else record
-                p = (None, None) if pending is None else _each(pending)
-                out, *new = self._mamba(u, nodes, s[0], r[0], rows, p[0])
-                more, *others = self._attention(
-                    u, nodes, s[1], r[1], rows, p[1], length
-                )
+                out, *new = self._mamba(u, *mamba)
+                more, *others = self._attention(u, *attention, length)
                 out = out + more
+                record, state = zip(new, others, strict=True)
+            case "shared":
+                out, *new = self._mamba(u, *mamba)
                 record, state = zip(new, others, strict=True)
             case "mlp":
                 assert c.mlp is not None
@@ -94,6 +108,8 @@ class LanguageModel(nn.Module):
         init, shape = nn.initializers.normal(0.02), (c.vocab_size, c.d_model)
         self.embedding = self.param("embedding", init, shape, self.dtype)
         self.layers = [ResidualLayer(c, kind, self.dtype) for kind in c.layers]
+        blocks = 0 if c.shared is None else c.shared.blocks
+        self.shared = [SharedBlock(c, self.dtype) for _ in range(blocks)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
         if not c.tie_embeddings:
             self.lm_head = self.param("lm_head", init, shape, self.dtype)
@@ -112,13 +128,18 @@ class LanguageModel(nn.Module):
         h = self.embedding[tokens].astype(jnp.float32) * c.embedding_multiplier
         length = state.length if pending is None else state.length + pending.length
         out_records, out_states = [], []
+        embedding, calls = h, 0
         for i, layer in enumerate(self.layers):
+            shared = None
+            if c.layers[i] == "shared":
+                shared = (self.shared[calls % len(self.shared)], embedding)
+                calls += 1
             last = None
             if pending is not None:
                 last = (pending.records[i], pending.path, pending.length)
             record = None if records is None else records[i]
             h, record, layer_state = layer(
-                h, nodes, state.layers[i], record, rows, last, length
+                h, nodes, state.layers[i], record, rows, last, length, shared
             )
             out_records.append(record)
             out_states.append(layer_state)

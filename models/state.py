@@ -52,7 +52,7 @@ class AttentionRecord:
     qkv: jax.Array | None = None
 
 
-# A parallel layer has both, as a tuple; an MLP has nothing.
+# A parallel or shared layer has both, as a tuple; an MLP has nothing.
 LayerState = MambaState | AttentionState | tuple[MambaState, AttentionState] | None
 LayerRecord = MambaRecord | AttentionRecord | tuple[MambaRecord, AttentionRecord] | None
 
@@ -106,7 +106,7 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
                     jnp.zeros(shape, dtype),
                     jnp.zeros(window, dtype) if c.d_conv else None,
                 )
-            case "parallel":
+            case "parallel" | "shared":
                 return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
                 return None
@@ -142,7 +142,7 @@ def init_records(
                 kv = (c.num_kv_heads, c.head_dim)
                 qkv = zeros(c.d_qkv) if c.d_conv else None
                 return AttentionRecord(zeros(*kv), zeros(*kv), qkv)
-            case "parallel":
+            case "parallel" | "shared":
                 return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
                 return None

@@ -85,8 +85,8 @@ def load(
         the bundled pair.
       dtype: "float32" or "bfloat16" of the weights (A_log, dt_bias and D are float32
         always); None keeps bfloat16 and makes float32 of anything else.
-      dt_floor: for Nemotron-H checkpoints: clamp dt to at least `time_step_min`, as
-        transformers 5.23 does. Their authors' code does not, and neither do we.
+      dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
+        `time_step_min`, as transformers 5.23 does; their authors' code does not.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.

@@ -19,6 +19,8 @@ from transformers import (
     Mamba2ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 
 VOCAB = 61
@@ -215,6 +217,33 @@ def nemotron(**options):
     return randomize(NemotronHForCausalLM(NemotronHConfig(**(defaults | options))))
 
 
+def zamba(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        # Three calls of two blocks. More of them, which have no residual connections,
+        # and random weights take float32 1e-4 away from float64 in transformers too.
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 3,
+        "use_mem_rope": True,
+        "vocab_size": VOCAB,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "add_bias_linear": True,
+        "rms_norm_eps": 1e-4,
+        "time_step_min": 1e-12,  # the floor that only transformers has
+        "tie_word_embeddings": True,
+    }
+    return randomize(Zamba2ForCausalLM(Zamba2Config(**(defaults | options))))
+
+
 NEMOTRON_MOE = {
     "layers_block_type": ["mamba", "moe", "attention", "moe"],
     "n_routed_experts": 12,
@@ -278,6 +307,17 @@ HF_CASES = {
     "falcon-h1-no-norm": lambda: falcon(
         mamba_rms_norm=False, mamba_proj_bias=False, attention_bias=False
     ),
+    "zamba2": zamba,
+    "zamba2-plain": lambda: zamba(
+        use_shared_attention_adapter=False,
+        use_mem_rope=False,
+        add_bias_linear=False,
+        num_mem_blocks=1,
+        num_key_value_heads=2,
+        layers_block_type=["hybrid", "mamba", "mamba", "hybrid"],
+    ),
+    # Without tied embeddings transformers 5.23 does not tie the blocks either.
+    "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
     "nemotron-h": nemotron,
     "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
     "nemotron-h-latent": lambda: nemotron(

@@ -684,7 +684,10 @@ def test_killed_at_any_moment_absent_or_whole(source, tmp_path):
 # Out again
 
 
-@pytest.mark.parametrize("name", HF_CASES)
+EXPORTED = [name for name in HF_CASES if not name.startswith("zamba2")]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
 def test_export_round_trip(source, tmp_path, name):
     """Tensors bit for bit, and the logits of transformers on both."""
     model = stree_jax.load(source(name))

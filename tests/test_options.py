@@ -87,6 +87,15 @@ CHANGES = {
         "activation": part("moe", activation="silu"),
         "correction bias": without_router_bias,
     },
+    "zamba2": {
+        **MAMBA,
+        "no rotary": part("attention", rope=None),
+        "attention scale": part("attention", scale=None),
+        "one block for all": part("shared", blocks=1),
+        "adapters": part("shared", attention_adapter=False),
+        "activation": part("mlp", activation="silu"),
+        "norm eps of the blocks": whole(norm_eps=1e-2),
+    },
     "granite-moe": {
         **LIMITED,
         "top k": part("moe", top_k=3),
