@@ -1,5 +1,9 @@
 """Checkpoints of other libraries to ours, and back."""
 
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,16 @@ from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
     DTYPES,
     atomic_directory,
+    check_space,
     dtype_named,
     write_directory,
 )
-from stree_jax.convert.tensors import check_tensors, nest, read_param, rows_of
+from stree_jax.convert.tensors import Row, check_tensors, nest, read_param, rows_of
 from stree_jax.convert.tokenizer import copy_tokenizer, read_tokenizer
 from stree_jax.models import ModelConfig
+
+PIECE = 2**24  # numbers looked at together
+Warn = Callable[[str], None]
 
 
 def source_dtype(source: Source) -> np.dtype:
@@ -30,12 +38,48 @@ def source_dtype(source: Source) -> np.dtype:
     return DTYPES["bfloat16" if matrices == {"bfloat16"} else "float32"]
 
 
-def read_checkpoint(
-    directory: Path, dtype: Any = None, progress: bool = False, dt_floor: bool = False
-) -> tuple[ModelConfig, Any, np.dtype]:
-    """Config, parameters and dtype of a PyTorch or safetensors directory.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose names, shapes and dtypes are checked; no numbers read yet.
 
-    Every name, shape and dtype is checked before the first tensor is read.
+    Attributes:
+      rows: one for every parameter.
+      dtype: to load the weights in.
+    """
+
+    source: Source
+    config: ModelConfig
+    rows: list[Row]
+    dtype: np.dtype
+
+    def read(self, progress: bool = False, warn: Warn | None = None) -> Any:
+        """The parameters, of which one at a time is held in the source's dtype too.
+
+        Shard by shard, so that no shard is open beside another.
+
+        Args:
+          warn: called once, if a weight is not finite.
+        """
+        flat, odd = {}, None
+        tensors, rows = self.source.tensors, self.rows
+        by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
+        total = sum(_nbytes(self.source, row) for row in rows)
+        with tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
+            for row in by_shard:
+                param = read_param(self.source, row, self.dtype)
+                if warn is not None and odd is None and not _finite(param):
+                    odd = _odd_tensor(self.source, row)
+                flat[row.path] = jnp.asarray(param)
+                bar.update(_nbytes(self.source, row))
+        if warn is not None and odd is not None:
+            warn(f"{tensors[odd].file}: {odd} holds NaN or infinity; kept as it is")
+        return nest(flat)
+
+
+def open_checkpoint(
+    directory: Path, dtype: Any = None, dt_floor: bool = False
+) -> Checkpoint:
+    """Check every name, shape and dtype of a PyTorch or safetensors directory.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
@@ -48,18 +92,40 @@ def read_checkpoint(
     rows = rows_of(format, config)
     check_tensors(source, rows, config)
     kept = source_dtype(source) if dtype is None else dtype_named(dtype)
-    flat = {}
-    total = sum(_nbytes(source, name) for row in rows for name in row.sources)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
-        for row in rows:
-            flat[row.path] = jnp.asarray(read_param(source, row, kept))
-            bar.update(sum(_nbytes(source, name) for name in row.sources))
-    return config, nest(flat), kept
+    return Checkpoint(source, config, rows, kept)
 
 
-def _nbytes(source: Source, name: str) -> int:
-    info = source.tensors[name]
-    return int(np.prod(info.shape)) * (4 if info.dtype == "float32" else 2)
+def read_checkpoint(
+    directory: Path, dtype: Any = None, progress: bool = False, dt_floor: bool = False
+) -> tuple[ModelConfig, Any, np.dtype]:
+    """Config, parameters and dtype of a PyTorch or safetensors directory.
+
+    Every name, shape and dtype is checked before the first tensor is read.
+
+    Raises:
+      CheckpointError: one line, naming the file and the field or tensor.
+    """
+    checkpoint = open_checkpoint(directory, dtype, dt_floor)
+    return checkpoint.config, checkpoint.read(progress), checkpoint.dtype
+
+
+def _finite(array: np.ndarray) -> bool:
+    """Neither NaN nor infinity; in pieces, for the memory of the answers."""
+    flat = array.reshape(-1)
+    pieces = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
+    return all(np.isfinite(piece).all() for piece in pieces)
+
+
+def _odd_tensor(source: Source, row: Row) -> str:
+    """The first tensor of a row that is not finite; of a cast's overflow, the first."""
+    odd = (name for name in row.sources if not _finite(source.read(name)))
+    return next(odd, row.sources[0])
+
+
+def _nbytes(source: Source, row: Row) -> int:
+    """Bytes of a row's tensors, as they are stored."""
+    infos = [source.tensors[name] for name in row.sources]
+    return sum(math.prod(i.shape) * (4 if i.dtype == "float32" else 2) for i in infos)
 
 
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
@@ -77,20 +143,26 @@ def convert_checkpoint(
     dtype: Any = None,
     progress: bool = True,
     dt_floor: bool = False,
+    warn: Warn = warnings.warn,
 ) -> None:
     """Write a checkpoint as one of our directories, self-contained and atomically.
+
+    In memory are the parameters in the new dtype and one tensor in its old one.
 
     Args:
       src: a directory in a supported format.
       dst: must not exist; killed at any moment, it is absent or whole.
       dtype: "float32" or "bfloat16"; None: see `source_dtype`.
       dt_floor: see `configs.read_config`.
+      warn: called with one line if a weight is NaN or infinite.
 
     Raises:
       CheckpointError: one line saying what is wrong and where; dst is not made.
     """
     with atomic_directory(dst) as temporary:
         read_tokenizer(src)  # a bad one is refused before the weights are read
-        config, params, kept = read_checkpoint(src, dtype, progress, dt_floor)
-        write_directory(temporary, config, kept, params)
+        checkpoint = open_checkpoint(src, dtype, dt_floor)
+        config, kept = checkpoint.config, checkpoint.dtype
+        check_space(dst, config, kept)
+        write_directory(temporary, config, kept, checkpoint.read(progress, warn))
         copy_tokenizer(src, temporary)

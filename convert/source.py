@@ -3,7 +3,7 @@
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,22 @@ class Source:
     """A checkpoint directory: every tensor's info, by name.
 
     Attributes:
-      pickled: tensors of `.bin` files (memory-mapped), empty for safetensors.
+      opened: the `.bin` file read last and its tensors (memory-mapped), one at most:
+        the pages that were read count as memory for as long as it is open.
     """
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
-    pickled: Mapping[str, Any]
+    opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes)."""
         info = self.tensors[name]
-        if name in self.pickled:
-            return _from_torch(self.pickled[name])
+        if info.file.suffix == ".bin":
+            if info.file not in self.opened:
+                self.opened.clear()
+                self.opened[info.file] = _load_bin(info.file)
+            return _from_torch(self.opened[info.file][name])
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -105,18 +109,18 @@ def open_source(directory: Path) -> Source:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json; not a checkpoint")
     tensors: dict[str, TensorInfo] = {}
-    pickled: dict[str, Any] = {}
+    opened: dict[Path, dict[str, Any]] = {}
     for file in weight_files(directory):
         if file.suffix == ".bin":
             loaded = _load_bin(file)
-            pickled |= loaded
+            opened = {file: loaded}
             found = {name: _torch_info(file, name, t) for name, t in loaded.items()}
         else:
             found = _safetensors_header(file)
         if repeated := tensors.keys() & found.keys():
             raise CheckpointError(f"{file}: {min(repeated)} is in another shard too")
         tensors |= found
-    return Source(directory, tensors, pickled)
+    return Source(directory, tensors, opened)
 
 
 def _safetensors_header(file: Path) -> dict[str, TensorInfo]:

@@ -25,6 +25,8 @@ from stree_jax.convert.tensors import Path as ParamPath
 from stree_jax.models import ModelConfig
 
 FORMAT, VERSION = "stree-jax", 1
+WRITE_BYTES = 2**27
+SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
 MAX_ITEMS = 2 * MAX_LAYERS  # of a list; a layer is a mixer and an MLP
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -65,6 +67,25 @@ def atomic_directory(dst: Path) -> Iterator[Path]:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
+    """The disk of dst has room for a model; tells before anything is written.
+
+    Raises:
+      CheckpointError: it has not.
+    """
+    sizes = (
+        math.prod(shape) * (4 if path[-1] in FLOAT32_PARAMS else dtype.itemsize)
+        for path, shape in param_shapes(config).items()
+    )
+    need = int(1.01 * sum(sizes)) + SPACE_MARGIN
+    free = shutil.disk_usage(dst.absolute().parent).free
+    if free < need:
+        raise CheckpointError(
+            f"{dst}: needs {need / 1e9:.2f} GB on the disk, "
+            f"where {free / 1e9:.2f} GB are free"
+        )
 
 
 def config_to_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
@@ -146,8 +167,11 @@ def write_directory(
     import orbax.checkpoint as ocp
 
     folder = directory.absolute() / "params"
+    # Compressed copies of this many bytes at once; each parameter has to be below it.
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    at_once = (max(largest, WRITE_BYTES) + 2**20) / 1e9
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer:
             checkpointer.save(folder, params)
             checkpointer.wait_until_finished()
     except Exception as error:  # orbax and tensorstore raise many kinds

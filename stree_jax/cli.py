@@ -1,7 +1,7 @@
 """The `stree-jax` command: thin, all logic is importable.
 
-Exit codes: 0 done, 1 `--compare` found a difference, 2 bad input (one line on stderr),
-130 interrupted.
+Exit codes: 0 done, 1 `--compare` or `--verify` found a difference, 2 bad input (one
+line on stderr), 130 interrupted.
 """
 
 import argparse
@@ -56,7 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dt-floor",
         action="store_true",
-        help="Nemotron-H: dt at least time_step_min, as in transformers 5.23",
+        help="Nemotron-H, Zamba2: dt at least time_step_min, as in transformers",
+    )
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare logits with those of transformers; exit code 1 above 1e-3",
     )
     p.set_defaults(run=run_convert)
 
@@ -195,13 +200,27 @@ def run_chat(args: argparse.Namespace) -> int:
 
 def run_convert(args: argparse.Namespace) -> int:
     from stree_jax.checkpoint import resolve
-    from stree_jax.convert import convert_checkpoint
+    from stree_jax.convert import convert_checkpoint, verify
 
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    src, dst = resolve(args.src), args.dst
+    if args.verify:
+        verify.check_verifiable(src)  # else known only after the work is done
     convert_checkpoint(
-        resolve(args.src), args.dst, dtype=args.dtype, dt_floor=args.dt_floor
+        src,
+        dst,
+        dtype=args.dtype,
+        dt_floor=args.dt_floor,
+        warn=lambda text: tell(f"stree-jax: warning: {text}"),
     )
-    print(f"wrote {args.dst}", file=sys.stderr)
-    return 0
+    tell(f"wrote {dst}")
+    if not args.verify:
+        return 0
+    difference = verify.largest_difference(src, dst, args.dt_floor)
+    tell(f"largest difference to transformers' logits: {difference:.2e}")
+    return 0 if difference <= verify.LIMIT else 1  # NaN is 1
 
 
 def run_export(args: argparse.Namespace) -> int:
