@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.pallas_kernels.scan import _split
+from stree_jax.pallas_kernels.scan import exact_split
 
 pl: Any
 plgpu: Any
@@ -130,7 +130,7 @@ def _path_sum(mask: Array, a: Array) -> Array:
 
 def _decays(dt: Array, a: Array, mask: Array, Q: int) -> Array:
     """[B, H, S + 1, Q] float32: decay^T, then exp(Acum); 0 past the T tokens."""
-    hi, lo = (_path_sum(mask, part) for part in _split(a.astype(jnp.float32)))
+    hi, lo = (_path_sum(mask, part) for part in exact_split(a.astype(jnp.float32)))
     difference = (hi[:, :, None] - hi[..., None]) + (lo[:, :, None] - lo[..., None])
     allowed = mask.swapaxes(1, 2)[:, None]
     decay = jnp.where(allowed, jnp.exp(difference), 0.0)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
-_FORGOTTEN = -128.0  # exp of this and below is 0 in float32
+FORGOTTEN = -128.0  # exp of this and below is 0 in float32
 
 
 def _grouped(z: jax.Array, groups: int) -> jax.Array:
@@ -26,14 +26,14 @@ def _grouped(z: jax.Array, groups: int) -> jax.Array:
     return z.reshape(*z.shape[:2], groups, z.shape[2] // groups, *z.shape[3:])
 
 
-def _split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+def exact_split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     """hi + lo == a [B, T, H], with sums of hi over any of the T tokens exact.
 
     hi are multiples of one quantum; T of them stay below 2^24 quanta. The difference
     of two path sums then cancels without loss, however large the sums are.
     """
-    a = jnp.maximum(a, _FORGOTTEN)
-    quantum = -_FORGOTTEN * 2.0 ** (math.ceil(math.log2(a.shape[1])) - 24)
+    a = jnp.maximum(a, FORGOTTEN)
+    quantum = -FORGOTTEN * 2.0 ** (math.ceil(math.log2(a.shape[1])) - 24)
     hi = lax.stop_gradient(jnp.round(a / quantum) * quantum)
     return hi, a - hi
 
@@ -77,7 +77,7 @@ def tree_scan(
     """
     G = B.shape[2]
     x, dt, a, B, C = (z.astype(jnp.float32) for z in (x, dt, a, B, C))
-    hi, lo = (_path_sum(mask, part) for part in _split(a))  # [B, H, T] each
+    hi, lo = (_path_sum(mask, part) for part in exact_split(a))  # [B, H, T] each
     x_q, mask_q, hi_q, lo_q = x, mask, hi, lo
     if rows is not None:
         x_q, mask_q = x[:, rows], mask[:, rows]

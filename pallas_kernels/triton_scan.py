@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from stree_jax.pallas_kernels.scan import _FORGOTTEN
+from stree_jax.pallas_kernels.scan import FORGOTTEN
 
 try:
     from jax.experimental.pallas import triton as pltriton
@@ -181,9 +181,9 @@ def _product(
 
 
 def _path_sums(allowed: jax.Array, a: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
-    """Sums of a [T] along the paths, [Tq] each: exact of `scan._split`'s hi, and lo."""
-    a = jnp.maximum(a, _FORGOTTEN)
-    quantum = -_FORGOTTEN * 2.0 ** (math.ceil(math.log2(T)) - 24)
+    """Sums of a [T] along the paths, [Tq] each, of `scan.exact_split`'s hi and lo."""
+    a = jnp.maximum(a, FORGOTTEN)
+    quantum = -FORGOTTEN * 2.0 ** (math.ceil(math.log2(T)) - 24)
     hi = jnp.floor(a * (1 / quantum) + 0.5) * quantum
     sums = (jnp.where(allowed, z[None], 0.0).sum(axis=1) for z in (hi, a - hi))
     return next(sums), next(sums)

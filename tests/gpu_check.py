@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def program_case(nodes: int) -> tuple:
     def model(name: str) -> Any:
         config = mamba2_shape(*SIZES[name])
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        make = lambda key: init_params(config, key, jnp.bfloat16)  # noqa: E731
-        return Model(params=jax.eval_shape(make, key), config=config)
+        params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), key)
+        return Model(params=params, config=config)
 
     target = model("mamba2-2.7b")
     drafter = model("mamba2-130m") if nodes > 1 else None
