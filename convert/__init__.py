@@ -19,6 +19,7 @@ from stree_jax.convert.store import (
     atomic_directory,
     check_space,
     dtype_named,
+    is_ours,
     write_directory,
 )
 from stree_jax.convert.tensors import Row, check_tensors, nest, read_param, rows_of
@@ -86,6 +87,8 @@ def open_checkpoint(
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
+    if is_ours(directory):
+        raise CheckpointError(f"{directory}: is in our format already")
     source = open_source(directory)
     format, config = read_config(directory, source.tensors, dt_floor)
     _check_layer_count(source, config)

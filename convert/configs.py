@@ -21,6 +21,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.hybrids import bamba, falcon_h1, granite, nemotron_h, zamba2
 from stree_jax.convert.supported import names
+from stree_jax.convert.tensors import param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models.config import (
     AttentionConfig,
@@ -91,9 +92,10 @@ def read_config(
     }[format]
     try:
         config = parse(fields, tensors)
+        param_shapes(config)  # sizes that fit no parameter are found here
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{fields.file}: {error}") from error
     if dt_floor and format in ("nemotron_h", "zamba2") and config.mamba is not None:
         low = fields.positive("time_step_min", 0.001)

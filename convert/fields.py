@@ -12,6 +12,7 @@ from stree_jax.convert.source import read_json
 
 MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
 MAX_LAYERS = 1024
+MAX_EXPERTS = 4096  # of a layer
 MAX_TAPS = 64  # of the convolution, which is unrolled
 MAX_NUMBER = 1e30  # room to multiply in float32
 REQUIRED = object()
@@ -48,6 +49,7 @@ class Fields:
         value = self.get(name, default)
         top = MAX_LAYERS if "layer" in name else MAX_SIZE
         top = MAX_TAPS if "conv" in name else top
+        top = MAX_EXPERTS if "experts" in name else top
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wants(name, "an integer", value)
         if not low <= value <= top:
@@ -70,7 +72,7 @@ class Fields:
             return math.inf
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wants(name, "a number", value)
-        if math.isnan(value) or abs(value) > MAX_NUMBER and value != math.inf:
+        if not abs(value) <= MAX_NUMBER and value != math.inf:  # or NaN
             raise self.wants(name, "a number", value)
         return float(value)
 
@@ -127,6 +129,8 @@ class Fields:
             isinstance(i, int) and not isinstance(i, bool) for i in value
         ):
             raise self.wants(name, "a list of integers", value)
+        if len(value) > MAX_LAYERS:
+            raise self.error(name, f"{len(value)} layers, want at most {MAX_LAYERS}")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from stree_jax.convert.common import (
     vocabulary,
     with_mlps,
 )
-from stree_jax.convert.fields import Fields
+from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.models.config import (
     AttentionConfig,
     LayerKind,
@@ -222,6 +222,8 @@ def _nemotron_layers(fields: Fields) -> Layers:
     plan = fields.get(named)
     if not isinstance(plan, str | list) or not plan:
         raise fields.wants(named, "a list of layer types or a pattern", plan)
+    if len(plan) > MAX_LAYERS:
+        raise fields.error(named, f"{len(plan)} layers, want at most {MAX_LAYERS}")
     for kind in plan:
         if not isinstance(kind, str) or kind not in NEMOTRON_LAYERS:
             raise fields.error(named, f"unknown layer type {reprlib.repr(kind)}")

@@ -1,6 +1,7 @@
 """Reading the tensors of a PyTorch or safetensors checkpoint, one at a time."""
 
 import json
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ DTYPES = {
     "F64": "float64",
 }
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+MAX_NAME = 255  # characters of a file's name
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def _shards(index: Path) -> list[Path]:
         raise CheckpointError(f"{index}: weight_map: want a non-empty object")
     shards = []
     for name in dict.fromkeys(map(str, weight_map.values())):
-        if Path(name).name != name or not name.endswith((".safetensors", ".bin")):
+        odd = Path(name).name != name or len(name) > MAX_NAME
+        if odd or not name.endswith((".safetensors", ".bin")):
             raise CheckpointError(
                 f"{index}: weight_map: {name!r} is not a weight file beside the index"
             )
@@ -152,7 +155,9 @@ def _load_bin(file: Path) -> dict[str, Any]:
         ) from error
     try:
         zipped = zipfile.is_zipfile(file)  # torch before 1.6 wrote plain pickles
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        options: dict[str, Any] = {"map_location": "cpu", "mmap": zipped}
+        with warnings.catch_warnings(action="ignore"):  # of odd pickles
+            loaded = torch.load(file, weights_only=True, **options)
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{file}: refused by torch.load ({reason})") from error
@@ -170,6 +175,7 @@ def _torch_info(file: Path, name: str, tensor: Any) -> TensorInfo:
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    plain = plain and not tensor.is_nested
     if not plain or tensor.numel() * tensor.element_size() > file.stat().st_size:
         raise CheckpointError(f"{file}: {name}: not a plain, whole tensor")
     return TensorInfo(file, tuple(tensor.shape), dtype)
@@ -178,7 +184,7 @@ def _torch_info(file: Path, name: str, tensor: Any) -> TensorInfo:
 def _from_torch(tensor: Any) -> np.ndarray:
     import torch
 
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if tensor.dtype == torch.bfloat16:
         bits = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.fields import MAX_LAYERS, MAX_SIZE, MAX_TAPS
+from stree_jax.convert.fields import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
 from stree_jax.convert.source import read_json
 from stree_jax.convert.tensors import FLOAT32_PARAMS, nest, param_shapes
 from stree_jax.convert.tensors import Path as ParamPath
@@ -119,6 +119,7 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
         )
     try:
         config = _typed(ModelConfig, values.get("model"), "model")
+        _check_numbers(config)
         if config.conv_taps > MAX_TAPS:
             raise ValueError(f"model.mamba.d_conv: {config.conv_taps} does not fit")
         param_shapes(config)  # sizes that fit no parameter are found here
@@ -126,6 +127,19 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{file}: not a model config ({reason})") from error
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    """Sizes and scales that no parameter's shape shows; raises ValueError."""
+    if not 0 < config.num_tokens <= config.vocab_size:
+        raise ValueError(f"model.num_tokens: want 1..{config.vocab_size}")
+    if not 0 < config.norm_eps < math.inf:
+        raise ValueError(f"model.norm_eps: {config.norm_eps} does not fit")
+    if not 0 < abs(config.logits_divisor) < math.inf:
+        raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
+    low, high = config.mamba.dt_limit if config.mamba else (0.0, math.inf)
+    if not 0 <= low <= high:
+        raise ValueError(f"model.mamba.dt_limit: want 0 <= low <= high: {low}, {high}")
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
@@ -149,7 +163,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if hint is float and value == "inf":
         return math.inf
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and number:
+    if hint is float and number and abs(value) <= MAX_NUMBER:  # so not NaN
         return float(value)
     if hint is int and type(value) is int and 0 <= value <= MAX_SIZE:
         return value

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.source import Source
+from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import (
     AttentionConfig,
     MLPConfig,
@@ -21,6 +21,7 @@ from stree_jax.models import (
     init_params,
 )
 
+MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
 
 _SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
@@ -150,6 +151,7 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
     Layers of a kind are alike, so one of each is traced, however deep the model is.
     """
     kinds = tuple(dict.fromkeys(config.layers))
+    _check_widths(config)
     one = replace(config, layers=kinds)
     tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
     flat = {
@@ -170,6 +172,15 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
             if traced.get(path[0]) == kind
         }
     return MappingProxyType(shapes)
+
+
+def _check_widths(config: ModelConfig) -> None:
+    """Products of sizes that JAX could not even trace; raises ValueError."""
+    wide = config.mamba.d_in_proj if config.mamba else 0
+    if config.attention is not None:
+        wide = max(wide, config.attention.num_heads * config.attention.head_dim)
+    if wide > MAX_WIDTH:
+        raise ValueError(f"{wide} channels of a layer are more than {MAX_WIDTH}")
 
 
 def rows_of(format: str, config: ModelConfig) -> list[Row]:
@@ -378,11 +389,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
                 f"{info.file}: {name}: want shape {list(shape)} "
                 f"by config.json, got {list(info.shape)}"
             )
-        if info.dtype not in ("float32", "float16", "bfloat16"):
-            raise CheckpointError(
-                f"{info.file}: {name}: dtype {info.dtype} is not supported "
-                "(want float32, bfloat16 or float16)"
-            )
+        _check_dtype(name, info)
     copies = _copies(source, rows, config)
     for name in sorted(present.keys() - expected.keys() - copies.keys()):
         unused = name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.")
@@ -391,6 +398,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
         if not unused and not adapter:
             raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
     for name, original in copies.items():
+        _check_dtype(name, present[name])
         if not np.array_equal(source.read(name), source.read(original)):
             raise CheckpointError(
                 f"{where}: {name} differs from {original}, but the config ties them"
@@ -415,6 +423,14 @@ def _copies(source: Source, rows: list[Row], config: ModelConfig) -> dict[str, s
             if original in source.tensors:
                 copies[name] = original
     return copies
+
+
+def _check_dtype(name: str, info: TensorInfo) -> None:
+    if info.dtype not in ("float32", "float16", "bfloat16"):
+        raise CheckpointError(
+            f"{info.file}: {name}: dtype {info.dtype} is not supported "
+            "(want float32, bfloat16 or float16)"
+        )
 
 
 def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:

@@ -614,7 +614,10 @@ OWN_DAMAGE = {
     "huge": (lambda v: v["model"].update(vocab_size=1 << 60), "model.vocab_size"),
     "taps": (lambda v: v["model"]["mamba"].update(d_conv=1 << 20), "d_conv"),
     "kind": (lambda v: v["model"].update(layers=["rwkv"]), r"model.layers\[0\]"),
-    "mismatch": (lambda v: v["model"].update(vocab_size=60), "embedding.*shape"),
+    "mismatch": (
+        lambda v: v["model"].update(vocab_size=60, num_tokens=60),
+        "embedding.*shape",
+    ),
     "fewer layers": (lambda v: v["model"]["layers"].pop(), "layers_2/.*shape"),
     "no sizes": (lambda v: v.pop("files"), "files"),
 }
