@@ -18,8 +18,10 @@ from tests.checkpoints import (
     HF_CASES,
     NATIVE_CASES,
     VOCAB,
+    nemotron,
     write_mambainllama,
     write_native,
+    zamba,
 )
 from tests.recompute import mambainllama_logits, native_logits
 from tests.reference import path_to
@@ -52,7 +54,8 @@ def pair(request, tmp_path_factory):
         def logits(tokens):
             return native_logits(tokens, config, tensors)
 
-    return stree_jax.load(directory), logits
+    yield stree_jax.load(directory), logits
+    jax.clear_caches()
 
 
 def tokens_of(seed, count):
@@ -116,3 +119,19 @@ def test_greedy_text(pair):
         model, [prompt], max_new_tokens=12, stop_tokens=(), drafter=model, tree="D"
     )
     assert plain.tokens[0] == tree.tokens[0] == text[6:]
+
+
+@pytest.mark.parametrize("make", [nemotron, zamba])
+def test_the_floor_of_dt_is_an_option(make, tmp_path):
+    """transformers 5.23 puts `time_step_min` in place of `time_step_limit`."""
+    other = make(time_step_min=0.3)
+    other.save_pretrained(tmp_path / "source")
+    tokens = tokens_of(1, 20)
+    with torch.no_grad():
+        theirs = other(torch.tensor(tokens)[None]).logits[0].numpy()
+    floored = stree_jax.load(tmp_path / "source", dt_floor=True)
+    close(stree_jax.score(floored, tokens[None])[0], theirs)
+    free = stree_jax.load(tmp_path / "source")
+    assert (
+        np.abs(np.asarray(stree_jax.score(free, tokens[None])[0]) - theirs).max() > 0.1
+    )
