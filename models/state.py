@@ -52,7 +52,8 @@ class AttentionRecord:
     qkv: jax.Array | None = None
 
 
-# A parallel or shared layer has both, as a tuple; an MLP has nothing.
+# A parallel or shared layer has both, as a tuple; an MLP has nothing. Functions below
+# call themselves for the parts; that these are no tuples in turn is beyond the checker.
 LayerState = MambaState | AttentionState | tuple[MambaState, AttentionState] | None
 LayerRecord = MambaRecord | AttentionRecord | tuple[MambaRecord, AttentionRecord] | None
 
