@@ -8,6 +8,7 @@ from stree_jax.models.config import ModelConfig as ModelConfig
 from stree_jax.models.config import MoEConfig as MoEConfig
 from stree_jax.models.config import Rope as Rope
 from stree_jax.models.config import SharedConfig as SharedConfig
+from stree_jax.models.model import Records as Records
 from stree_jax.models.model import extend as extend
 from stree_jax.models.model import forward_hidden as forward_hidden
 from stree_jax.models.model import forward_tree as forward_tree

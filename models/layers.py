@@ -33,6 +33,7 @@ from stree_jax.pallas_kernels import (
     chunk_scan,
     commit_window,
     replay_tree_scan,
+    step_scan,
     tree_attention,
     tree_conv,
     tree_scan,
@@ -237,7 +238,11 @@ class Mamba2Mixer(nn.Module):
                     *scanned,
                     nodes.mask,
                 )
-            elif nodes.causal and x.shape[1] > CHUNK:
+            elif nodes.scan == "step":
+                y = step_scan(*scanned, ssm)
+            elif nodes.scan == "chunk" or (
+                nodes.scan == "chain" and x.shape[1] > CHUNK
+            ):
                 y = chunk_scan(*scanned, ssm, CHUNK)
             else:
                 y = tree_scan(*scanned, ssm, nodes.mask, rows)

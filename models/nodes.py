@@ -4,9 +4,16 @@
 a child of the committed context (one for a tree, several for a forest).
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+# How SSM layers go through nodes: "tree", any mask, at once; "chain", one chain in row
+# order, by chunks once it is long. The others are baselines, for chains: "chunk", by
+# chunks whatever the length; "step", token by token.
+Scan = Literal["tree", "chain", "chunk", "step"]
 
 
 @struct.dataclass
@@ -18,13 +25,13 @@ class Nodes:
       depth: [B, T] int32, edges from the first uncommitted ancestor.
       window: [B, T, K] int32, rows of concat(conv window [K-1], nodes [T]) under the
         taps of a K-tap convolution ending in each node.
-      causal: the nodes are one chain in row order, so SSM layers may go by chunks.
+      scan: how SSM layers go through the nodes.
     """
 
     mask: jax.Array
     depth: jax.Array
     window: jax.Array
-    causal: bool = struct.field(pytree_node=False, default=False)
+    scan: Scan = struct.field(pytree_node=False, default="tree")
 
     def taps(self, conv_taps: int) -> jax.Array:
         """`window` of a convolution with fewer taps, and so fewer committed rows."""
@@ -73,8 +80,8 @@ def tree_nodes(parents: jax.Array, conv_taps: int) -> Nodes:
     return Nodes(mask, depth, window[..., ::-1])
 
 
-def chain_nodes(batch: int, T: int, conv_taps: int) -> Nodes:
-    """`tree_nodes` of one chain in row order, marked causal."""
+def chain_nodes(batch: int, T: int, conv_taps: int, scan: Scan = "chain") -> Nodes:
+    """`tree_nodes` of one chain in row order, and known as such."""
     row = jnp.arange(T, dtype=jnp.int32)
     mask = row.reshape(1, T, 1) >= row.reshape(1, 1, T)
     taps = jnp.arange(conv_taps, dtype=jnp.int32)
@@ -83,5 +90,5 @@ def chain_nodes(batch: int, T: int, conv_taps: int) -> Nodes:
         mask=jnp.broadcast_to(mask, (batch, T, T)),
         depth=jnp.broadcast_to(row[None], (batch, T)),
         window=jnp.broadcast_to(window, (batch, T, conv_taps)),
-        causal=True,
+        scan=scan,
     )

@@ -101,6 +101,41 @@ def tree_scan(
     return y.reshape(x_q.shape) + jnp.transpose(carried, (0, 3, 1, 2)) + skip
 
 
+def step_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    h0: jax.Array,
+) -> jax.Array:
+    """`tree_scan` with a causal mask as the recurrence it stands for, step by step.
+
+        h_t = exp(a_t) h_{t-1} + dt_t x_t (outer) B_t,    y_t = C_t . h_t + D x_t
+
+    What a selective scan does with a short sequence; a baseline, see `unrolled`.
+
+    Args:
+      x, dt, a, B, C, D, h0: as in `tree_scan`, Tq = T.
+
+    Returns:
+      y [B, T, H, P] float32.
+    """
+    heads = x.shape[2] // B.shape[2]
+
+    def step(h: jax.Array, inputs: tuple) -> tuple[jax.Array, jax.Array]:
+        x, dt, a, B, C = (z.astype(jnp.float32) for z in inputs)  # of one token
+        B, C = (jnp.repeat(z, heads, axis=1)[:, :, None] for z in (B, C))
+        h = jnp.exp(a)[..., None, None] * h + (dt[..., None] * x)[..., None] * B
+        return h, (h * C).sum(axis=-1)
+
+    by_token = tuple(jnp.moveaxis(z, 1, 0) for z in (x, dt, a, B, C))
+    _, y = lax.scan(step, h0, by_token)
+    skip = D.astype(jnp.float32).reshape(1, 1, x.shape[2], -1) * x.astype(jnp.float32)
+    return jnp.moveaxis(y, 0, 1) + skip
+
+
 def replay(
     h0: jax.Array,
     x: jax.Array,

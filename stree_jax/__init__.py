@@ -17,6 +17,7 @@ from stree_jax.score import first_difference as first_difference
 from stree_jax.score import score as score
 from stree_jax.score import score_tree as score_tree
 from stree_jax.tree import NAMED_TREES as NAMED_TREES
+from stree_jax.tree import Beam as Beam
 from stree_jax.tree import Tree as Tree
 from stree_jax.tree import chain as chain
 from stree_jax.tree import full_tree as full_tree

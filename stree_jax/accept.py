@@ -27,7 +27,7 @@ from jax import lax
 
 from stree_jax.models import Nodes
 from stree_jax.sampling import ACCEPT, NOISE, SamplingRows, gumbel, keys_at
-from stree_jax.tree import Layout, Tree
+from stree_jax.tree import Beam, Layout, Topology
 
 # Drafting rules that leave a rule's output the target's, its own choice first.
 UNBIASED = {
@@ -58,7 +58,7 @@ class Rule:
 NAIVE = Rule("naive", "top_k")  # all there is to greedy decoding
 
 
-def resolve_rule(rule: "Rule | str", tree: Tree) -> Rule:
+def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     """A rule from "mss", or from "naive/coupled": acceptance and drafting.
 
     Raises:
@@ -80,6 +80,11 @@ def resolve_rule(rule: "Rule | str", tree: Tree) -> Rule:
         raise ValueError(
             f"rule: {acceptance}/{drafting} would bias the output: "
             + WHY_BIASED[drafting]
+        )
+    if isinstance(tree, Beam) and (acceptance, drafting) != ("naive", "top_k"):
+        raise ValueError(
+            f"rule: {acceptance}/{drafting} does not fit a beam, which holds the most "
+            "probable paths; take 'naive'"
         )
     if acceptance == "leviathan" and tree.children > 1:
         raise ValueError(
@@ -126,11 +131,11 @@ def greedy(
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     root = layout.depth[None] == 0
-    agrees = root | (tokens == best[:, layout.parents])
+    agrees = root | (tokens == jnp.take_along_axis(best, layout.parents, axis=1))
     accepted = (~nodes.mask | agrees[:, None, :]).all(axis=-1)
     depth = jnp.where(accepted, layout.depth[None], -1)
     chosen = jnp.argmax(depth, axis=1)
-    path = layout.paths[chosen]
+    path = layout.paths[jnp.arange(chosen.shape[0]), chosen]
     on_path = jnp.take_along_axis(logits, path[..., None], axis=1)
     following = jnp.take_along_axis(best, path, axis=1)
     margin = top2_margin(on_path, following)
@@ -228,7 +233,7 @@ def walk(
         node, alive, seen = carry
         before = None if seen is None else seen[:, None]
         z = score(logits[b, node][:, None], depth[None], before)[:, 0]
-        kids = layout.kids[node]
+        kids = layout.kids[b, node]
         real = kids < T
         drafts = jnp.take_along_axis(tokens, jnp.minimum(kids, T - 1), axis=1)
         taken = jnp.full((batch,), -1, jnp.int32)
@@ -259,7 +264,7 @@ def walk(
         return (jnp.where(alive, node, 0), alive, seen), out
 
     carry = (jnp.zeros_like(start), jnp.ones((batch,), bool), seen)
-    depths = jnp.arange(layout.paths.shape[1], dtype=jnp.int32)
+    depths = jnp.arange(layout.paths.shape[2], dtype=jnp.int32)
     _, (path, following, alive, margin) = lax.scan(down, carry, depths)
     length = alive.sum(axis=0, dtype=jnp.int32)
     return Accepted(path.T, length, following.T, margin.T)

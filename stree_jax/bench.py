@@ -33,7 +33,7 @@ from stree_jax.models import (
 )
 from stree_jax.result import Generation
 from stree_jax.score import first_difference
-from stree_jax.tree import chain, full_tree, resolve_tree
+from stree_jax.tree import chain, full_tree, make_tree, resolve_tree
 from stree_jax.version import __version__
 
 TIE = 1e-4  # logits closer than this may change places by rounding in float32
@@ -283,7 +283,7 @@ def _forward_step(
     inner = chain(T - 1) if T < 3 else full_tree(2, int(np.log2(T + 1)) - 1)
     parents = np.asarray(inner.parents).tolist()
     parents += [0] * (T - len(parents))  # the rest hangs below the root
-    tree = resolve_tree(parents)
+    tree = make_tree(parents)
     nodes = tree.nodes(1, config.conv_taps)
     state = init_state(config, 1, 1, dtype)
     path = jnp.zeros((1, min(T, 5)), jnp.int32)

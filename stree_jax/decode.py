@@ -32,10 +32,12 @@ from stree_jax.models import (
     logits_of,
     param_dtype,
     prefill,
+    tree_nodes,
 )
 from stree_jax.requests import Requests, scores, with_path
 from stree_jax.sampling import SamplingRows
-from stree_jax.tree import Layout, Tree, tree_layout
+from stree_jax.tree import Beam, Topology, tree_layout
+from stree_jax.unrolled import Unrolled, verify_unrolled
 
 # Values of `Decoding.finish`.
 RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING = 0, 1, 2, 3
@@ -84,7 +86,7 @@ class Decoding:
 
 
 def cache_capacity(
-    text_tokens: int, max_new_tokens: int, tree: Tree, *, resumed: bool = False
+    text_tokens: int, max_new_tokens: int, tree: Topology, *, resumed: bool = False
 ) -> int:
     """Attention-cache rows that a generation after `text_tokens` tokens needs.
 
@@ -98,7 +100,7 @@ def cache_capacity(
 def start(
     target: Model,
     drafter: Model | None,
-    tree: Tree,
+    tree: Topology,
     text: jax.Array,
     lengths: jax.Array,
     requests: Requests,
@@ -262,24 +264,25 @@ def scorer(
 
 
 def propose(
-    drafter: Model | None, tree: Tree, layout: Layout, rule: Rule, decoding: Decoding
+    drafter: Model | None, tree: Topology, rule: Rule, decoding: Decoding
 ) -> tuple[draft.Drafts, State | None]:
     """This step's tree and the drafter's new state; without a drafter, the root."""
     d = decoding
     if drafter is None or d.drafter is None:
         last = jnp.maximum(d.count - 1, 0)[:, None]
-        return draft.Drafts(jnp.take_along_axis(d.fresh, last, axis=1), None), None
+        root = jnp.take_along_axis(d.fresh, last, axis=1)
+        return draft.Drafts(jnp.full_like(root, -1), root, None), None
     # A finished row's last tokens stay unread: a continuation begins with them.
+    count = jnp.where(d.finish == RUNNING, d.count, 0)
+    text = (drafter.config, drafter.params, d.drafter, d.fresh, count)
+    score = scorer(drafter.config, d)
+    if isinstance(tree, Beam):
+        return draft.propose_beam(*text, tree, score=score, seen=d.seen)
     return draft.propose(
-        drafter.config,
-        drafter.params,
-        d.drafter,
-        d.fresh,
-        jnp.where(d.finish == RUNNING, d.count, 0),
+        *text,
         tree,
-        layout,
         drafting=rule.drafting,
-        score=scorer(drafter.config, d),
+        score=score,
         rows=d.requests.sampling,
         start=d.length,
         seen=d.seen,
@@ -288,17 +291,27 @@ def propose(
 
 
 def step(
-    target: Model, drafter: Model | None, tree: Tree, rule: Rule, decoding: Decoding
+    target: Model,
+    drafter: Model | None,
+    tree: Topology,
+    rule: Rule,
+    decoding: Decoding,
+    unrolled: Unrolled | None = None,
 ) -> Decoding:
-    """One pass of the loop: draft, verify, accept."""
-    d, config = decoding, target.config
-    layout = tree_layout(tree)
-    nodes = tree.nodes(d.count.shape[0], config.conv_taps)
-    drafts, drafter_state = propose(drafter, tree, layout, rule, d)
+    """One pass of the loop: draft, verify, accept.
 
-    hidden, records, state = forward_hidden(
-        config, target.params, d.state, drafts.tokens, nodes, pending=d.pending
-    )
+    `unrolled` verifies by a sequence per leaf instead: a baseline for measurements.
+    """
+    d, config = decoding, target.config
+    drafts, drafter_state = propose(drafter, tree, rule, d)
+    layout = tree_layout(tree, drafts.parents)
+    nodes = tree_nodes(drafts.parents, config.conv_taps)
+
+    verified = (config, target.params, d.state, drafts.tokens, nodes)
+    if unrolled is None:
+        hidden, records, state = forward_hidden(*verified, pending=d.pending)
+    else:
+        hidden, records, state = verify_unrolled(*verified, d.pending, layout, unrolled)
     logits = logits_of(config, target.params, hidden)
 
     score, sampling = scorer(config, d), d.requests.sampling
@@ -373,10 +386,11 @@ def gained(
 def advance(
     target: Model,
     drafter: Model | None,
-    tree: Tree,
+    tree: Topology,
     decoding: Decoding,
     max_steps: jax.Array,
     rule: Rule = NAIVE,
+    unrolled: Unrolled | None = None,
 ) -> Decoding:
     """Run the loop until every row has finished, or for `max_steps` more steps."""
 
@@ -386,7 +400,7 @@ def advance(
 
     def body(carry: tuple[jax.Array, Decoding]) -> tuple[jax.Array, Decoding]:
         steps, decoding = carry
-        return steps + 1, step(target, drafter, tree, rule, decoding)
+        return steps + 1, step(target, drafter, tree, rule, decoding, unrolled)
 
     return lax.while_loop(unfinished, body, (jnp.int32(0), decoding))[1]
 
@@ -394,7 +408,7 @@ def advance(
 def generate_tokens(
     target: Model,
     drafter: Model | None,
-    tree: Tree,
+    tree: Topology,
     prompts: jax.Array,
     lengths: jax.Array,
     *,
@@ -445,6 +459,8 @@ def generate_tokens(
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")
 start_jit = partial(jax.jit, static_argnames=_STATIC)(start)
 advance_jit = partial(
-    jax.jit, donate_argnames=("decoding",), static_argnames=("rule",)
+    jax.jit,
+    donate_argnames=("decoding",),
+    static_argnames=("rule", "unrolled"),
 )(advance)
 commit_jit = partial(jax.jit, donate_argnames=("state",))(commit)

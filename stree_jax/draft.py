@@ -6,6 +6,7 @@ text at the next call, so a rejected branch cannot leave a trace in its state.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from stree_jax.models import (
 )
 from stree_jax.requests import with_path
 from stree_jax.sampling import DRAFT, NOISE, SamplingRows, gumbel, keys_at
-from stree_jax.tree import Layout, Tree
+from stree_jax.tree import Beam, Tree, below_root, tree_layout
 
 
 @struct.dataclass
@@ -32,13 +33,18 @@ class Drafts:
     """A filled tree.
 
     Attributes:
+      parents: [B, T] int32, -1 for the root.
       tokens: [B, T] int32.
       q: [B, T, V] float32, the probabilities that each inner node's children were
         drawn with, or None where the acceptance rule does not ask for them.
     """
 
+    parents: jax.Array
     tokens: jax.Array
     q: jax.Array | None
+
+
+Score = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
@@ -87,6 +93,25 @@ def draw_children(
     return lax.top_k(z + gumbel(rows, keys, z.shape[-1]), count)[1]
 
 
+def read_fresh(
+    config: ModelConfig, params: Any, state: State, fresh: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, State]:
+    """Feed new text to the drafter.
+
+    Args:
+      state: the drafter's, before the fresh tokens.
+      fresh: [B, M + 1] int32, tokens new in the text; the last one is the tree's root.
+      count: [B] int32, how many of them count; 0 for a finished row.
+
+    Returns:
+      the root [B, 1], its hidden state [B, 1, d], and the state after `fresh`.
+    """
+    last = jnp.maximum(count - 1, 0)[:, None]
+    root = jnp.take_along_axis(fresh, last, axis=1)
+    hidden, state = extend(config, params, state, fresh, count)
+    return root, jnp.take_along_axis(hidden, last[..., None], axis=1), state
+
+
 def propose(
     config: ModelConfig,
     params: Any,
@@ -94,10 +119,9 @@ def propose(
     fresh: jax.Array,
     count: jax.Array,
     tree: Tree,
-    layout: Layout,
     *,
     drafting: str,
-    score: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array],
+    score: Score,
     rows: SamplingRows | None,
     start: jax.Array,
     seen: jax.Array | None,
@@ -106,10 +130,8 @@ def propose(
     """Fill a static tree with the drafter's guesses.
 
     Args:
-      state: the drafter's, before the fresh tokens.
-      fresh: [B, M + 1] int32, tokens new in the text; the last one is the tree's root.
-      count: [B] int32, how many of them count; 0 for a finished row.
-      tree, layout: the tree and its layout.
+      state, fresh, count: see `read_fresh`.
+      tree: the tree.
       drafting, rows, start: see `draw_children`.
       score: makes log-probabilities [B, Q, V] of logits, their depth [Q] and the
         tokens seen [B, Q, V].
@@ -120,9 +142,9 @@ def propose(
       the drafts, and the drafter's state after `fresh`.
     """
     batch, T = fresh.shape[0], tree.size
-    nodes = tree.drafted_nodes(batch, config.conv_taps)
-    last = jnp.maximum(count - 1, 0)[:, None]
-    root = jnp.take_along_axis(fresh, last, axis=1)
+    layout = tree_layout(tree, tree.rows(1))  # all rows have this one
+    all_parents, rank, paths = layout.parents[0], layout.rank[0], layout.paths[0]
+    nodes = below_root(tree.rows(batch), config.conv_taps)
 
     def grow(
         drafts: Drafts, hidden: jax.Array, parents: jax.Array, depth: jax.Array
@@ -131,20 +153,21 @@ def propose(
         tokens, q = drafts.tokens, drafts.q
         before = None
         if seen is not None:
-            paths = layout.paths[jnp.minimum(parents, T - 1)]
-            before = with_path(seen, tokens[:, paths])
-        above = jnp.broadcast_to(depth - 1, parents.shape)
-        z = score(logits_of(config, params, hidden), above, before)
+            above = paths[jnp.minimum(parents, T - 1)]
+            before = with_path(seen, tokens[:, above])
+        depths = jnp.broadcast_to(depth - 1, parents.shape)
+        z = score(logits_of(config, params, hidden), depths, before)
         children = tree.children
         guess = draw_children(drafting, rows, z, parents, start, depth, children)
-        guess = guess[:, layout.slot[layout.parents], layout.rank].astype(jnp.int32)
+        guess = guess[:, layout.slot[all_parents], rank].astype(jnp.int32)
         if q is not None:
             q = q.at[:, parents].set(jnp.exp(z), mode="drop")
-        return Drafts(jnp.where(layout.depth[None] == depth, guess, tokens), q)
+        tokens = jnp.where(layout.depth[None] == depth, guess, tokens)
+        return replace(drafts, tokens=tokens, q=q)
 
-    hidden, state = extend(config, params, state, fresh, count)
-    at_root = jnp.take_along_axis(hidden, last[..., None], axis=1)
+    root, at_root, state = read_fresh(config, params, state, fresh, count)
     drafts = Drafts(
+        parents=tree.rows(batch),
         tokens=jnp.broadcast_to(root, (batch, T)),
         q=jnp.zeros((batch, T, config.num_tokens)) if with_q else None,
     )
@@ -168,4 +191,71 @@ def propose(
     depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
     inner = (layout.levels[:-1], depths)
     (drafts, _), _ = lax.scan(level, (drafts, records), inner)
+    return drafts, state
+
+
+def propose_beam(
+    config: ModelConfig,
+    params: Any,
+    state: State,
+    fresh: jax.Array,
+    count: jax.Array,
+    beam: Beam,
+    *,
+    score: Score,
+    seen: jax.Array | None,
+) -> tuple[Drafts, State]:
+    """The tree of a beam search, every token of which is kept (STree, Table 1).
+
+    Each layer holds the W continuations of the layer above that are most probable as
+    whole paths, best first. Arguments and results are those of `propose`.
+    """
+    batch, T, W = fresh.shape[0], beam.size, beam.width
+    root, at_root, state = read_fresh(config, params, state, fresh, count)
+    tokens = jnp.broadcast_to(root, (batch, T))
+    parents = jnp.full((batch, T), -1, jnp.int32)
+
+    def grow(
+        drafts: Drafts, hidden: jax.Array, above: jax.Array, total: jax.Array, depth
+    ) -> tuple[Drafts, jax.Array]:
+        """The layer at `depth` below nodes `above` [Q] of log-probability `total`."""
+        before = None
+        if seen is not None:
+            paths = tree_layout(beam, drafts.parents).paths[:, above]
+            path = jax.vmap(lambda tokens, rows: tokens[rows])(drafts.tokens, paths)
+            before = with_path(seen, path)
+        depths = jnp.broadcast_to(depth - 1, above.shape)
+        z = score(logits_of(config, params, hidden), depths, before)
+        best, guess = lax.top_k(jax.nn.log_softmax(z), W)  # [B, Q, W]
+        total, chosen = lax.top_k((total[..., None] + best).reshape(batch, -1), W)
+        rows = 1 + (depth - 1) * W + jnp.arange(W, dtype=jnp.int32)
+        token = jnp.take_along_axis(guess.reshape(batch, -1), chosen, axis=1)
+        return replace(
+            drafts,
+            parents=drafts.parents.at[:, rows].set(above[chosen // W]),
+            tokens=drafts.tokens.at[:, rows].set(token.astype(jnp.int32)),
+        ), total
+
+    def level(carry: tuple, depth: jax.Array) -> tuple[tuple, None]:
+        drafts, records, total = carry
+        above = 1 + (depth - 2) * W + jnp.arange(W, dtype=jnp.int32)
+        hidden, records, _ = forward_hidden(
+            config,
+            params,
+            state,
+            drafts.tokens[:, above],
+            below_root(drafts.parents, config.conv_taps),
+            records=records,
+            rows=above,
+        )
+        drafts, total = grow(drafts, hidden, above, total, depth)
+        return (drafts, records, total), None
+
+    zero = jnp.zeros((batch, 1), jnp.float32)
+    drafts = Drafts(parents, tokens, None)
+    top = jnp.zeros((1,), jnp.int32)
+    drafts, total = grow(drafts, at_root, top, zero, jnp.int32(1))
+    records = init_records(config, batch, T, param_dtype(params))
+    depths = jnp.arange(2, beam.depth + 1, dtype=jnp.int32)
+    (drafts, _, _), _ = lax.scan(level, (drafts, records, total), depths)
     return drafts, state

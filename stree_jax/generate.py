@@ -17,7 +17,7 @@ from stree_jax.requests import Requests, StopStrings
 from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling import Sampling, sampling_rows
 from stree_jax.score import checked_tokens
-from stree_jax.tree import Tree, chain, resolve_tree
+from stree_jax.tree import Beam, Topology, chain, resolve_tree
 
 DEFAULT_TREE = "E"
 DEFAULT_RULE = "naive/coupled"
@@ -110,7 +110,7 @@ def begin(
     *,
     max_new_tokens: int | Sequence[int],
     drafter: Model | None = None,
-    tree: Tree | str | Sequence[int] | None = None,
+    tree: Topology | str | Sequence[int] | None = None,
     rule: Rule | str | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     key: jax.Array | None = None,
@@ -127,7 +127,9 @@ def begin(
     if drafter is None and tree is not None:
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
     shape = chain(0) if drafter is None else resolve_tree(tree or DEFAULT_TREE)
-    chosen = resolve_rule(DEFAULT_RULE if rule is None else rule, shape)
+    if rule is None:
+        rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
+    chosen = resolve_rule(rule, shape)
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n: want at least 1 sample per prompt, got {n}")
     if logprobs is not None and not 0 <= logprobs <= model.config.num_tokens:
@@ -215,7 +217,7 @@ def _stop_strings(
 def _read(
     model: Model,
     drafter: Model | None,
-    tree: Tree,
+    tree: Topology,
     text: list[list[int]],
     requests: Requests,
     max_new_tokens: int,
@@ -261,7 +263,7 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int],
     drafter: Model | None = None,
-    tree: Tree | str | Sequence[int] | None = None,
+    tree: Topology | str | Sequence[int] | None = None,
     rule: Rule | str | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     key: jax.Array | None = None,
@@ -287,7 +289,8 @@ def generate(
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt; by row.
       drafter: a model with the same tokenizer that fills the tree.
-      tree: a `Tree`, a name ("A".."E", "chain:4") or parents; default "E".
+      tree: a `Tree` or `Beam`, a name ("A".."E", "chain:4", "binary:4", "beam:3x4")
+        or parents; default "E".
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
         "naive", "leviathan", "mss", "recursive"; see `stree_jax.accept`.
       sampling: `Sampling(...)`, by row; None: greedy.
@@ -335,7 +338,7 @@ def stream(
     *,
     max_new_tokens: int | Sequence[int],
     drafter: Model | None = None,
-    tree: Tree | str | Sequence[int] | None = None,
+    tree: Topology | str | Sequence[int] | None = None,
     rule: Rule | str | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     key: jax.Array | None = None,

@@ -11,7 +11,7 @@ from stree_jax.checkpoint import Model
 from stree_jax.decode import Decoding
 from stree_jax.logprobs import LogProbs
 from stree_jax.models import State
-from stree_jax.tree import Tree
+from stree_jax.tree import Topology
 
 FINISH_REASONS = {
     decode.RUNNING: "running",
@@ -81,7 +81,7 @@ class Plan:
 
     model: Model
     drafter: Model | None
-    tree: Tree
+    tree: Topology
     rule: Rule
     text: list[list[int]]  # by row, before anything was generated
     stop_strings: list[list[str]]

@@ -2,6 +2,7 @@
 
 A tree is `parents` [T]: node 0 is the root (the last token of the text so far), and
 every other node names an earlier row as its parent. Everything else is derived.
+A `Beam` is a tree whose parents are chosen anew at every step.
 """
 
 from collections.abc import Sequence
@@ -36,33 +37,68 @@ class Tree:
         """T, nodes in the tree, the root included."""
         return self.parents.shape[0]
 
+    def rows(self, batch: int) -> jax.Array:
+        """`parents` [B, T] of a batch of rows."""
+        return jnp.broadcast_to(jnp.asarray(self.parents)[None], (batch, self.size))
+
     def nodes(self, batch: int, conv_taps: int) -> Nodes:
         """Mask, depth and convolution windows for a batch of rows."""
-        parents = jnp.broadcast_to(jnp.asarray(self.parents)[None], (batch, self.size))
-        return tree_nodes(parents, conv_taps)
+        return tree_nodes(self.rows(batch), conv_taps)
 
-    def drafted_nodes(self, batch: int, conv_taps: int) -> Nodes:
-        """The same without the root: a forest below a context that holds it.
 
-        Row 0 stays as an isolated node, so that rows keep their numbers.
-        """
-        below = jnp.where(self.parents == 0, -1, self.parents)
-        parents = jnp.broadcast_to(below[None], (batch, self.size))
-        return tree_nodes(parents, conv_taps)
+@struct.dataclass
+class Beam:
+    """A beam search all of whose tokens are kept: `depth` layers of `width` nodes.
+
+    Which nodes of a layer have children, and how many, is seen only in drafting.
+    """
+
+    width: int = struct.field(pytree_node=False)
+    depth: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.depth < 1:
+            raise ValueError(
+                f"beam: want width and depth >= 1, got {self.width} and {self.depth}"
+            )
+
+    @property
+    def size(self) -> int:
+        """T, nodes in the tree, the root included."""
+        return 1 + self.width * self.depth
+
+    @property
+    def children(self) -> int:
+        """Most children of one node."""
+        return self.width
+
+
+Topology = Tree | Beam
+
+
+def below_root(parents: jax.Array, conv_taps: int) -> Nodes:
+    """The nodes of a tree without its root: a forest below a context that holds it.
+
+    Row 0 stays as an isolated node, so that rows keep their numbers.
+    """
+    return tree_nodes(jnp.where(parents == 0, -1, parents), conv_taps)
 
 
 @struct.dataclass
 class Layout:
     """How a tree is drafted depth by depth and walked (all derived from `parents`).
 
+    Rows of a batch may have trees of their own; a row number means the same depth in
+    all of them.
+
     Attributes:
-      parents: [T] int32, the root's own row for the root.
+      parents: [B, T] int32, the root's own row for the root.
       depth: [T] int32.
       levels: [M, W] int32, node rows at depth 1..M, padded with T.
       slot: [T] int32, place of a node among those of its depth.
-      rank: [T] int32, place of a node among its siblings.
-      paths: [T, M + 1] int32, the nodes from the root to each node, padded with 0.
-      kids: [T, C] int32, children of each node by rank, padded with T; C >= 1.
+      rank: [B, T] int32, place of a node among its siblings.
+      paths: [B, T, M + 1] int32, the nodes from the root to each, padded with 0.
+      kids: [B, T, C] int32, children of each node by rank, padded with T; C >= 1.
     """
 
     parents: jax.Array
@@ -74,25 +110,31 @@ class Layout:
     kids: jax.Array
 
 
-def tree_layout(tree: Tree) -> Layout:
-    T, parents = tree.size, jnp.asarray(tree.parents)
+def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
+    """The layout of trees with `parents` [B, T], whose sizes `tree` gives."""
+    T, M = tree.size, tree.depth
     row = jnp.arange(T, dtype=jnp.int32)
-    lineage = ancestors(parents[None], tree.depth + 1)[0]
-    depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
     earlier = row[:, None] > row[None]
 
     def place(same: jax.Array) -> jax.Array:
         return (same & earlier).sum(axis=-1, dtype=jnp.int32)
 
+    def of_one(parents: jax.Array) -> tuple[jax.Array, ...]:
+        lineage = ancestors(parents[None], M + 1)[0]
+        depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
+        back = depth[:, None] - jnp.arange(M + 1, dtype=jnp.int32)[None]
+        paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
+        paths = jnp.where(back >= 0, paths, 0)
+        rank = place(parents[:, None] == parents[None])
+        kids = jnp.full((T, max(tree.children, 1)), T, jnp.int32)
+        kids = kids.at[jnp.where(parents < 0, T, parents), rank].set(row, mode="drop")
+        return depth, rank, paths, kids
+
+    depths, rank, paths, kids = jax.vmap(of_one)(parents)
+    depth = depths[0]
     slot = place(depth[:, None] == depth[None])
-    rank = place(parents[:, None] == parents[None])
-    levels = jnp.full((tree.depth + 1, tree.width), T, jnp.int32)
+    levels = jnp.full((M + 1, tree.width), T, jnp.int32)
     levels = levels.at[depth, slot].set(row)[1:]
-    back = depth[:, None] - jnp.arange(tree.depth + 1, dtype=jnp.int32)[None]
-    paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
-    paths = jnp.where(back >= 0, paths, 0)
-    kids = jnp.full((T, max(tree.children, 1)), T, jnp.int32)
-    kids = kids.at[jnp.where(parents < 0, T, parents), rank].set(row, mode="drop")
     return Layout(jnp.maximum(parents, 0), depth, levels, slot, rank, paths, kids)
 
 
@@ -200,17 +242,27 @@ NAMED_TREES = {
 }
 
 
-def resolve_tree(tree: "Tree | str | Sequence[int]") -> Tree:
-    """A tree from a tree, a name of `NAMED_TREES`, "chain:4", or a list of parents."""
-    if isinstance(tree, Tree):
+def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
+    """A tree from itself, a list of parents, or a name.
+
+    Names are those of `NAMED_TREES`, "chain:N" (N drafted tokens), "binary:L" (full, L
+    levels of nodes, the root's included) and "beam:WxD" (`Beam(W, D)`).
+    """
+    if isinstance(tree, Topology):
         return tree
     if not isinstance(tree, str):
         return make_tree(tree)
     if tree in NAMED_TREES:
         return NAMED_TREES[tree]
     kind, _, size = tree.partition(":")
-    if kind == "chain" and size.isdecimal():
-        return chain(int(size))
-    raise ValueError(
-        f"tree: unknown name {tree!r}; known: {', '.join(NAMED_TREES)}, chain:N"
-    )
+    numbers = [int(n) if n.isdecimal() else -1 for n in size.split("x")]
+    if -1 not in numbers:
+        match kind, numbers:
+            case "chain", [n]:
+                return chain(n)
+            case "binary", [levels]:
+                return full_tree(2, levels - 1)
+            case "beam", [width, depth]:
+                return Beam(width, depth)
+    known = f"{', '.join(NAMED_TREES)}, chain:N, binary:L, beam:WxD"
+    raise ValueError(f"tree: unknown name {tree!r}; known: {known}")

@@ -152,9 +152,9 @@ _siblings, _propose, _scorer = accept.siblings, decode.propose, decode.scorer
 _walk, _draw, _keys_at = accept.walk, draft.draw_children, accept.keys_at
 
 
-def _unprocessed_q(drafter, tree, layout, rule, decoding):
+def _unprocessed_q(drafter, tree, rule, decoding):
     """q as it is before the temperature."""
-    drafts, state = _propose(drafter, tree, layout, rule, decoding)
+    drafts, state = _propose(drafter, tree, rule, decoding)
     q = drafts.q ** decoding.requests.sampling.temperature[:, None, None]
     q = q / jnp.maximum(q.sum(axis=-1, keepdims=True), 1e-30)
     return replace(drafts, q=q), state
@@ -171,8 +171,9 @@ def _top_p_for_the_drafter_only(config, decoding):
 
 def _bonus_of_the_parent(rule, layout, tokens, logits, *rest):
     """Below a leaf, the token is drawn from the distribution before the leaf."""
-    leaf = (layout.kids == tokens.shape[1]).all(axis=1)[None, :, None]
-    logits = jnp.where(leaf, logits[:, layout.parents], logits)
+    leaf = (layout.kids == tokens.shape[1]).all(axis=2)[..., None]
+    above = jnp.take_along_axis(logits, layout.parents[..., None], axis=1)
+    logits = jnp.where(leaf, above, logits)
     return _walk(rule, layout, tokens, logits, *rest)
 
 

@@ -29,7 +29,7 @@ seeds = st.integers(0, 2**32 - 1)
 def test_tree_nodes(taps, seed):
     parents = random_parents(np.random.default_rng(seed), BATCH, T)
     nodes = jit_tree_nodes(parents, conv_taps=taps)
-    assert not nodes.causal
+    assert nodes.scan == "tree"
     assert nodes.mask.dtype == bool and nodes.depth.dtype == np.int32
     assert nodes.window.dtype == np.int32
     for b in range(BATCH):
@@ -55,6 +55,6 @@ def test_chain_nodes(length, taps):
     parents = np.broadcast_to(chain(length), (2, length)).astype(np.int32)
     from_tree = tree_nodes(jax.numpy.asarray(parents), taps)
     nodes = chain_nodes(2, length, taps)
-    assert nodes.causal
-    chex.assert_trees_all_equal(nodes.replace(causal=False), from_tree)
-    chex.assert_trees_all_equal_dtypes(nodes.replace(causal=False), from_tree)
+    assert nodes.scan == "chain"
+    chex.assert_trees_all_equal(nodes.replace(scan="tree"), from_tree)
+    chex.assert_trees_all_equal_dtypes(nodes.replace(scan="tree"), from_tree)

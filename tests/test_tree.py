@@ -46,7 +46,7 @@ def test_layout_against_walking_the_tree():
     for T in (1, 2, 9, 14):
         parents = [-1] + [int(rng.integers(0, t)) for t in range(1, T)]
         tree = make_tree(parents)
-        layout = tree_layout(tree)
+        layout = tree_layout(tree, tree.rows(2))
         depth = depth_of(parents)
         assert np.asarray(layout.depth).tolist() == depth.tolist()
         assert tree.depth == depth.max()
@@ -58,11 +58,12 @@ def test_layout_against_walking_the_tree():
             assert slots.tolist() == list(range(len(expected)))
         for t in range(T):
             path = path_to(parents, t)
-            row = np.asarray(layout.paths)[t]
-            assert row.tolist() == path + [0] * (tree.depth + 1 - len(path))
+            padded = path + [0] * (tree.depth + 1 - len(path))
+            assert np.asarray(layout.paths)[:, t].tolist() == [padded] * 2
             siblings = [s for s in range(1, T) if parents[s] == parents[t]]
             if t:
-                assert int(layout.rank[t]) == siblings.index(t)
+                rank = siblings.index(t)
+                assert np.asarray(layout.rank)[:, t].tolist() == [rank] * 2
 
 
 @pytest.mark.parametrize(
