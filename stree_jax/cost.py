@@ -1,0 +1,437 @@
+"""What a tree costs and gains: the cost model of STree (Wu et al. 2025, section 4).
+
+Text takes wall time in proportion to t / tau: t seconds a step, most of it the target's
+pass over the tree, and tau tokens gained a step. t comes from measured passes, tau from
+the ranks that a drafter gives the tokens of texts that the target wrote. All of it is
+host arithmetic, but for `rank_of`. docs/cost-model.md has the equations and an example.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.checkpoint import Model
+from stree_jax.decode import PREFILL_CHUNK
+from stree_jax.score import checked_tokens, score
+from stree_jax.tree import Beam, Topology, Tree, make_tree
+
+Size = TypeVar("Size", float, np.ndarray)
+Seconds = Callable[[float], float]  # of a pass over so many tokens
+Ranks = Sequence[Sequence[int] | np.ndarray]  # by text
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """t(N) = a N^2 + b N + c, seconds of a pass over N tokens.
+
+    The paper's t = kN + C for an SSM has a = 0; attention adds the square.
+    """
+
+    c: float
+    b: float = 0.0
+    a: float = 0.0
+
+    def __call__(self, size: Size) -> Size:
+        return (self.a * size + self.b) * size + self.c
+
+
+@dataclass(frozen=True)
+class MeasuredTime:
+    """Seconds of a pass, by straight lines between measured sizes.
+
+    For machines whose t(N) has steps: a CPU pads rows, and one row is a special case.
+
+    Attributes:
+      sizes, seconds: of the measured passes; sizes grow.
+
+    Raises:
+      ValueError: a bad table; when called, a size outside the measured ones.
+    """
+
+    sizes: Sequence[float]
+    seconds: Sequence[float]
+
+    def __post_init__(self) -> None:
+        sizes, seconds = _measurements(self.sizes, self.seconds)
+        if (np.diff(sizes) <= 0).any():
+            raise ValueError(f"sizes: want growing numbers, got {sizes.tolist()}")
+        object.__setattr__(self, "sizes", tuple(sizes.tolist()))
+        object.__setattr__(self, "seconds", tuple(seconds.tolist()))
+
+    def __call__(self, size: Size) -> Size:
+        least, most = self.sizes[0], self.sizes[-1]
+        if not np.all((size >= least) & (size <= most)):  # NaN is outside too
+            raise ValueError(f"size: measured from {least:g} to {most:g}, got {size}")
+        return np.interp(size, self.sizes, self.seconds)
+
+
+def _measurements(
+    sizes: Sequence[float], seconds: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    n, t = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+    if n.ndim != 1 or n.shape != t.shape or n.size == 0:
+        raise ValueError(f"seconds: want one a size, got {t.shape} for {n.shape}")
+    if not (np.isfinite(n).all() and np.isfinite(t).all() and (t > 0).all()):
+        raise ValueError("seconds: want finite sizes and times above 0")
+    return n, t
+
+
+def fit_pass_time(
+    sizes: Sequence[float], seconds: Sequence[float], degree: int
+) -> PassTime:
+    """The least-squares `PassTime` of measured passes, sizes and seconds [n].
+
+    Coefficients may come out negative: forcing them up would hide that the times are
+    not of this form, which is what `fit_quality` is there to show.
+
+    Args:
+      degree: 1 for an SSM, 2 for a hybrid.
+
+    Raises:
+      ValueError: another degree, or fewer than degree + 1 different sizes.
+    """
+    if degree not in (1, 2):
+        raise ValueError(f"degree: want 1 (SSM) or 2 (hybrid), got {degree}")
+    n, t = _measurements(sizes, seconds)
+    if len(np.unique(n)) <= degree:
+        raise ValueError(f"sizes: want {degree + 1} different ones, got {n.tolist()}")
+    return PassTime(*np.polynomial.polynomial.polyfit(n, t, degree).tolist())
+
+
+def fit_quality(
+    time: PassTime | MeasuredTime, sizes: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float]:
+    """How well `time` meets measured passes, sizes and seconds [n].
+
+    Returns:
+      the coefficient of determination (NaN where all seconds are equal), and the
+      largest relative error, max |t(N) - seconds| / seconds.
+    """
+    n, t = _measurements(sizes, seconds)
+    error, spread = time(n) - t, ((t - t.mean()) ** 2).sum()
+    r2 = 1 - (error**2).sum() / spread if spread > 0 else np.nan
+    return float(r2), float((abs(error) / t).max())
+
+
+def tau_ratio(time: Seconds, n1: float, n2: float) -> float:
+    """t(n2) / t(n1): the factor by which tau must grow for n2 tokens to pay over n1.
+
+    The paper's condition tau2 / tau1 >= t2 / t1, which leaves drafting out.
+    """
+    return float(time(n2) / time(n1))
+
+
+def crossing(time_1: Seconds, time_2: Seconds, sizes: Iterable[int]) -> int | None:
+    """The size from which on, among `sizes`, the first program is the faster one.
+
+    Returns:
+      the smallest size such that time_1 < time_2 there and at all larger ones; None if
+      the first is not the faster one at the largest.
+    """
+    found = None
+    for n in sorted(sizes, reverse=True):
+        if time_1(n) >= time_2(n):
+            break
+        found = n
+    return found
+
+
+def rank_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Places [S] int32 of tokens [S] among logits [S, V], best first, from 0.
+
+    Of equal logits the smaller id comes first, as in the top-k of drafting.
+    """
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    ids = jnp.arange(logits.shape[1], dtype=tokens.dtype)[None]
+    ahead = (logits > own) | ((logits == own) & (ids < tokens[:, None]))
+    return ahead.sum(axis=1, dtype=jnp.int32)
+
+
+_rank_of_jit = jax.jit(rank_of)
+
+
+def drafter_ranks(
+    drafter: Model, prompt: Sequence[int], text: Sequence[int]
+) -> np.ndarray:
+    """Ranks [n] int32 of a text's tokens among the drafter's guesses.
+
+    Args:
+      prompt: [S] token ids, S >= 1.
+      text: [n] token ids that the target wrote after it; entry i of the result is the
+        rank of text[i] once the drafter has read prompt + text[:i].
+
+    Raises:
+      ValueError: an empty prompt, ids outside the vocabulary.
+    """
+    read = np.asarray(checked_tokens("prompt", prompt, drafter.config, 1))
+    tokens = np.asarray(checked_tokens("text", text, drafter.config, 1))
+    if read.size == 0:
+        raise ValueError("prompt: want at least one token, got none")
+    size = read.size + tokens.size
+    # Whole chunks, so that texts of about equal sizes share compiled programs.
+    both = np.pad(np.concatenate([read, tokens]), (0, -size % PREFILL_CHUNK))
+    guesses = score(drafter, both[None])[0, :, : drafter.config.num_tokens]
+    ranks = _rank_of_jit(guesses, jnp.asarray(np.roll(both, -1)))
+    return np.asarray(ranks)[read.size - 1 : size - 1]
+
+
+def _children(tree: Topology) -> list[list[int]]:
+    """Rows of each node's children by rank, their order among siblings."""
+    if isinstance(tree, Beam):
+        raise ValueError(
+            "tree: a beam chooses its topology anew at every step; take a static tree"
+        )
+    kids: list[list[int]] = [[] for _ in range(tree.size)]
+    for row, parent in enumerate(np.asarray(tree.parents).tolist()):
+        if parent >= 0:
+            kids[parent].append(row)
+    return kids
+
+
+def _rank_lists(ranks: Ranks) -> list[list[int]]:
+    texts = [np.asarray(text) for text in ranks]
+    for i, text in enumerate(texts):
+        whole = text.size == 0 or np.issubdtype(text.dtype, np.integer)
+        if text.ndim != 1 or not whole or (text < 0).any():
+            raise ValueError(f"ranks[{i}]: want [n] integers from 0")
+    if not any(text.size for text in texts):
+        raise ValueError("ranks: want at least one token, got none")
+    return [text.tolist() for text in texts]
+
+
+def _walks(kids: list[list[int]], text: list[int]) -> list[list[int]]:
+    """Nodes that each target call of a text goes through, the root first.
+
+    A call that starts at place s accepts text[s], text[s + 1], ... as long as the node
+    has a child of that rank; one more token, the bonus, is gained whatever its rank.
+    """
+    walks, start = [], 0
+    while start < len(text):
+        nodes, place = [0], start
+        while place < len(text) and text[place] < len(kids[nodes[-1]]):
+            nodes.append(kids[nodes[-1]][text[place]])
+            place += 1
+        walks.append(nodes)
+        start += len(nodes)
+    return walks
+
+
+def simulated_gains(tree: Topology, ranks: Ranks) -> list[np.ndarray]:
+    """Tokens that each target call gains, greedy decoding replayed over texts.
+
+    The loop fills the node of sibling rank r with the drafter's guess of rank r after
+    the node's path, so that ranks of the true text are all that a walk depends on.
+
+    Args:
+      tree: static.
+      ranks: by text, [n] ints from 0; see `drafter_ranks`.
+
+    Returns:
+      by text, [calls] ints of sum n: the text's end cuts the last call, as it does in
+      the loop. The loop makes the same calls, but for ties of the logits.
+
+    Raises:
+      ValueError: a beam, or ranks that are none.
+    """
+    kids, gains = _children(tree), []
+    for text in _rank_lists(ranks):
+        gain = np.array([len(walk) for walk in _walks(kids, text)], np.int64)
+        gain[-1:] -= gain.sum() - len(text)
+        gains.append(gain)
+    return gains
+
+
+def simulated_tau(tree: Topology, ranks: Ranks) -> float:
+    """Tokens of all texts by target calls; see `simulated_gains`."""
+    gains = np.concatenate(simulated_gains(tree, ranks))
+    return float(gains.sum() / gains.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """How likely a draft is the target's token, by its depth and rank.
+
+    Attributes:
+      p: [D, R] float64; p[d - 1, r] is the probability that the token at depth d is the
+        drafter's guess of rank r, given that the path above was accepted.
+      reached: [D] ints, walks that each row of `p` was counted in; None if unknown.
+    """
+
+    p: np.ndarray
+    reached: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        p = np.asarray(self.p, np.float64)
+        if p.ndim != 2 or p.size == 0:
+            raise ValueError(f"p: want shape [D, R], got {p.shape}")
+        if not ((p >= 0).all() and (p.sum(axis=1) <= 1 + 1e-9).all()):
+            raise ValueError("p: want probabilities that sum to 1 at most in a row")
+        object.__setattr__(self, "p", p)
+
+
+def acceptance_from_ranks(
+    ranks: Ranks, depth: int, width: int, tree: Tree | None = None
+) -> Acceptance:
+    """Count how often ranks are accepted at each depth, where a loop would look.
+
+    A loop does not look at all places alike: a call starts behind the last one's bonus
+    token, a miss as a rule, and looks at depth d only below ranks that were in the tree
+    and have children. Acceptance is autocorrelated, so both matter. Texts are therefore
+    walked as in `simulated_gains`. The call that a text's end cuts counts so far.
+
+    Args:
+      ranks: by text, [n] ints from 0; see `drafter_ranks`.
+      depth: D, rows of the table.
+      width: R, its columns; larger ranks are misses.
+      tree: whose loop; None: the full tree of `width` children down to `depth`. The
+        table fits that tree best, and others the less, the more they differ.
+
+    Raises:
+      ValueError: depth or width below 1, or a depth that `tree` does not have.
+    """
+    if depth < 1 or width < 1:
+        raise ValueError(f"want depth and width >= 1, got {depth} and {width}")
+    if tree is not None and depth > tree.depth:
+        raise ValueError(f"depth: want at most the tree's, {tree.depth}, got {depth}")
+    # All nodes of one depth of a full tree are alike: node d stands for depth d's.
+    full = [[d + 1] * width for d in range(depth)] + [[]]
+    kids = full if tree is None else _children(tree)
+    count, reached = np.zeros((depth, width)), np.zeros(depth, np.int64)
+    for text in _rank_lists(ranks):
+        start = 0
+        for walk in _walks(kids, text):
+            inner = [node for node in walk if kids[node]][:depth]
+            for d, rank in enumerate(text[start : start + len(inner)]):
+                reached[d] += 1
+                if rank < width:
+                    count[d, rank] += 1
+            start += len(walk)
+    # Zeros where no walk came: there the paths above have a product of 0, as a rule.
+    return Acceptance(count / np.maximum(reached, 1)[:, None], reached)
+
+
+def expected_tau(tree: Topology, acceptance: Acceptance) -> float:
+    """1 + the sum over drafted nodes of the product of p along the node's path.
+
+    A node's rank is its place among its siblings. The product takes ranks at different
+    depths to be independent, given that those above were accepted: right for chains, an
+    approximation for trees. `simulated_tau` needs none.
+
+    Raises:
+      ValueError: a beam, or a tree deeper or wider than the table.
+    """
+    kids, p = _children(tree), acceptance.p
+    if tree.depth > p.shape[0] or tree.children > p.shape[1]:
+        raise ValueError(
+            f"tree: depth {tree.depth}, {tree.children} children a node, but p has "
+            f"shape {p.shape}"
+        )
+    depth, path = [0] * tree.size, [1.0] * tree.size
+    for node, row in enumerate(kids):  # parents come first
+        for rank, kid in enumerate(row):
+            depth[kid] = depth[node] + 1
+            path[kid] = path[node] * float(p[depth[node], rank])
+    return sum(path)
+
+
+def greedy_tree(acceptance: Acceptance, size: int) -> Tree:
+    """The tree of `size` nodes, the root included, with the largest `expected_tau`.
+
+    Adds the node with the largest product along its path, again and again; the largest
+    if p falls with rank, as a node is then worth no more than its parent and its elder
+    sibling. Siblings are in order of rank.
+
+    Raises:
+      ValueError: size below 1, or more nodes than the table's full tree has.
+    """
+    p, (D, R) = acceptance.p, acceptance.p.shape
+    parents, depth, path, used = [-1], [0], [1.0], [0]
+
+    def value(node: int) -> float:
+        return path[node] * float(p[depth[node], used[node]])
+
+    if size < 1:
+        raise ValueError(f"size: want at least the root, got {size}")
+    while len(parents) < size:
+        room = [n for n in range(len(parents)) if depth[n] < D and used[n] < R]
+        if not room:
+            raise ValueError(f"size: p [{D}, {R}] has {len(parents)} nodes, not {size}")
+        parent = max(room, key=value)
+        path.append(value(parent))
+        parents.append(parent)
+        depth.append(depth[parent] + 1)
+        used.append(0)
+        used[parent] += 1
+    return make_tree(parents)
+
+
+def step_time(
+    tree: Topology, target_time: Seconds, drafter_time: Seconds, overhead: float = 0.0
+) -> float:
+    """Seconds of one step: the target's pass over T nodes, drafting, and overhead.
+
+    Drafting is a pass over the M + 1 tokens that may be new in the text, and M - 1 over
+    a level, as wide as the widest. A tree of one node is plain decoding.
+
+    Args:
+      target_time, drafter_time: seconds of a pass over so many tokens, of one batch
+        size; the target's with the replay of the last path.
+      overhead: seconds that a drafted step takes besides, beyond a plain one.
+    """
+    if tree.depth == 0:
+        return float(target_time(1))
+    drafting = drafter_time(tree.depth + 1)
+    if tree.depth > 1:
+        drafting += (tree.depth - 1) * drafter_time(tree.width)
+    return float(target_time(tree.size) + drafting + overhead)
+
+
+def predicted_speedup(
+    tree: Topology,
+    tau: float,
+    target_time: Seconds,
+    drafter_time: Seconds,
+    overhead: float = 0.0,
+) -> float:
+    """tau * t_plain / t_step: how many times as fast as plain decoding; `step_time`."""
+    seconds = step_time(tree, target_time, drafter_time, overhead)
+    return tau * float(target_time(1)) / seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate: T nodes, tau, seconds a step, and times plain decoding's speed."""
+
+    name: str
+    size: int
+    tau: float
+    step_s: float
+    speedup: float
+
+
+def best(
+    trees: Mapping[str, Topology],
+    tau: Callable[[Topology], float],
+    target_time: Seconds,
+    drafter_time: Seconds,
+    overhead: float = 0.0,
+) -> list[Prediction]:
+    """Candidate trees and plain decoding, the fastest first.
+
+    Args:
+      trees: candidates by name; "plain" is added, with tau 1.
+      tau: of a tree, say `lambda tree: simulated_tau(tree, ranks)`.
+      target_time, drafter_time, overhead: see `step_time`.
+    """
+    costs = (target_time, drafter_time, overhead)
+    rows = [Prediction("plain", 1, 1.0, float(target_time(1)), 1.0)]
+    for name, tree in trees.items():
+        gain = tau(tree)
+        speedup = predicted_speedup(tree, gain, *costs)
+        step_s = step_time(tree, *costs)
+        rows.append(Prediction(name, tree.size, gain, step_s, speedup))
+    return sorted(rows, key=lambda row: -row.speedup)
