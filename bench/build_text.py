@@ -221,6 +221,7 @@ def main() -> None:
     tokenizer = train_tokenizer(sample, VOCAB_SIZE)
     tokenizer.save(str(args.out / "tokenizer.json"))
     eos = tokenizer.token_to_id(END_OF_TEXT)
+    assert eos is not None  # train_tokenizer makes it
 
     # Blocks are held out of each source before it is repeated, so that no repeat of a
     # held-out text is trained on.

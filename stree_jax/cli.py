@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stree_jax.bench.command import add_bench_parsers
+from stree_jax.options import add_pair_options
 from stree_jax.version import __version__
 
 # Imports beyond the package's own (jax, flax) stay inside the functions that need them.
@@ -80,6 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_training_options(p)
     p.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: train one")
     p.add_argument("--vocab-size", type=int, default=2048)
+    p.add_argument("--width", type=int, default=384, help="d_model")
+    p.add_argument("--mixers", type=int, default=6, help="each with an MLP behind it")
+    p.add_argument(
+        "--attention", type=int, default=2, help="how many of the mixers attend"
+    )
     p.set_defaults(run=run_train, steps=3600, learning_rate=2e-3)
 
     p = commands.add_parser("distill", help="train a 2-layer Mamba2 drafter by KL")
@@ -88,57 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.set_defaults(run=run_distill, steps=2000, learning_rate=4e-3)
 
     p = commands.add_parser("bench", help="measure this machine")
-    kinds = p.add_subparsers(dest="kind", required=True)
-    b = kinds.add_parser("decode", help="plain, chain and trees on real prompts")
-    add_pair_options(b)
-    b.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl[.gz]")
-    b.add_argument("--count", type=int, default=10, help="prompts per file")
-    b.add_argument("--max-new-tokens", type=int, default=128)
-    b.add_argument("--repeats", type=int, default=3)
-    b.add_argument("--arms", nargs="+", default=["chain:4", "A", "E"])
-    b.add_argument("--json", type=Path, help="also write the figures here")
-    b.set_defaults(run=run_bench)
-    b = kinds.add_parser("temperature", help="acceptance rules against temperature")
-    add_pair_options(b)
-    b.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl[.gz]")
-    b.add_argument("--count", type=int, default=8, help="prompts per file")
-    b.add_argument("--batch", type=int, default=1)
-    b.add_argument("--max-new-tokens", type=int, default=128)
-    b.add_argument("--repeats", type=int, default=3)
-    b.add_argument("--arms", nargs="+", help="rule@tree; default: all rules on A")
-    b.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0, 0.25, 0.5, 0.75, 1.0],
-    )
-    b.add_argument("--json", type=Path, help="also write the figures here")
-    b.set_defaults(run=run_bench)
-    b = kinds.add_parser("forward", help="time of one pass against its tokens T")
-    b.add_argument("--shape", default="mamba2-130m")
-    b.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 13, 16, 32, 64])
-    b.add_argument("--repeats", type=int, default=20)
-    b.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    b.add_argument("--json", type=Path, help="also write the figures here")
-    b.set_defaults(run=run_bench)
-    b = kinds.add_parser("kernels", help="time of the ops by implementation")
-    b.add_argument("--batch", type=int, nargs="+", default=[1])
-    b.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64])
-    b.add_argument("--repeats", type=int, default=20)
-    b.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    b.add_argument("--json", type=Path, help="also write the figures here")
-    b.set_defaults(run=run_bench)
+    add_bench_parsers(p)
+    p.set_defaults(run=run_bench)
     return parser
-
-
-def add_pair_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default="demo", help="directory, hub id or demo")
-    p.add_argument(
-        "--drafter",
-        help="directory, hub id, demo or none; default: demo for the demo model",
-    )
-    p.add_argument("--tree", help="A..E or chain:N; default E")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
 
 
 def add_text_options(p: argparse.ArgumentParser) -> None:
@@ -199,8 +158,9 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def run_convert(args: argparse.Namespace) -> int:
+    from stree_jax import verify
     from stree_jax.checkpoint import resolve
-    from stree_jax.convert import convert_checkpoint, verify
+    from stree_jax.convert import convert_checkpoint
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr)
@@ -254,6 +214,7 @@ def run_train(args: argparse.Namespace) -> int:
         args.out,
         args.work,
         train_config(args),
+        size=recipe.TargetSize(args.width, args.mixers, args.attention),
         tokenizer=args.tokenizer,
         vocab_size=args.vocab_size,
     )
@@ -277,52 +238,6 @@ def train_config(args: argparse.Namespace) -> Any:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from stree_jax import bench, bench_kernels, bench_sampling
-    from stree_jax.terminal import load_pair
+    from stree_jax.bench import command
 
-    def pair() -> tuple[Any, Any]:
-        target, drafter = load_pair(args)
-        if drafter is None:
-            raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
-        return target, drafter
-
-    match args.kind:
-        case "decode":
-            target, drafter = pair()
-            report = bench.bench_decode(
-                target,
-                drafter,
-                bench.read_prompts(args.prompts, args.count),
-                arms=args.arms,
-                max_new_tokens=args.max_new_tokens,
-                repeats=args.repeats,
-            )
-            print(bench.decode_table(report))
-        case "temperature":
-            sets = bench.read_prompts(args.prompts, args.count)
-            report = bench_sampling.bench_temperature(
-                *pair(),
-                [prompt for prompts in sets.values() for prompt in prompts],
-                arms=args.arms or bench_sampling.ARMS,
-                temperatures=args.temperatures,
-                batch=args.batch,
-                max_new_tokens=args.max_new_tokens,
-                repeats=args.repeats,
-            )
-            print(bench_sampling.temperature_table(report))
-        case "forward":
-            report = bench.bench_forward(
-                args.shape, args.sizes, args.repeats, args.dtype
-            )
-            print(bench.forward_table(report))
-        case "kernels":
-            report = bench_kernels.bench_kernels(
-                batches=args.batch,
-                sizes=args.sizes,
-                dtype=args.dtype,
-                repeats=args.repeats,
-            )
-            print(bench_kernels.kernels_table(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
-    return 0
+    return command.run(args)

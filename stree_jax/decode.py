@@ -303,35 +303,40 @@ def step(
     `unrolled` verifies by a sequence per leaf instead: a baseline for measurements.
     """
     d, config = decoding, target.config
-    drafts, drafter_state = propose(drafter, tree, rule, d)
+    with jax.named_scope("draft"):
+        drafts, drafter_state = propose(drafter, tree, rule, d)
     layout = tree_layout(tree, drafts.parents)
     nodes = tree_nodes(drafts.parents, config.conv_taps)
 
     verified = (config, target.params, d.state, drafts.tokens, nodes)
-    if unrolled is None:
-        hidden, records, state = forward_hidden(*verified, pending=d.pending)
-    else:
-        hidden, records, state = verify_unrolled(*verified, d.pending, layout, unrolled)
-    logits = logits_of(config, target.params, hidden)
+    with jax.named_scope("verify"):
+        if unrolled is None:
+            hidden, records, state = forward_hidden(*verified, pending=d.pending)
+        else:
+            hidden, records, state = verify_unrolled(
+                *verified, d.pending, layout, unrolled
+            )
+        logits = logits_of(config, target.params, hidden)
 
     score, sampling = scorer(config, d), d.requests.sampling
-    if sampling is None:
-        best = score(logits, layout.depth, None)
-        gain = accept.greedy(layout, nodes, drafts.tokens, best)
-    else:
-        gain = accept.walk(
-            rule,
-            layout,
-            drafts.tokens,
-            logits,
-            drafts.q,
-            score,
-            sampling,
-            d.length,
-            d.seen,
-        )
-    d = replace(d, state=state, drafter=drafter_state)
-    return gained(d, gain, records, config, drafts.tokens, logits, score)
+    with jax.named_scope("accept"):
+        if sampling is None:
+            best = score(logits, layout.depth, None)
+            gain = accept.greedy(layout, nodes, drafts.tokens, best)
+        else:
+            gain = accept.walk(
+                rule,
+                layout,
+                drafts.tokens,
+                logits,
+                drafts.q,
+                score,
+                sampling,
+                d.length,
+                d.seen,
+            )
+        d = replace(d, state=state, drafter=drafter_state)
+        return gained(d, gain, records, config, drafts.tokens, logits, score)
 
 
 def gained(

@@ -15,6 +15,7 @@ from stree_jax.checkpoint import Model, load
 from stree_jax.convert.export import export_hf
 from stree_jax.models import (
     AttentionConfig,
+    LayerKind,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -41,16 +42,42 @@ class TrainingData:
     heldout: np.ndarray
 
 
-def target_config(vocab_size: int) -> ModelConfig:
-    """9.8 M parameters (at 2048 entries): 4 Mamba2 and 2 attention layers, MLPs."""
+@dataclass(frozen=True)
+class TargetSize:
+    """Width and mixers of a target; `attention` of the mixers, spread evenly, attend.
+
+    The default is the bundled target's: 9.8 M parameters at 2048 entries.
+    """
+
+    width: int = 384
+    mixers: int = 6
+    attention: int = 2
+
+    def __post_init__(self) -> None:
+        if self.width < 128 or self.width % 128:
+            raise ValueError(f"--width: want a multiple of 128, got {self.width}")
+        if not 0 <= self.attention <= self.mixers or self.mixers < 1:
+            raise ValueError(
+                f"--attention: want 0..{self.mixers} of {self.mixers} mixers, "
+                f"got {self.attention}"
+            )
+
+
+def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
+    """Mixers and gated MLPs in turns; heads of 64 everywhere."""
+    layers: tuple[LayerKind, ...] = ()
+    for i in range(size.mixers):
+        before, after = (n * size.attention // size.mixers for n in (i, i + 1))
+        layers += ("attention" if after > before else "mamba", "mlp")
+    heads = size.width // 64
     return ModelConfig(
         vocab_size=vocab_size,
         num_tokens=vocab_size,
-        d_model=384,
-        layers=("mamba", "mlp", "mamba", "mlp", "attention", "mlp") * 2,
-        mamba=MambaConfig(num_heads=12, head_dim=64, d_state=64),
-        attention=AttentionConfig(6, 2, 64, rope=Rope(theta=10000.0, dim=64)),
-        mlp=MLPConfig(640),
+        d_model=size.width,
+        layers=layers,
+        mamba=MambaConfig(num_heads=2 * heads, head_dim=64, d_state=64),
+        attention=AttentionConfig(heads, 2, 64, rope=Rope(theta=10000.0, dim=64)),
+        mlp=MLPConfig(-(-size.width * 5 // 192) * 64),  # about 5/3, in whole 64s
         tie_embeddings=True,
         stop_tokens=(0,),
     )
@@ -107,15 +134,16 @@ def train_target(
     work: Path,
     train: TrainConfig,
     *,
+    size: TargetSize,
     tokenizer: Path | None = None,
     vocab_size: int = 2048,
 ) -> None:
-    """Train the small hybrid on text and write it as a Hugging Face directory."""
+    """Train a small hybrid on text and write it as a Hugging Face directory."""
     from tokenizers import Tokenizer
 
     given = None if tokenizer is None else Tokenizer.from_file(str(tokenizer))
     data = prepare(paths, given, vocab_size)
-    config = target_config(data.tokenizer.get_vocab_size())
+    config = target_config(data.tokenizer.get_vocab_size(), size)
     loss = partial(next_token_loss, config)
     params, _ = fit(config, train, loss, data.train, data.heldout, work)
     write(params, config, data.tokenizer, out)

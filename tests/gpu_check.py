@@ -53,14 +53,14 @@ def program_case(nodes: int) -> tuple:
     import jax.numpy as jnp
 
     from stree_jax import decode
-    from stree_jax.bench import SIZES, mamba2_shape
+    from stree_jax.bench.shapes import config_of
     from stree_jax.checkpoint import Model
     from stree_jax.models import init_params
     from stree_jax.requests import Requests
     from stree_jax.tree import NAMED_TREES, chain
 
     def model(name: str) -> Any:
-        config = mamba2_shape(*SIZES[name])
+        config = config_of(name)
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)
         params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), key)
         return Model(params=params, config=config)
@@ -88,7 +88,7 @@ def program_case(nodes: int) -> tuple:
 
 def cases() -> dict[str, Callable[[], tuple]]:
     """A function, the shapes of its arguments and which are donated, by name."""
-    from stree_jax.bench_kernels import SHAPES, Scan, op_case
+    from stree_jax.bench.kernels import SHAPES, Scan, op_case
 
     table: dict[str, Callable[[], tuple]] = {}
     for name, shape in SHAPES.items():

@@ -1,6 +1,5 @@
 """The command: what it prints, and one line with exit code 2 for bad input."""
 
-import gzip
 import io
 import json
 import shutil
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import bench, cli, terminal
+from stree_jax import cli, terminal
 from stree_jax.text import train_tokenizer
 from tests.tiny import tiny
 
@@ -122,33 +121,6 @@ def test_wrong_options_for_a_model(folder, capsys):
     drafter = ["--drafter", folder / "drafter", "--tree", "Q"]
     code, out, err = run(capsys, *target, *drafter)
     assert (code, out) == (2, "") and "unknown name 'Q'; known: A, B" in err
-
-
-def test_prompt_files(tmp_path):
-    rows = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"question": "d", "answer": "e"}]
-    path = tmp_path / "rows.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    (texts,) = bench.read_prompts([path], 2).values()
-    assert texts == ["a", "b\n"]
-    assert bench.prompt_of(rows[2], path) == "d\n"
-    with pytest.raises(ValueError, match="no prompt, turns or question"):
-        bench.prompt_of({"x": 1}, path)
-
-
-def test_bench_decode_on_a_tiny_pair(folder, capsys, tmp_path):
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps({"prompt": "def f(x)"}) + "\n")
-    code, out, _ = run(
-        capsys,
-        *["bench", "decode", "--prompts", prompts, "--max-new-tokens", "6"],
-        *["--model", folder / "target", "--drafter", folder / "drafter"],
-        *["--repeats", "1", "--arms", "chain:2", "--json", tmp_path / "r.json"],
-    )
-    assert code == 0 and "| chain:2 |" in out
-    report = json.loads((tmp_path / "r.json").read_text())
-    (result,) = report["sets"].values()
-    assert result["arms"]["plain"]["tau"] == 1.0
 
 
 def pair(folder, tree="A"):

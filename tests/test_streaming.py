@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stree_jax
-from stree_jax import cli
-from stree_jax.convert import CheckpointError, convert_checkpoint, store, verify
+from stree_jax import cli, verify
+from stree_jax.convert import CheckpointError, convert_checkpoint, store
 from tests.checkpoints import HF_CASES, write_mambainllama, write_native
 
 Usage = namedtuple("Usage", "total used free")

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from stree_jax.checkpoint import load
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import config_from_json
 from stree_jax.convert.tensors import FLOAT32_PARAMS
+from stree_jax.score import score
 
 LIMIT = 1e-3  # of the difference of two logits in float32
 TOKENS = 32
@@ -55,16 +57,14 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> float:
     Raises:
       CheckpointError: transformers cannot run src, or one of them cannot be loaded.
     """
-    import stree_jax
-
     format = check_verifiable(src)
     config, dtype = config_from_json(dst / "config.json")
     tokens = np.random.default_rng(0).integers(0, config.num_tokens, (1, TOKENS))
     no_floor = format in ("nemotron_h", "zamba2") and not dt_floor
     theirs = _their_logits(src, tokens, dtype, no_floor)
-    model = stree_jax.load(dst, dtype="float32")
+    model = load(dst, dtype="float32")
     with jax.default_matmul_precision("highest"):
-        ours = np.asarray(stree_jax.score(model, tokens))
+        ours = np.asarray(score(model, tokens))
     real = slice(config.num_tokens)  # the rest pads the vocabulary
     return float(np.abs(ours[..., real] - theirs[..., real]).max())
 

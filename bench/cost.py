@@ -1,0 +1,247 @@
+"""Which way of decoding is fastest here: predicted by `stree_jax.cost`, then measured.
+
+Predicted from times of single passes of target and drafter, from the loop's overhead in
+plain decoding, and from the ranks of one half of the texts among the drafter's guesses;
+measured by decoding the other half.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from stree_jax import cost
+from stree_jax.bench.method import Run, measure, spread
+from stree_jax.bench.passes import Case, compile_case, time_cases
+from stree_jax.bench.speculation import (
+    PLAIN,
+    Arm,
+    decode_once,
+    decode_unit,
+    parse_arm,
+    summarise_arms,
+    workload,
+)
+from stree_jax.checkpoint import Model
+from stree_jax.generate import encode_prompts
+from stree_jax.models import param_dtype
+from stree_jax.tree import Topology, Tree, resolve_tree
+
+ARMS = ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"]
+OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that the acceptance asks for
+DEPTH, WIDTH = 6, 4  # of the acceptance table
+PASSES = 16  # a call: single passes of a small model take less than their dispatch
+
+
+def measure_cost(
+    target: Model,
+    drafter: Model,
+    prompts: dict[str, list[str]],
+    *,
+    arms: Sequence[str],
+    max_new_tokens: int,
+    run: Run,
+) -> dict[str, Any]:
+    """Predicted and measured speeds of chains, named trees and optimal ones, greedy.
+
+    Units: "ranks" (of the texts of every other prompt), "target" and "drafter" (times
+    of passes), and a unit for each of the other prompts.
+
+    Returns:
+      settings, "machine", "complete" and "units" of `measure`, and
+
+      "acceptance": the table p [D][R] of `cost.Acceptance`.
+      "results": a row an arm, the fastest prediction first: "arm", "nodes", "depth",
+        "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau" (measured),
+        "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain decoding
+        (median of prompts), "error", predicted / speedup - 1.
+
+    Raises:
+      ValueError: fewer than two prompts in a set, an unknown tree.
+    """
+    for name in arms:
+        resolve_tree(name)
+    if any(len(texts) < 2 for texts in prompts.values()):
+        raise ValueError("--count: want at least 2, half of them to predict from")
+    known = [text for texts in prompts.values() for text in texts[::2]]
+    unseen = {title: texts[1::2] for title, texts in prompts.items()}
+    plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, max_new_tokens)
+    context = plain.capacity - 256
+
+    def ranks() -> list[list[int]]:
+        rows = []
+        for text in known:
+            (tokens,) = decode_once(plain, plain.arms[0], [text], 0).tokens
+            (ids,) = encode_prompts(target, text)
+            rows.append(cost.drafter_ranks(drafter, ids, tokens).tolist())
+        return rows
+
+    def passes(model: Model, sizes: Sequence[int]) -> dict[str, float]:
+        cases = [Case(size, "packed", context) for size in sizes]
+        programs = [compile_case(model, case, PASSES) for case in cases]
+        records = time_cases(programs, 4 * run.repeats)
+        return {str(r["nodes"]): spread(r["seconds"])["median"] for r in records}
+
+    warm: set[str] = set()
+
+    @cache
+    def ranks_and_trees() -> tuple[list[list[int]], dict[str, Tree]]:
+        """Made again by a run that goes on: greedy texts are the same each time."""
+        found = ranks()
+        return found, candidates(arms, found)
+
+    def work(unit: str) -> Any:
+        if unit == "ranks":
+            return ranks_and_trees()[0]
+        trees = ranks_and_trees()[1]
+        if unit == "target":
+            return passes(target, sorted({1, *(t.size for t in trees.values())}))
+        if unit == "drafter":
+            widths = {t.width for t in trees.values()}
+            return passes(
+                drafter, sorted(widths | {t.depth + 1 for t in trees.values()})
+            )
+        _, title, _, i = unit.split("/")
+        named = [Arm(name, _spec(tree)) for name, tree in trees.items()]
+        work = replace(plain, arms=(*plain.arms, *named))
+        return decode_unit(work, [unseen[title][int(i)]], 0, run.repeats, warm, {})
+
+    decoded = [
+        f"/{title}/T=0/{i}"
+        for title, texts in unseen.items()
+        for i in range(len(texts))
+    ]
+    decoded.sort(key=lambda name: int(name.rpartition("/")[2]))
+    settings = {
+        "kind": "cost",
+        "dtype": str(param_dtype(target.params)),
+        "arms": list(arms),
+        "sets": {title: len(texts) for title, texts in prompts.items()},
+        "max_new_tokens": max_new_tokens,
+    }
+    units = ["ranks", "target", "drafter", *decoded]
+    report = measure(settings, units, work, run)
+    return {**report, **_predictions(report["units"], arms)}
+
+
+def candidates(arms: Sequence[str], ranks: cost.Ranks) -> dict[str, Tree]:
+    """The arms' trees, and the best trees of OPTIMAL sizes for these ranks."""
+    table = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
+    trees: dict[str, Topology] = {name: resolve_tree(name) for name in arms}
+    trees |= {f"optimal:{n}": cost.greedy_tree(table, n) for n in OPTIMAL}
+    return {name: tree for name, tree in trees.items() if isinstance(tree, Tree)}
+
+
+def _spec(tree: Tree) -> tuple[int, ...]:
+    return tuple(np.asarray(tree.parents).tolist())
+
+
+def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
+    """The report's "acceptance" and "results", once all but some prompts are there."""
+    decoded = {name: record for name, record in units.items() if "/" in name}
+    if not decoded:
+        return {"acceptance": None, "results": []}
+    ranks = units["ranks"]
+    table = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
+    trees = candidates(arms, ranks)
+    rows = merged(summarise_arms(decoded), decoded)
+    # What a step of plain decoding takes beyond its pass, a step with a tree takes too.
+    target = {int(n): s for n, s in units["target"].items()}
+    overhead = rows[PLAIN]["ms"] / 1e3 - target[1]
+    verify = cost.MeasuredTime(list(target), [s + overhead for s in target.values()])
+    draft_sizes = [int(n) for n in units["drafter"]]
+    draft = cost.MeasuredTime(draft_sizes, list(units["drafter"].values()))
+    taus = {name: cost.simulated_tau(tree, ranks) for name, tree in trees.items()}
+    results = []
+    for row in cost.best(trees, lambda tree: taus[_name(trees, tree)], verify, draft):
+        seen, tree = rows[row.name], trees.get(row.name)
+        results.append(
+            {
+                "arm": row.name,
+                "nodes": row.size,
+                "depth": 0 if tree is None else tree.depth,
+                "parents": [-1] if tree is None else list(_spec(tree)),
+                "expected_tau": 1.0 if tree is None else cost.expected_tau(tree, table),
+                "simulated_tau": row.tau,
+                "predicted_ms": 1e3 * row.step_s,
+                "predicted": row.speedup,
+                **seen,
+                "error": row.speedup / seen["speedup"] - 1,
+            }
+        )
+    return {
+        "acceptance": table.p.tolist(),
+        "overhead_ms": 1e3 * overhead,
+        "results": results,
+    }
+
+
+def _name(trees: dict[str, Tree], tree: Topology) -> str:
+    return next(name for name, other in trees.items() if other is tree)
+
+
+def merged(
+    rows: list[dict[str, Any]], units: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Measured tau, ms a step and speed-up of every arm, over all prompts."""
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    measured = {}
+    for arm in arms:
+        cells = [record[arm] for record in units.values()]
+        plain = [
+            spread(record[PLAIN]["seconds"])["median"] for record in units.values()
+        ]
+        seconds = [spread(cell["seconds"])["median"] for cell in cells]
+        steps = [s / cell["calls"] for s, cell in zip(seconds, cells, strict=True)]
+        speedups = [p / s for p, s in zip(plain, seconds, strict=True)]
+        measured[arm] = {
+            "tau": sum(c["tokens"] for c in cells) / sum(c["calls"] for c in cells),
+            "ms": 1e3 * spread(steps)["median"],
+            "speedup": spread(speedups)["median"],
+        }
+    return measured
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """What the model says, and whether measuring agrees."""
+    rows = report["results"]
+    said = rows[0]
+    fastest = max(rows, key=lambda row: row["speedup"])
+    text = (
+        f"With this target, drafter and machine: {said['arm']} is fastest, "
+        f"{said['predicted']:.2f} times plain decoding (measured "
+        f"{said['speedup']:.2f})."
+    )
+    if fastest is said:
+        return text + " It is the fastest of the measured ones."
+    return (
+        text + f" Measured, {fastest['arm']} is: {fastest['speedup']:.2f} (predicted "
+        f"{fastest['predicted']:.2f})."
+    )
+
+
+def cost_table(report: dict[str, Any]) -> str:
+    """Predicted and measured, the fastest prediction first, and the verdict."""
+    if not report["results"]:
+        return "nothing decoded yet"
+    head = ["arm", "nodes", "depth", "tau by table", "by ranks", "measured"]
+    head += ["ms a step, predicted", "measured", "over plain, predicted", "measured"]
+    lines = [
+        "| " + " | ".join([*head, "error"]) + " |",
+        "| --- " * (len(head) + 1) + "|",
+    ]
+    for row in report["results"]:
+        cells = [row["arm"], str(row["nodes"]), str(row["depth"])]
+        numbers = ("expected_tau", "simulated_tau", "tau", "predicted_ms", "ms")
+        cells += [f"{row[name]:.2f}" for name in (*numbers, "predicted", "speedup")]
+        lines.append("| " + " | ".join([*cells, f"{row['error']:+.0%}"]) + " |")
+    worst = max(abs(row["error"]) for row in report["results"])
+    lines += ["", verdict(report) + f" Largest error of a prediction: {worst:.0%}."]
+    table = report["acceptance"]
+    lines += ["", "| depth | " + " | ".join(f"rank {r}" for r in range(WIDTH)) + " |"]
+    lines += ["| --- " * (WIDTH + 1) + "|"]
+    for d, row in enumerate(table, start=1):
+        lines.append(f"| {d} | " + " | ".join(f"{p:.2f}" for p in row) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,264 @@
+"""Figures of the reports: one function a kind, from a report to a matplotlib figure."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stree_jax.bench.method import machine_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which most colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+PLAIN = "plain"
+
+
+def check_matplotlib() -> None:
+    """Raises ValueError where the extra is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("figures need matplotlib; pip install 'stree-jax[bench]'")
+
+
+def panels(columns: int, report: dict[str, Any], title: str) -> "tuple[Figure, list]":
+    """A figure with a row of axes, its title and what it was measured on."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5.4, 4.2 * columns), 4.0), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", linewidth=0.5, alpha=0.4)
+        ax.set_axisbelow(True)
+    figure.suptitle(title, fontsize=12)
+    figure.supxlabel(machine_line(report), fontsize=7, color="0.4")
+    return figure, list(axes)
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write path.png and path.svg; a suffix that path has is taken off."""
+    stem = path.with_suffix("") if path.suffix in (".png", ".svg") else path
+    for suffix in (".png", ".svg"):
+        figure.savefig(stem.with_name(stem.name + suffix), dpi=160)
+
+
+def draw(report: dict[str, Any]) -> "Figure":
+    """The figure of a report's kind."""
+    match report["kind"]:
+        case "decode" | "trees" | "attention":
+            return draw_arms(report)
+        case "temperature":
+            return draw_temperature(report)
+        case "unrolled":
+            return draw_unrolled(report)
+        case "forward":
+            return draw_forward(report)
+        case "cost":
+            return draw_cost(report)
+    raise ValueError(f"--figure: there is none of bench {report['kind']}")
+
+
+def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> None:
+    """Grouped bars of speed-ups (median, quartiles) with tau on top of each."""
+    width = 0.8 / len(bars)
+    for i, (name, rows) in enumerate(bars.items()):
+        place = [g + (i - (len(bars) - 1) / 2) * width for g in range(len(groups))]
+        heights = [row["speedup"]["median"] for row in rows]
+        ends = [
+            [h - row["speedup"]["low"] for h, row in zip(heights, rows, strict=True)],
+            [row["speedup"]["high"] - h for h, row in zip(heights, rows, strict=True)],
+        ]
+        colour = COLOURS[i % len(COLOURS)]
+        ax.bar(place, heights, 0.92 * width, label=name, color=colour)
+        ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
+        for x, row in zip(place, rows, strict=True):
+            top = row["speedup"]["high"] + 0.015
+            tau = f"τ {row['tau']:.1f}"
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            ax.text(x, top, tau, ha="center", va="bottom", fontsize=7, bbox=box)
+    ax.axhline(1, color="0.25", linewidth=1, linestyle="--")
+    ax.set_xticks(range(len(groups)), groups)
+    ax.set_ylabel(what)
+
+
+def draw_arms(report: dict[str, Any]) -> "Figure":
+    """Speed over plain decoding of every arm, a panel a temperature.
+
+    Groups are prompt sets, or pairs where there are several.
+    """
+    temperatures = sorted({row["temperature"] for row in report["results"]})
+    many = len(report["pairs"]) > 1
+    figure, axes = panels(
+        len(temperatures), report, "Speed of decoding, plain decoding = 1"
+    )
+    for ax, temperature in zip(axes, temperatures, strict=True):
+        rows = [r for r in report["results"] if r["temperature"] == temperature]
+        rows = [r for r in rows if r["arm"] != PLAIN and "transformers" not in r["arm"]]
+        key = (lambda r: f"{r['pair']}\n{r['set']}") if many else (lambda r: r["set"])
+        groups = list(dict.fromkeys(map(key, rows)))
+        bars: dict[str, list] = {}
+        for row in rows:
+            bars.setdefault(_arm_label(row["arm"], temperature), []).append(row)
+        _bars(ax, groups, bars, "times plain decoding")
+        kind = "greedy" if temperature == 0 else f"sampled, T = {temperature:g}"
+        ax.set_title(kind, fontsize=10)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08), "ncols": 2}
+        ax.legend(fontsize=8, frameon=False, **below)
+    return figure
+
+
+def _arm_label(arm: str, temperature: float) -> str:
+    """Greedy decoding knows no rules, only trees."""
+    rule, _, tree = arm.rpartition("@")
+    name = tree.replace("chain:", "chain of ") if ":" in tree else f"tree {tree}"
+    return name if temperature == 0 or not rule else f"{name}, {rule}"
+
+
+def draw_temperature(report: dict[str, Any]) -> "Figure":
+    """tau and speed against temperature, mean over the prompt sets."""
+    figure, axes = panels(2, report, "Acceptance rules against temperature")
+    what = ("tokens per target call (τ)", "times plain decoding")
+    sets = list(report["sets"])
+    temperatures = report["temperatures"]
+    arms = [arm for arm in report["arms"] if arm != PLAIN]
+    for i, arm in enumerate(arms):
+        lines: list[list[float]] = [[], []]
+        for temperature in temperatures:
+            rows = [
+                r
+                for r in report["results"]
+                if r["temperature"] == temperature and _stands_for(r["arm"], arm, r)
+            ]
+            lines[0].append(sum(r["tau"] for r in rows) / max(len(rows), 1))
+            speeds = [r["speedup"]["median"] for r in rows]
+            lines[1].append(sum(speeds) / max(len(rows), 1))
+        for ax, line in zip(axes, lines, strict=True):
+            ax.plot(
+                temperatures,
+                line,
+                marker=MARKERS[i % len(MARKERS)],
+                color=COLOURS[i % len(COLOURS)],
+                label=arm,
+                linewidth=1.4,
+                markersize=5,
+            )
+    for ax, text in zip(axes, what, strict=True):
+        ax.set_xlabel("temperature")
+        ax.set_ylabel(text)
+    axes[1].axhline(1, color="0.25", linewidth=1, linestyle="--")
+    axes[0].legend(fontsize=8, frameon=False)
+    axes[0].set_title(f"mean of {', '.join(sets)}", fontsize=9)
+    axes[1].set_title(f"batch {report['batch']}", fontsize=9)
+    return figure
+
+
+def _stands_for(name: str, arm: str, row: dict[str, Any]) -> bool:
+    """At T = 0 one arm a tree was run."""
+    if row["temperature"] > 0:
+        return name == arm
+    return name.rpartition("@")[2] == arm.rpartition("@")[2]
+
+
+def draw_forward(report: dict[str, Any]) -> "Figure":
+    """Time against nodes with its fit, and full trees packed and unrolled."""
+    figure, axes = panels(3, report, f"One pass of {report['shape']}")
+    sizes = [row for row in report["results"] if row["unit"] == "sizes"]
+    trees = [row for row in report["results"] if row["unit"] != "sizes"]
+    nodes = [row["nodes"] for row in sizes]
+    axes[0].plot(
+        nodes, [row["ms"] for row in sizes], "o", color=COLOURS[0], label="t(N)"
+    )
+    if fit := report["fit"]:
+        line = [fit["c_ms"] + fit["b_ms"] * n + fit["a_ms"] * n * n for n in nodes]
+        label = "quadratic fit" if fit["degree"] == 2 else "linear fit"
+        axes[0].plot(nodes, line, color=COLOURS[4], linewidth=1, label=label)
+    if report["floor_ms"]:
+        floor = {"color": "0.25", "linewidth": 1, "linestyle": "--"}
+        axes[0].axhline(report["floor_ms"], label="reading the weights", **floor)
+    axes[0].set_title("packed, any tree", fontsize=10)
+    names = {
+        "packed": "packed",
+        "step": "unrolled, by steps",
+        "chunk": "unrolled, chunks",
+    }
+    for i, (scan, label) in enumerate(names.items()):
+        rows = [row for row in trees if row["scan"] == scan]
+        x = [row["nodes"] for row in rows]
+        style = {"marker": MARKERS[i], "color": COLOURS[i], "label": label}
+        axes[1].plot(x, [row["ms"] for row in rows], **style)
+        megabytes = [row["temp_bytes"] / 1e6 for row in rows]
+        axes[2].plot(x, megabytes, **style)
+    axes[1].set_title("full binary trees: time", fontsize=10)
+    axes[2].set_title("full binary trees: temporaries", fontsize=10)
+    for ax, unit in zip(
+        axes, ("ms", "ms", "MB beside weights and states"), strict=True
+    ):
+        ax.set_xlabel("nodes in the tree")
+        ax.set_ylabel(unit)
+        ax.set_ylim(bottom=0)
+        ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_cost(report: dict[str, Any]) -> "Figure":
+    """Predicted against measured speed, and tau of the arms."""
+    figure, axes = panels(2, report, "The cost model against measurements")
+    rows = report["results"]
+    pairs = (("predicted", "speedup"), ("simulated_tau", "tau"))
+    names = ("times plain decoding", "tokens per target call (τ)")
+    for ax, (x, y), name in zip(axes, pairs, names, strict=True):
+        for i, kind in enumerate(("plain", "chain", "tree", "optimal")):
+            group = [row for row in rows if _kind_of(row["arm"]) == kind]
+            xs, ys = [row[x] for row in group], [row[y] for row in group]
+            style = {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": ""}
+            ax.plot(xs, ys, label=kind, **style)
+        for row in rows:
+            label = row["arm"].partition(":")[2] or row["arm"]
+            place = {"xytext": (3, 3), "textcoords": "offset points"}
+            ax.annotate(label, (row[x], row[y]), fontsize=7, **place)
+        ends = [min(*(r[x] for r in rows), *(r[y] for r in rows))]
+        ends.append(max(*(r[x] for r in rows), *(r[y] for r in rows)))
+        ax.plot(ends, ends, color="0.25", linewidth=1, linestyle="--")
+        ax.set_xlabel(f"{name}, predicted")
+        ax.set_ylabel(f"{name}, measured")
+        ax.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _kind_of(arm: str) -> str:
+    kind = arm.partition(":")[0]
+    return kind if kind in ("plain", "chain", "optimal") else "tree"
+
+
+def draw_unrolled(report: dict[str, Any]) -> "Figure":
+    """Speed and memory against depth, a colour a width, the first set's."""
+    figure, axes = panels(2, report, "Beam trees, packed and unrolled")
+    title = next(iter(report["sets"]))
+    rows = [row for row in report["results"] if row["set"] == title]
+    scans = dict.fromkeys(row["scan"] for row in rows)
+    lines = {"packed": "-", "step": "--", "chunk": ":"}
+    for i, width in enumerate(report["widths"]):
+        for scan in scans:
+            group = [r for r in rows if (r["width"], r["scan"]) == (width, scan)]
+            depths = [row["depth"] for row in group]
+            name = "packed" if scan == "packed" else f"unrolled, {scan}"
+            style = {
+                "color": COLOURS[i % len(COLOURS)],
+                "marker": MARKERS[i % len(MARKERS)],
+                "linestyle": lines[scan],
+                "label": f"width {width}, {name}",
+            }
+            axes[0].plot(depths, [row["tokens_per_s"] for row in group], **style)
+            axes[1].plot(depths, [row["memory_bytes"] / 1e6 for row in group], **style)
+    units = ("tokens/s", "MB, the compiled loop")
+    for ax, unit in zip(axes, units, strict=True):
+        ax.set_xlabel("depth of the tree")
+        ax.set_ylabel(unit)
+        ax.set_xticks(report["depths"])
+        ax.set_ylim(bottom=0)
+    axes[0].set_title(f"{title}, {report['max_new_tokens']} new tokens", fontsize=10)
+    axes[1].set_title("memory by the program's own analysis", fontsize=10)
+    axes[1].legend(fontsize=7, frameon=False)
+    return figure

@@ -1,0 +1,251 @@
+"""One pass of a model against the nodes of its tree, packed and unrolled.
+
+STree's Fig. 2 (time against N) and Fig. 3 (full binary trees, packed against a sequence
+per leaf), with random weights: time does not depend on what they are.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.bench.memory import (
+    allocator_peaks,
+    megabytes,
+    peak_in_use,
+    read_bandwidth,
+)
+from stree_jax.bench.method import Run, measure, spread
+from stree_jax.bench.passes import (
+    CONTEXT,
+    SCANS,
+    Case,
+    Program,
+    compile_case,
+    time_cases,
+)
+from stree_jax.bench.shapes import config_of, random_model
+from stree_jax.checkpoint import Model
+from stree_jax.cost import fit_pass_time, fit_quality
+from stree_jax.models import ModelConfig, init_params
+
+DISPATCH = 32  # passes a dispatch, but on a CPU: see `measure_forward`
+
+
+def measure_forward(
+    shape: str, sizes: Sequence[int], levels: Sequence[int], dtype: str, run: Run
+) -> dict[str, Any]:
+    """Time and memory of a pass over trees, random weights, batch 1.
+
+    A pass replays a whole path of the last tree, verifies N nodes, and takes the argmax
+    of their logits; attention layers read CONTEXT committed tokens, whatever the size.
+    On a GPU a dispatch runs DISPATCH passes: handing over the arrays of all layers
+    takes as long as a pass. State and records are donated; trees are data.
+
+    Units: "allocator" (where the backend has statistics; first, as peaks only rise),
+    "bandwidth", "sizes" (all sizes packed, taking turns), and "binary:L" a level (the
+    three ways to verify it, taking turns).
+
+    Args:
+      shape: a name of `stree_jax.bench.shapes`.
+      sizes: N of Fig. 2; binary trees filled level by level.
+      levels: L of Fig. 3's full binary trees, the root's level included.
+
+    Returns:
+      settings, "machine", "complete" and "units" of `measure`, and
+
+      "weight_bytes": of all weights; "read_bytes": of those that a pass reads whole,
+        which leaves out an embedding that is not also the head.
+      "read_bytes_per_s": measured; "floor_ms": read_bytes at that rate. None until
+        measured.
+      "fit": t(N) of the sizes' medians, {"degree", "c_ms", "b_ms", "a_ms", "r2",
+        "largest_error"} for a N^2 + b N + c, a = 0 without attention; None where the
+        sizes are too few.
+      "results": a row a case, sizes first: "unit"; "levels", L or None; "scan",
+        "packed", "step" or "chunk"; "nodes", N; "tokens", computed in a pass (unrolled:
+        leaves x levels); "states", held; "ms", "ms_low", "ms_high", median and
+        quartiles of a pass over turns; "over_packed", ratio of medians, 1 for packed;
+        "same_argmax", share of nodes whose argmax is the packed pass's, None in
+        "sizes"; "compile_s", apart from all times; "memory_bytes", "temp_bytes", of the
+        program (`compiled_bytes`); "allocator_peak_bytes" (`allocator_peaks`), None in
+        "sizes".
+
+    Raises:
+      ValueError: an unknown shape, or a tree without a node.
+    """
+    config = config_of(shape)
+    for option, values in (("--sizes", sizes), ("--levels", levels)):
+        if min(values, default=1) < 1:
+            raise ValueError(f"{option}: want at least 1, got {min(values)}")
+    passes = 1 if jax.default_backend() == "cpu" else DISPATCH
+    trees = {f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in levels}
+    timed = {"sizes": [Case(n, "packed") for n in dict.fromkeys(sizes)]} | trees
+    weight_bytes, read_bytes = bytes_of(config, dtype)
+
+    @cache
+    def model() -> Model:
+        return random_model(config, dtype)
+
+    @cache
+    def program(case: Case) -> Program:
+        return compile_case(model(), case, passes)
+
+    def work(unit: str) -> Any:
+        match unit:
+            case "allocator":
+                return _peaks([program(c) for cases in trees.values() for c in cases])
+            case "bandwidth":
+                return read_bandwidth(read_bytes, run.repeats)
+        return time_cases([program(case) for case in timed[unit]], run.repeats)
+
+    settings = {
+        "kind": "forward",
+        "shape": shape,
+        "dtype": dtype,
+        "sizes": list(sizes),
+        "levels": list(levels),
+        "context": CONTEXT,
+        "passes_per_dispatch": passes,
+    }
+    first = ["bandwidth"] if peak_in_use() is None else ["allocator", "bandwidth"]
+    units = first + [name for name, cases in timed.items() if cases]
+    report = measure(settings, units, work, run)
+    rate, results = report["units"].get("bandwidth"), rows_of(report["units"])
+    degree = 1 if set(config.layers) <= {"mamba", "mlp", "moe"} else 2
+    return {
+        **report,
+        "weight_bytes": weight_bytes,
+        "read_bytes": read_bytes,
+        "read_bytes_per_s": rate,
+        "floor_ms": None if rate is None else 1e3 * read_bytes / rate,
+        "fit": fit_of([row for row in results if row["unit"] == "sizes"], degree),
+        "results": results,
+    }
+
+
+def bytes_of(config: ModelConfig, dtype: str) -> tuple[int, int]:
+    """Bytes of all weights, and of those that a pass reads whole."""
+
+    def make(key: jax.Array) -> Any:
+        return init_params(config, key, jnp.dtype(dtype))
+
+    params = jax.eval_shape(make, jax.random.key(0))
+    total = sum(z.size * z.dtype.itemsize for z in jax.tree.leaves(params))
+    table = params["embedding"]
+    rows = 0 if config.tie_embeddings else table.size * table.dtype.itemsize
+    return total, total - rows
+
+
+def _peaks(programs: Sequence[Program]) -> dict[str, int | None]:
+    """The allocator's peak by case; carries are made, used and dropped in turn."""
+
+    def call(program: Program) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready(program.run(program.begin()))
+
+    arms = {
+        f"{p.case.scan} {p.case.nodes}": (p.memory["memory_bytes"], call(p))
+        for p in programs
+    }
+    return allocator_peaks(arms)
+
+
+def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report's rows, from the records of the units that are there."""
+    peaks, rows = units.get("allocator", {}), []
+    for unit, records in units.items():
+        if unit in ("allocator", "bandwidth"):
+            continue
+        kind, _, levels = unit.partition(":")
+        packed = spread(records[0]["seconds"])["median"]
+        for record in records:
+            row = {"unit": unit, "levels": int(levels) if levels else None} | record
+            ms = spread([1e3 * s for s in row.pop("seconds")])
+            row |= {"ms": ms["median"], "ms_low": ms["low"], "ms_high": ms["high"]}
+            peak = peaks.get(f"{row['scan']} {row['nodes']}")
+            row["allocator_peak_bytes"] = None if kind == "sizes" else peak
+            over = row["ms"] / (1e3 * packed)
+            row["over_packed"] = 1.0 if row["scan"] == "packed" else over
+            rows.append(row)
+    return rows
+
+
+def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None:
+    """The fitted t(N) of rows, in milliseconds."""
+    sizes, ms = [row["nodes"] for row in rows], [row["ms"] for row in rows]
+    if len(sizes) <= degree:
+        return None
+    time_of = fit_pass_time(sizes, ms, degree)
+    r2, largest = fit_quality(time_of, sizes, ms)
+    return {
+        "degree": degree,
+        "c_ms": time_of.c,
+        "b_ms": time_of.b,
+        "a_ms": time_of.a,
+        "r2": r2 if math.isfinite(r2) else None,
+        "largest_error": largest,
+    }
+
+
+def forward_table(report: dict[str, Any]) -> str:
+    """Fig. 2 and Fig. 3 as tables, the floor and the fit above them."""
+    lines = [
+        f"{report['shape']}, {report['dtype']}, "
+        f"{report['weight_bytes'] / 1e6:.0f} MB of weights"
+    ]
+    floor = report["floor_ms"]
+    if floor is not None:
+        rate = report["read_bytes_per_s"] / 1e9
+        lines[0] += f", read at {rate:.1f} GB/s: floor {floor:.2f} ms"
+    sizes = [row for row in report["results"] if row["unit"] == "sizes"]
+    trees = [row for row in report["results"] if row["unit"] != "sizes"]
+    if sizes:
+        lines += ["", *_size_lines(sizes, floor)]
+    if report["fit"] is not None:
+        lines += ["", _fit_line(report["fit"])]
+    if trees:
+        lines += ["", *_tree_lines(trees)]
+    return "\n".join(lines)
+
+
+def _fit_line(fit: dict[str, Any]) -> str:
+    terms = [f"{fit['c_ms']:.2f}", f"{fit['b_ms']:+.3f} N"]
+    terms += [f"{fit['a_ms']:+.5f} N^2"] if fit["degree"] == 2 else []
+    time_of = " ".join(terms).replace(" +", " + ").replace(" -", " - ")
+    quality = "" if fit["r2"] is None else f"R2 {fit['r2']:.3f}, "
+    return f"t(N) = {time_of} ms ({quality}largest error {fit['largest_error']:.0%})"
+
+
+def _size_lines(rows: Sequence[dict[str, Any]], floor: float | None) -> list[str]:
+    base = rows[0]
+    head = ["N", "ms (quartiles)", f"of N = {base['nodes']}", "of the floor"]
+    head += ["memory, MB", "temporaries, MB", "compiling, s"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for row in rows:
+        cells = [f"{row['nodes']}", _quartiles(row), f"{row['ms'] / base['ms']:.2f}"]
+        cells += ["-" if floor is None else f"{row['ms'] / floor:.2f}"]
+        cells += [megabytes(row["memory_bytes"]), megabytes(row["temp_bytes"])]
+        lines.append("| " + " | ".join([*cells, f"{row['compile_s']:.1f}"]) + " |")
+    return lines
+
+
+def _tree_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    head = ["levels", "nodes", "scan", "tokens", "states", "ms (quartiles)"]
+    head += ["over packed", "memory, MB", "temporaries, MB", "allocator's peak, MB"]
+    head += ["same argmax", "compiling, s"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for row in rows:
+        names = ("levels", "nodes", "scan", "tokens", "states")
+        cells = [f"{row[name]}" for name in names]
+        cells += [_quartiles(row), f"{row['over_packed']:.2f}"]
+        sizes = ("memory_bytes", "temp_bytes", "allocator_peak_bytes")
+        cells += [megabytes(row[name]) for name in sizes]
+        cells += [f"{row['same_argmax']:.0%}", f"{row['compile_s']:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _quartiles(row: dict[str, Any]) -> str:
+    return f"{row['ms']:.2f} ({row['ms_low']:.2f}..{row['ms_high']:.2f})"

@@ -1,0 +1,254 @@
+"""Time of the ops by implementation, on the shapes of real models."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.bench.memory import read_bandwidth
+from stree_jax.bench.method import Run, measure, spread, take_turns
+from stree_jax.pallas_kernels import Implementation, replay_tree_scan, tree_attention
+
+
+class Scan(NamedTuple):
+    """Heads, groups, head size and state size of a Mamba2 layer."""
+
+    H: int
+    G: int
+    P: int
+    N: int
+
+
+class Attend(NamedTuple):
+    """Query heads, KV heads, head size and committed tokens of an attention layer."""
+
+    Hq: int
+    Hk: int
+    hd: int
+    S: int
+
+
+SHAPES: dict[str, Scan | Attend] = {
+    "mamba2-2.7b": Scan(80, 1, 64, 128),
+    "granite-4 mamba": Scan(48, 1, 64, 128),
+    "mambainllama-8b mamba": Scan(32, 32, 128, 128),
+    "falcon-h1 mamba": Scan(24, 1, 64, 256),
+    "nemotron-h mamba": Scan(128, 8, 64, 128),
+    "small state": Scan(24, 1, 64, 64),
+    "mambainllama-8b attention": Attend(32, 8, 128, 4096),
+    "granite-4 attention": Attend(12, 4, 128, 32768),
+}
+PATH = 6  # tokens of the longest accepted path, tree E's
+
+FIGURES = ("us", "us_low", "us_high", "of_bandwidth", "over_xla", "first_call_s")
+
+Case = tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]]]
+
+
+def op_case(
+    shape: Scan | Attend,
+    batch: int,
+    T: int,
+    dtype: Any,
+    implementation: Implementation | None,
+) -> Case:
+    """A function of arrays, and their shapes and dtypes.
+
+    Its first result can be its first argument the next time; the second is the output.
+    """
+    f32, i32 = jnp.dtype("float32"), jnp.dtype("int32")
+    dtype, mask = jnp.dtype(dtype), ((batch, T, T), jnp.dtype(bool))
+    if isinstance(shape, Attend):
+        Hq, Hk, hd, S = shape
+        scale = hd**-0.5
+        cache = ((batch, Hk, S + PATH + 1, hd), dtype)
+        new = ((batch, T, Hk, hd), dtype)
+        q = ((batch, T, Hq, hd), f32)
+
+        def attend(q, k, v, k_cache, v_cache, length, mask):
+            args = (q, k, v, k_cache, v_cache, length, mask, scale)
+            out = tree_attention(*args, implementation=implementation)
+            return out, out
+
+        return attend, [q, new, new, cache, cache, ((batch,), i32), mask]
+
+    H, G, P, N = shape
+    tokens = [((batch, T, H, P), dtype), ((batch, T, H), f32), ((batch, T, H), f32)]
+    tokens += [((batch, T, G, N), dtype)]
+    path = [((batch, PATH), i32), ((batch,), i32)]
+    rest = [((batch, T, G, N), dtype), ((H,), f32), mask]
+
+    def scan(h0, x, dt, a, B, path, length, *tree):
+        past = (x, dt, a, B)
+        y, h = replay_tree_scan(
+            h0, past, path, length, *tree, implementation=implementation
+        )
+        return h, y
+
+    return scan, [((batch, H, P, N), f32), *tokens, *path, *tokens, *rest]
+
+
+def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax.Array]:
+    """Random arrays: decays below 0, a full path, a full cache, a causal mask."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    made = []
+    for (shape, dtype), key in zip(shapes, keys, strict=True):
+        if dtype == jnp.int32:
+            full = jnp.arange(shape[-1]) if len(shape) == 2 else jnp.asarray(S or PATH)
+            made.append(jnp.broadcast_to(full, shape).astype(dtype))
+        elif jnp.issubdtype(dtype, jnp.bool_):
+            made.append(jnp.tril(jnp.ones(shape, bool)))
+        else:
+            value = 0.1 * jax.random.normal(key, shape)
+            decays = len(shape) == 3  # a, and dt with it: no state may grow
+            made.append((-jnp.abs(value) if decays else value).astype(dtype))
+    return made
+
+
+def measure_kernels(
+    *, batches: Sequence[int], sizes: Sequence[int], dtype: str, run: Run
+) -> dict[str, Any]:
+    """Time of every op and shape by every implementation that runs on this device.
+
+    A unit is a case, "OP/BATCH/T", whose implementations take turns; the unit
+    "bandwidth" comes first.
+
+    Returns:
+      settings, "machine", "complete" and "units" of `measure`; "read_bytes_per_s",
+      measured, None before that; and "results", a row a case and implementation: "op";
+      "batch"; "T", nodes; "implementation"; "bytes", read and written; "us", "us_low",
+      "us_high", median and quartiles over turns; "of_bandwidth", bytes a second over
+      "read_bytes_per_s"; "over_xla", XLA's median over this one's; "first_call_s",
+      compilation included; "refused", why it does not run, None if it does. A refused
+      row has None in all of the figures but "bytes".
+    """
+    for option, values in (("--batch", batches), ("--sizes", sizes)):
+        if min(values, default=1) < 1:
+            raise ValueError(f"{option}: want at least 1, got {min(values)}")
+    units = {
+        f"{name}/{batch}/{T}": (shape, batch, T)
+        for name, shape in SHAPES.items()
+        for batch in batches
+        for T in sizes
+    }
+
+    def work(unit: str) -> Any:
+        if unit == "bandwidth":
+            return read_bandwidth(1 << 28, run.repeats)
+        return time_case(*units[unit], dtype, run.repeats)
+
+    settings = {
+        "kind": "kernels",
+        "dtype": dtype,
+        "batches": list(batches),
+        "sizes": list(sizes),
+    }
+    report = measure(settings, ["bandwidth", *units], work, run)
+    rate = report["units"].get("bandwidth")
+    rows = kernel_rows(report["units"], rate)
+    return {**report, "read_bytes_per_s": rate, "results": rows}
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """What may run here; a CPU interprets kernels, which is not worth timing."""
+    if jax.default_backend() == "gpu":
+        return ("xla", "triton", "mosaic_gpu")
+    return ("xla",)
+
+
+def time_case(
+    shape: Scan | Attend, batch: int, T: int, dtype: str, repeats: int
+) -> dict[str, Any]:
+    """The record of a case: bytes moved, and by implementation seconds or a refusal."""
+    loops = 50 if jax.default_backend() == "gpu" else 5
+    S = shape.S if isinstance(shape, Attend) else 0
+    calls: dict[str, Callable[[], float]] = {}
+    record: dict[str, Any] = {"arms": {}}
+    for implementation in implementations():
+        began = time.perf_counter()
+        try:
+            function, shapes = op_case(shape, batch, T, dtype, implementation)
+            args = arguments(shapes, S)
+            written = args[0].nbytes if S == 0 else 0  # the state is written as well
+            record["bytes"] = sum(z.nbytes for z in args) + written
+            call = partial(_seconds, _looped(function, loops), args, loops)
+            call()
+        except (ValueError, NotImplementedError) as error:
+            record["arms"][implementation] = {"refused": str(error).splitlines()[0]}
+            continue
+        record["arms"][implementation] = {"first_call_s": time.perf_counter() - began}
+        calls[implementation] = call
+    seconds, _ = take_turns(calls, repeats, set(calls))
+    for name, turns in seconds.items():
+        record["arms"][name]["seconds"] = turns
+    return record
+
+
+def _looped(function: Callable[..., Any], loops: int) -> Callable[..., jax.Array]:
+    """Many calls a dispatch, each with the first result of the one before."""
+
+    @jax.jit
+    def run(first: jax.Array, *rest: jax.Array) -> jax.Array:
+        def again(_: jax.Array, carry: tuple) -> tuple:
+            first, total = carry
+            first, y = function(first, *rest)
+            return first, total + y.sum()  # or XLA would not compute y
+
+        return lax.fori_loop(0, loops, again, (first, jnp.float32(0)))
+
+    return run
+
+
+def _seconds(run: Callable[..., Any], args: Sequence[jax.Array], loops: int) -> float:
+    """Seconds of one call of the op."""
+    began = time.perf_counter()
+    jax.block_until_ready(run(*args))
+    return (time.perf_counter() - began) / loops
+
+
+def kernel_rows(units: dict[str, Any], rate: float | None) -> list[dict[str, Any]]:
+    """The report's rows, from the records of the units that are there."""
+    rows: list[dict[str, Any]] = []
+    for unit, record in units.items():
+        if unit == "bandwidth":
+            continue
+        op, batch, T = unit.split("/")
+        case = {"op": op, "batch": int(batch), "T": int(T), "bytes": record["bytes"]}
+        xla = spread(record["arms"]["xla"]["seconds"])["median"]
+        for name, arm in record["arms"].items():
+            row = case | dict.fromkeys(FIGURES) | {"implementation": name}
+            row["refused"] = arm.get("refused")
+            if row["refused"] is None:
+                us = spread([1e6 * s for s in arm["seconds"]])
+                row |= {"us": us["median"], "us_low": us["low"], "us_high": us["high"]}
+                row["over_xla"] = 1e6 * xla / us["median"]
+                row["first_call_s"] = arm["first_call_s"]
+                if rate is not None:
+                    row["of_bandwidth"] = 1e6 * record["bytes"] / us["median"] / rate
+            rows.append(row)
+    return rows
+
+
+def kernels_table(report: dict[str, Any]) -> str:
+    """Microseconds, share of the measured bandwidth, and ratio to XLA."""
+    rate = report["read_bytes_per_s"]
+    lines = [report["dtype"] + ("" if rate is None else f", {rate / 1e9:.0f} GB/s")]
+    head = ["op", "batch", "T", "MB", "implementation", "us (quartiles)"]
+    head += ["of bandwidth", "XLA / this", "first call, s"]
+    lines += ["", "| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for row in report["results"]:
+        cells = [row["op"], f"{row['batch']}", f"{row['T']}"]
+        cells += [f"{row['bytes'] / 1e6:.2f}", row["implementation"]]
+        if row["refused"] is not None:
+            cells += [row["refused"], "-", "-", "-"]
+        else:
+            share = row["of_bandwidth"]
+            cells += [f"{row['us']:.1f} ({row['us_low']:.1f}..{row['us_high']:.1f})"]
+            cells += ["-" if share is None else f"{share:.0%}"]
+            cells += [f"{row['over_xla']:.2f}", f"{row['first_call_s']:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

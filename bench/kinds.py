@@ -1,0 +1,135 @@
+"""The kinds of `stree-jax bench`, from options to a report, and from it to a table."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stree_jax.bench import (
+    cost,
+    forward,
+    kernels,
+    others,
+    profile,
+    speculation,
+    unrolled,
+)
+from stree_jax.bench.command import run_of
+from stree_jax.bench.method import machine_line
+from stree_jax.bench.prompts import read_prompts
+from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
+from stree_jax.checkpoint import Model, load
+from stree_jax.terminal import load_pair
+
+# Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
+# at T = 0 only the trees make a difference.
+ARMS = {
+    "decode": ["leviathan@chain:4", "mss@A", "naive/coupled@A", "naive/coupled@E"],
+    "temperature": [
+        "leviathan@chain:4",
+        "mss@A",
+        "recursive@A",
+        "naive@A",
+        "naive/coupled@A",
+    ],
+    "trees": ["leviathan@chain:4", *(f"mss@{tree}" for tree in "ABCDE")],
+    "attention": ["leviathan@chain:4", "mss@A"],
+}
+
+
+def measure_kind(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the options ask for."""
+    match args.kind:
+        case "decode" | "temperature" | "trees" | "attention":
+            return _speculation(args)
+        case "unrolled":
+            prompts = read_prompts(args.prompts, args.count)
+            return unrolled.measure_unrolled(
+                *pair(args),
+                prompts,
+                widths=args.widths,
+                depths=args.depths,
+                scans=args.scans,
+                max_new_tokens=args.max_new_tokens,
+                run=run_of(args),
+            )
+        case "forward":
+            return forward.measure_forward(
+                args.shape, args.sizes, args.levels, args.dtype, run_of(args)
+            )
+        case "cost":
+            return cost.measure_cost(
+                *pair(args),
+                read_prompts(args.prompts, args.count),
+                arms=args.arms or cost.ARMS,
+                max_new_tokens=args.max_new_tokens,
+                run=run_of(args),
+            )
+        case "profile":
+            return profile.measure_profile(
+                *pair(args),
+                read_prompts(args.prompts, 1),
+                arms=args.arms or ["plain", "chain:4", "E"],
+                run=run_of(args),
+            )
+        case "kernels":
+            return kernels.measure_kernels(
+                batches=args.batch,
+                sizes=args.sizes,
+                dtype=args.dtype,
+                run=run_of(args),
+            )
+    raise ValueError(f"bench: unknown kind {args.kind!r}")
+
+
+def table_of(report: dict[str, Any]) -> str:
+    """The report as Markdown, what it was measured on below."""
+    tables: dict[str, Callable[[dict[str, Any]], str]] = {
+        "temperature": speculation.temperature_table,
+        "unrolled": unrolled.unrolled_table,
+        "forward": forward.forward_table,
+        "cost": cost.cost_table,
+        "profile": profile.profile_table,
+        "kernels": kernels.kernels_table,
+    }
+    table = tables.get(report["kind"], speculation.arms_table)(report)
+    return f"{table.rstrip()}\n\n{machine_line(report)}"
+
+
+def pair(args: argparse.Namespace) -> tuple[Model, Model]:
+    target, drafter = load_pair(args)
+    if drafter is None:
+        raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
+    return target, drafter
+
+
+def named_pairs(specs: Sequence[str], dtype: str) -> dict[str, tuple[Model, Model]]:
+    """Models by label, from "NAME=TARGET:DRAFTER"."""
+    pairs = {}
+    for spec in specs:
+        name, _, paths = spec.partition("=")
+        target, _, drafter = paths.partition(":")
+        if not (name and target and drafter) or "/" in name:
+            raise ValueError(f"--pairs: want NAME=TARGET:DRAFTER, got {spec!r}")
+        pairs[name] = load(target, dtype=dtype), load(drafter, dtype=dtype)
+    return pairs
+
+
+def _speculation(args: argparse.Namespace) -> dict[str, Any]:
+    names = [PLAIN, *(args.arms or ARMS[args.kind])]
+    arms = [parse_arm(name) for name in dict.fromkeys(names)]
+    if args.kind == "attention":
+        pairs = named_pairs(args.pairs, args.dtype)
+    else:
+        pairs = {"": pair(args)}
+    prompts = read_prompts(args.prompts, args.count)
+    batch = getattr(args, "batch", 1)
+    works = {
+        label: workload(*models, arms, prompts, args.max_new_tokens, batch)
+        for label, models in pairs.items()
+    }
+    strangers = None
+    if getattr(args, "transformers", False):
+        target, _ = pairs[""]
+        strangers = others.with_transformers(target, args.max_new_tokens)
+    run = run_of(args)
+    return measure_arms(args.kind, works, prompts, args.temperatures, run, strangers)

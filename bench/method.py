@@ -1,0 +1,223 @@
+"""How everything here is measured.
+
+The arms of a comparison take turns in one process, so that a busy machine disturbs all
+of them alike, after a first call of each that compiles and is reported apart. A unit (a
+prompt, a shape) with all its arms and turns is measured at once and written down, so
+that a run that is killed goes on with the next unit.
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from stree_jax.version import __version__
+
+
+def commit() -> str | None:
+    """The commit that runs, with a plus if the checkout has changes; None outside."""
+    here = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str:
+        run = subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True
+        )
+        return run.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def processor() -> str:
+    """The CPU's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return names[0].strip() if names else platform.processor()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    device = jax.devices()[0]
+    return {
+        "device": processor() if device.platform == "cpu" else device.device_kind,
+        "backend": jax.default_backend(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "stree_jax": __version__,
+        "commit": commit(),
+    }
+
+
+def machine_line(report: dict[str, Any]) -> str:
+    """One line under a table or a figure."""
+    m = report["machine"]
+    line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, {report['dtype']}, "
+    line += f"commit {m['commit']}"
+    return line if report["complete"] else line + "; stopped before the end"
+
+
+class Clock:
+    """Time since the start, and whether `minutes` of it are over."""
+
+    def __init__(self, minutes: float | None):
+        self.limit = math.inf if minutes is None else 60 * minutes
+        self.began = time.perf_counter()
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.limit - (time.perf_counter() - self.began)
+
+    @property
+    def over(self) -> bool:
+        return self.left <= 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a measurement is run.
+
+    Attributes:
+      repeats: turns of every arm, after the first call.
+      json: where the report goes; units are kept beside it in `<json>.part` until all
+        are done, and a run with the same settings goes on from there.
+      minutes: no unit is begun after so long.
+    """
+
+    repeats: int
+    json: Path | None = None
+    minutes: float | None = None
+
+
+def take_turns(
+    arms: dict[str, Callable[[], Any]],
+    repeats: int,
+    warm: set[str],
+    done: Callable[[], Any] = lambda: None,
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Results of every arm's turns, and seconds of the first calls.
+
+    Args:
+      arms: to be called; each returns when its work is done.
+      warm: arms that have been called before in this process; updated.
+      done: called after every call.
+    """
+    first: dict[str, float] = {}
+    for name, call in arms.items():
+        if name not in warm:
+            began = time.perf_counter()
+            call()
+            first[name] = time.perf_counter() - began
+            warm.add(name)
+            done()
+    results: dict[str, list[Any]] = {name: [] for name in arms}
+    for turn in range(repeats):
+        order = list(arms) if turn % 2 == 0 else list(arms)[::-1]
+        for name in order:
+            results[name].append(arms[name]())
+            done()
+    return results, first
+
+
+def measure(
+    settings: dict[str, Any],
+    units: Iterable[str],
+    work: Callable[[str], Any],
+    run: Run,
+) -> dict[str, Any]:
+    """A report with the record of every unit, from `<json>.part` or measured now.
+
+    Args:
+      settings: what was asked for; with the machine, what the records depend on.
+      units: names.
+      work: measures one of them; its record must be JSON.
+
+    Returns:
+      settings, "machine", "complete" and "units": {name: record}.
+
+    Raises:
+      ValueError: `<json>.part` was made with other settings or on another machine.
+    """
+    head = {**settings, "repeats": run.repeats, "machine": machine()}
+    head = json.loads(json.dumps(head))  # as it is read back
+    clock, records = Clock(run.minutes), dict[str, Any]()
+    part = None if run.json is None else run.json.with_name(run.json.name + ".part")
+    if part is not None:
+        records = _read_part(part, head)
+    names = list(units)
+    with tqdm(names, unit="unit", mininterval=1) as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            if name in records:
+                continue
+            if clock.over:
+                break
+            records[name] = json.loads(json.dumps(work(name)))
+            if part is not None:
+                with part.open("a") as lines:
+                    lines.write(json.dumps([name, records[name]]) + "\n")
+    complete = all(name in records for name in names)
+    return {**head, "complete": complete, "units": records}
+
+
+def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
+    """The records of an interrupted run; begins the file where there is none."""
+    if not part.exists():
+        part.write_text(json.dumps(head) + "\n")
+        return {}
+    lines = part.read_text().split("\n")
+    old = json.loads(lines[0])
+    for name in sorted(old.keys() | head.keys()):
+        if old.get(name) != head.get(name):
+            raise ValueError(
+                f"{part}: made with another {name}; delete it, or write the report "
+                "to another place"
+            )
+    records = {}
+    for line in lines[1:-1]:  # what follows the last newline was cut off
+        name, record = json.loads(line)
+        records[name] = record
+    part.write_text("\n".join(lines[:-1]) + "\n")
+    return records
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """Write a report; a complete one needs its `.part` no more."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(report, indent=1) + "\n")
+    new.replace(path)
+    if report["complete"]:
+        path.with_name(path.name + ".part").unlink(missing_ok=True)
+
+
+def sign_test(ratios: Sequence[float]) -> float:
+    """Two-sided p of as uneven a split around 1 if either side were as likely."""
+    above, below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
+    n, k = above + below, max(above, below)
+    tail = sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n
+    return min(1.0, 2 * tail)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return dict.fromkeys(("median", "low", "high"), values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}

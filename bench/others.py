@@ -1,0 +1,65 @@
+"""Other decoders on the same model, for comparison."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from stree_jax.checkpoint import Model
+from stree_jax.convert.export import export_hf
+from stree_jax.generate import encode_prompts
+
+
+def with_transformers(
+    target: Model, max_new_tokens: int
+) -> Callable[[str], dict[str, Callable[[], float]]]:
+    """Plain greedy decoding by transformers, float32, of the exported target.
+
+    It refuses assisted generation with models that keep a state, so that there is
+    nothing else to compare with.
+
+    Returns:
+      for a text, a call that returns seconds of decoding: those of all tokens less
+      those of the first, as prompts are read outside the clock here.
+    """
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise ValueError(f"--transformers needs {package}; pip install {package}")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_hf(target.config, target.params, target.tokenizer, Path(folder) / "hf")
+        other = AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "hf", dtype=torch.float32, local_files_only=True
+        ).eval()
+
+    def decoder(text: str) -> dict[str, Callable[[], float]]:
+        ids = torch.tensor(encode_prompts(target, text))
+
+        def seconds(new: int) -> float:
+            began = time.perf_counter()
+            with torch.no_grad():
+                other.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=new,
+                    min_new_tokens=new,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            return time.perf_counter() - began
+
+        def call() -> float:
+            first = seconds(1)
+            return (seconds(max_new_tokens) - first) * _per_token(max_new_tokens)
+
+        return {"transformers, plain": call}
+
+    return decoder
+
+
+def _per_token(count: int) -> float:
+    """All tokens' time from that of all but the first."""
+    return count / (count - 1)

@@ -1,0 +1,204 @@
+"""Passes of a model over a binary tree, packed and unrolled, ready to be timed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax.bench.memory import compiled_bytes
+from stree_jax.bench.method import take_turns
+from stree_jax.checkpoint import Model
+from stree_jax.models import (
+    ModelConfig,
+    Nodes,
+    Pending,
+    Records,
+    State,
+    forward_hidden,
+    init_records,
+    init_state,
+    logits_of,
+    param_dtype,
+)
+from stree_jax.tree import Layout, Tree, make_tree, tree_layout
+from stree_jax.unrolled import Unrolled, verify_unrolled
+
+CONTEXT = 1024
+
+Carry = tuple[State, Pending, jax.Array]  # the last is argmax of the logits, [1, T]
+Given = tuple[jax.Array, Nodes, Layout]  # tokens [1, T] and the tree
+
+
+Way = Literal["packed", "step", "chunk"]
+SCANS: tuple[Way, ...] = ("packed", "step", "chunk")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A binary tree of `nodes` nodes, filled level by level, and how it is verified.
+
+    Attributes:
+      nodes: T; 2^L - 1 is the full tree of L levels, the root's included.
+      scan: "packed", or unrolled with that scan.
+      context: committed tokens, which attention layers read in every pass.
+    """
+
+    nodes: int
+    scan: Way
+    context: int = CONTEXT
+
+    @property
+    def tree(self) -> Tree:
+        return make_tree([-1] + [(t - 1) // 2 for t in range(1, self.nodes)])
+
+    @property
+    def leaves(self) -> int:
+        return self.nodes - self.nodes // 2
+
+    @property
+    def unrolled(self) -> Unrolled | None:
+        return None if self.scan == "packed" else Unrolled(self.leaves, self.scan)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one pass computes."""
+        paths = self.leaves * (self.tree.depth + 1)
+        return self.nodes if self.scan == "packed" else paths
+
+    @property
+    def states(self) -> int:
+        """States held: the committed one, and a copy a leaf if unrolled."""
+        return 1 if self.scan == "packed" else 1 + self.leaves
+
+
+def verify(
+    model: Model, case: Case, state: State, pending: Pending, given: Given
+) -> tuple[jax.Array, Records, State]:
+    """Replay `pending` and run the tree: hidden states [1, T, d], records, state."""
+    tokens, nodes, layout = given
+    config, params = model.config, model.params
+    if case.unrolled is None:
+        return forward_hidden(config, params, state, tokens, nodes, pending=pending)
+    return verify_unrolled(
+        config, params, state, tokens, nodes, pending, layout, case.unrolled
+    )
+
+
+def tree_of(case: Case, config: ModelConfig) -> Given:
+    """The tree as data, as in decoding, where it is not known to the compiler."""
+    tree = case.tree
+    tokens = jnp.arange(case.nodes, dtype=jnp.int32)[None] % config.num_tokens
+    return tokens, tree.nodes(1, config.conv_taps), tree_layout(tree, tree.rows(1))
+
+
+def begin_passes(case: Case, model: Model, given: Given) -> Carry:
+    """A zero state of `context` tokens, and a whole path of the tree to be replayed."""
+    tree, dtype = case.tree, param_dtype(model.params)
+    path = given[2].paths[:, -1]  # the last node is one of the deepest
+    state = init_state(model.config, 1, case.context + tree.depth + 2, dtype)
+    state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
+    records = init_records(model.config, 1, case.nodes, dtype)
+    count = jnp.full((1,), tree.depth + 1, jnp.int32)
+    best = jnp.zeros((1, case.nodes), jnp.int32)
+    return state, Pending(records, path, count), best
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled passes of a case.
+
+    Attributes:
+      run: passes after a carry, which it consumes.
+      begin: makes the first carry.
+      passes: how many a call.
+      compile_s: seconds of tracing and compiling.
+      memory: see `compiled_bytes`.
+    """
+
+    case: Case
+    run: Callable[[Carry], Carry]
+    begin: Callable[[], Carry]
+    passes: int
+    compile_s: float
+    memory: dict[str, int | None]
+
+
+def compile_case(model: Model, case: Case, passes: int) -> Program:
+    """`passes` passes of a case: replay, verification, head and argmax of each."""
+
+    def run(params: Any, carry: Carry, given: Given) -> Carry:
+        def once(_: jax.Array, carry: Carry) -> Carry:
+            state, pending, _ = carry
+            # Every pass reads a context of the same length.
+            state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
+            here = replace(model, params=params)
+            hidden, records, state = verify(here, case, state, pending, given)
+            best = jnp.argmax(logits_of(model.config, params, hidden), axis=-1)
+            return state, replace(pending, records=records), best.astype(jnp.int32)
+
+        return lax.fori_loop(0, passes, once, carry)
+
+    program = jax.jit(run, donate_argnums=1)
+    given = tree_of(case, model.config)
+    began = time.perf_counter()
+    lowered = program.lower(model.params, begin_passes(case, model, given), given)
+    compiled = lowered.compile()  # calls of `program` find it
+    return Program(
+        case=case,
+        run=lambda carry: program(model.params, carry, given),
+        begin=lambda: begin_passes(case, model, given),
+        passes=passes,
+        compile_s=time.perf_counter() - began,
+        memory=compiled_bytes(compiled),
+    )
+
+
+class Turns:
+    """Calls of a program, one after the other; each returns seconds a pass.
+
+    Attributes:
+      best: argmax of the logits [1, T] in the last pass.
+    """
+
+    def __init__(self, program: Program):
+        self.program, self.carry = program, program.begin()
+
+    def __call__(self) -> float:
+        began = time.perf_counter()
+        self.carry = jax.block_until_ready(self.program.run(self.carry))
+        return (time.perf_counter() - began) / self.program.passes
+
+    @property
+    def best(self) -> np.ndarray:
+        return np.asarray(self.carry[2])
+
+
+def time_cases(programs: Sequence[Program], repeats: int) -> list[dict[str, Any]]:
+    """A raw record of each case; they take turns.
+
+    Where all cases have one tree, they begin alike, and their last passes are compared.
+    """
+    turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}
+    seconds, _ = take_turns(dict(turns), repeats, set())
+    same: list[float | None] = [None] * len(programs)
+    if len({p.case.nodes for p in programs}) == 1:
+        first = next(iter(turns.values())).best
+        same = [float((turn.best == first).mean()) for turn in turns.values()]
+    return [
+        {
+            "scan": p.case.scan,
+            "nodes": p.case.nodes,
+            "tokens": p.case.tokens,
+            "states": p.case.states,
+            "seconds": seconds[name],
+            "same_argmax": same[i],
+            "compile_s": p.compile_s,
+            **p.memory,
+        }
+        for i, (name, p) in enumerate(zip(turns, programs, strict=True))
+    ]

@@ -1,0 +1,40 @@
+"""Prompts from the files that the field's benchmarks come in."""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+NAMES = {
+    "HumanEval.jsonl.gz": "HumanEval",
+    "question.jsonl": "MT-Bench",
+    "test.jsonl": "GSM8K",
+}
+
+
+def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[str]]:
+    """The first `count` prompts of each file, by the name of its set.
+
+    Fields as HumanEval (`prompt`), MT-Bench (`turns`, the first), GSM8K (`question`).
+    """
+    prompts: dict[str, list[str]] = {}
+    for path in paths:
+        opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in islice(lines, count)]
+        name = NAMES.get(path.name, path.name)
+        prompts[name] = [prompt_of(row, path) for row in rows]
+    return prompts
+
+
+def prompt_of(record: dict[str, Any], path: Path) -> str:
+    match record:
+        case {"prompt": str(prompt)}:
+            return prompt
+        case {"turns": [str(first), *_]}:
+            return first + "\n"
+        case {"question": str(question)}:
+            return question + "\n"
+    raise ValueError(f"{path}: no prompt, turns or question in {list(record)}")

@@ -1,0 +1,80 @@
+"""Architectures of published models, to be timed with random weights."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.checkpoint import Model
+from stree_jax.models import (
+    AttentionConfig,
+    LayerKind,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    Rope,
+    init_params,
+)
+
+MAMBA2_SIZES = {  # d_model, layers
+    "mamba2-130m": (768, 24),
+    "mamba2-370m": (1024, 48),
+    "mamba2-780m": (1536, 48),
+    "mamba2-1.3b": (2048, 48),
+    "mamba2-2.7b": (2560, 64),
+}
+NAMES = (*MAMBA2_SIZES, "mambainllama-8b")
+
+
+def mamba2(d_model: int, n_layer: int) -> ModelConfig:
+    """The architecture of the published Mamba2 models."""
+    kind: LayerKind = "mamba"
+    return ModelConfig(
+        vocab_size=50288,
+        num_tokens=50277,
+        d_model=d_model,
+        layers=(kind,) * n_layer,
+        mamba=MambaConfig(num_heads=2 * d_model // 64, head_dim=64, d_state=128),
+        tie_embeddings=True,
+    )
+
+
+def mambainllama(attention: int = 16) -> ModelConfig:
+    """MambaInLlama-8B: Llama-3-8B with all but `attention` of 32 mixers replaced."""
+    layers: tuple[LayerKind, ...] = ()
+    for i in range(32):
+        before, after = (n * attention // 32 for n in (i, i + 1))
+        layers += ("attention" if after > before else "mamba", "mlp")
+    return ModelConfig(
+        vocab_size=128256,
+        num_tokens=128256,
+        d_model=4096,
+        layers=layers,
+        mamba=MambaConfig(
+            num_heads=32,
+            head_dim=128,
+            d_state=128,
+            n_groups=32,
+            norm_groups=32,
+            x_heads=8,
+        ),
+        attention=AttentionConfig(32, 8, 128, rope=Rope(theta=500000.0, dim=128)),
+        mlp=MLPConfig(14336),
+        tie_embeddings=False,
+    )
+
+
+def config_of(shape: str) -> ModelConfig:
+    """Raises ValueError for an unknown name."""
+    if shape in MAMBA2_SIZES:
+        return mamba2(*MAMBA2_SIZES[shape])
+    if shape == "mambainllama-8b":
+        return mambainllama()
+    raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(NAMES)}")
+
+
+def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
+    """Random weights, made on the device in the dtype that they are kept in."""
+    make = jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))
+    return Model(params=make(jax.random.key(seed)), config=config)

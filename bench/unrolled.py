@@ -1,0 +1,342 @@
+"""Beam-search trees decoded packed and unrolled: STree's Table 1.
+
+Both ways draft the same trees and accept the same tokens, so that what differs is the
+verification: one packed pass with one state, or a sequence and a state per leaf.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax import decode
+from stree_jax.accept import Rule
+from stree_jax.bench.memory import compiled_bytes, megabytes
+from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
+from stree_jax.bench.speculation import (
+    PLAIN,
+    Arm,
+    Workload,
+    begin_arm,
+    check_ties,
+    decode_once,
+    workload,
+)
+from stree_jax.checkpoint import Model
+from stree_jax.decode import Decoding
+from stree_jax.generate import FOREVER, strip
+from stree_jax.models import param_dtype
+from stree_jax.result import Generation
+from stree_jax.tree import Topology, resolve_tree
+from stree_jax.unrolled import Unrolled
+
+PACKED = "packed"
+
+
+def leaves_of(parents: jax.Array) -> jax.Array:
+    """Leaves [B] int32 of trees with parents [B, T], -1 for the root."""
+    T = parents.shape[1]
+    row = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
+    inner = jnp.zeros(parents.shape, bool)
+    inner = inner.at[row, jnp.where(parents < 0, T, parents)].set(True, mode="drop")
+    return (~inner).sum(axis=1, dtype=jnp.int32)
+
+
+@partial(jax.jit, static_argnames="rule")
+def _draft_leaves(
+    drafter: Model, tree: Topology, rule: Rule, decoding: Decoding
+) -> jax.Array:
+    return leaves_of(decode.propose(drafter, tree, rule, decoding)[0].parents)
+
+
+def count_leaves(work: Workload, arm: Arm, text: str) -> list[int]:
+    """Leaves of every draft of a text, decoded packed, a step at a time."""
+    decoding, plan = begin_arm(work, arm, [text], 0)
+    target, drafter, counts = strip(work.target), strip(work.drafter), []
+    while (np.asarray(decoding.finish) == decode.RUNNING).any():
+        leaves = _draft_leaves(drafter, plan.tree, plan.rule, decoding)
+        counts.append(int(leaves[0]))
+        decoding = decode.advance_jit(
+            target, drafter, plan.tree, decoding, jnp.int32(1), plan.rule, None
+        )
+    return counts
+
+
+def program_bytes(work: Workload, arm: Arm, text: str) -> dict[str, int | None]:
+    """`compiled_bytes` of the loop that decodes a text."""
+    decoding, plan = begin_arm(work, arm, [text], 0)
+    bare = strip(work.target), strip(work.drafter)
+    forever = jnp.int32(FOREVER)
+    lowered = decode.advance_jit.lower(
+        *bare, plan.tree, decoding, forever, plan.rule, arm.unrolled
+    )
+    return compiled_bytes(lowered.compile())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A beam's arms.
+
+    Attributes:
+      arms: by way to verify, packed first.
+      leaves: of every draft of every prompt.
+      memory: of the arms' programs.
+    """
+
+    arms: dict[str, Arm]
+    leaves: list[int]
+    memory: dict[str, dict[str, int | None]]
+
+
+def prepare(
+    work: Workload,
+    beam: str,
+    scans: Sequence[Literal["step", "chunk"]],
+    texts: Sequence[str],
+) -> Prepared:
+    """Arms whose room for leaves is the largest number that any draft has.
+
+    A beam W x D may have D (W - 1) + 1 leaves and has fewer as a rule. Sequences beyond
+    a draft's own leaves are padding that an engine would not compute, so the baseline
+    gets as little of it as one compiled program for all drafts can have.
+    """
+    packed = Arm(PACKED, f"beam:{beam}")
+    leaves = [n for text in texts for n in count_leaves(work, packed, text)]
+    arms = {PACKED: packed}
+    for scan in scans:
+        arms[scan] = Arm(scan, packed.tree, unrolled=Unrolled(max(leaves), scan))
+    memory = {name: program_bytes(work, arm, texts[0]) for name, arm in arms.items()}
+    return Prepared(arms, leaves, memory)
+
+
+def decode_text(
+    work: Workload,
+    prepared: Prepared,
+    text: str,
+    plain: Generation,
+    repeats: int,
+    warm: set[str],
+) -> dict[str, Any]:
+    """The record of one prompt and beam: every arm, all turns.
+
+    Raises:
+      RuntimeError: tokens differ from plain decoding's beyond a tie.
+    """
+
+    def call(arm: Arm) -> Callable[[], Generation]:
+        return lambda: decode_once(work, arm, [text], 0)
+
+    calls = {name: call(arm) for name, arm in prepared.arms.items()}
+    results, first = take_turns(calls, repeats, warm)
+    last = {name: turns[-1] for name, turns in results.items()}
+    check_ties(work.target, [text], {PLAIN: plain} | last)
+    record: dict[str, Any] = {
+        "leaves_most": max(prepared.leaves),
+        "leaves_mean": sum(prepared.leaves) / len(prepared.leaves),
+        "arms": {},
+    }
+    for name, result in last.items():
+        record["arms"][name] = {
+            "seconds": [turn.decode_s for turn in results[name]],
+            "tokens": int(result.lengths.sum()),
+            "calls": int(result.target_calls.sum()),
+            "equal": result.tokens == last[PACKED].tokens,
+            "first_call_s": first.get(name),
+            **prepared.memory[name],
+        }
+    return record
+
+
+def measure_unrolled(
+    target: Model,
+    drafter: Model,
+    prompts: dict[str, list[str]],
+    *,
+    widths: Sequence[int],
+    depths: Sequence[int],
+    scans: Sequence[Literal["step", "chunk"]],
+    max_new_tokens: int,
+    run: Run,
+) -> dict[str, Any]:
+    """Greedy decoding with beam trees of every width and depth, packed and unrolled.
+
+    A unit is a prompt with a beam, "WxD/SET/i"; the first prompt goes through all beams
+    before the second. Before a beam's first prompt in a process its drafts' leaves are
+    counted on all prompts (see `prepare`), again in a process that resumes.
+
+    Args:
+      prompts: texts by the name of their set.
+      widths, depths: W and D of the beams, the paper's M and N.
+      scans: ways to go through an unrolled tree, see `Unrolled`.
+
+    Returns:
+      settings, "machine", "complete" and "units" of `measure`, and "results", a row a
+      set, beam and arm: "set", "width", "depth"; "nodes", 1 + W D; "scan", "packed",
+      "step" or "chunk"; "units", prompts; "tau", of all of them; "tokens_per_s",
+      "tokens_per_s_low", "tokens_per_s_high", median and quartiles over prompts of
+      medians over turns; "ms_per_call", median; "over_packed", median over prompts of
+      time over the packed arm's, and "p_packed" of a sign test of it, both None for
+      packed; "equal", prompts whose tokens are the packed arm's (others part at a tie);
+      "leaves", the most that a draft had and the room that the unrolled program has;
+      "leaves_mean", of all drafts; "leaves_bound", D (W - 1) + 1; "states" held;
+      "tokens_per_call" computed, leaves (D + 1) if unrolled; "memory_bytes",
+      "temp_bytes" of the program of the loop, drafter included (`compiled_bytes`);
+      "first_call_s", compilation included.
+
+    Raises:
+      ValueError: a beam without a node.
+      RuntimeError: tokens differ from plain decoding's beyond a tie.
+    """
+    beams = [f"{w}x{d}" for d in depths for w in widths]
+    for beam in beams:
+        resolve_tree(f"beam:{beam}")
+    plain_arm = Arm(PLAIN, None)
+    work = workload(target, drafter, [plain_arm], prompts, max_new_tokens)
+    texts = [text for group in prompts.values() for text in group]
+    units = {
+        f"{beam}/{title}/{i}": (beam, group[i])
+        for i in range(max(map(len, prompts.values())))
+        for title, group in prompts.items()
+        for beam in beams
+        if i < len(group)
+    }
+    prepared = cache(lambda beam: prepare(work, beam, scans, texts))
+    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
+    warm = {beam: set[str]() for beam in beams}
+
+    def work_unit(name: str) -> dict[str, Any]:
+        beam, text = units[name]
+        arms = prepared(beam)
+        return decode_text(work, arms, text, plain(text), run.repeats, warm[beam])
+
+    settings = {
+        "kind": "unrolled",
+        "dtype": str(param_dtype(target.params)),
+        "sets": {title: len(group) for title, group in prompts.items()},
+        "widths": list(widths),
+        "depths": list(depths),
+        "scans": list(scans),
+        "max_new_tokens": max_new_tokens,
+    }
+    report = measure(settings, units, work_unit, run)
+    return {**report, "results": summarise_beams(report["units"])}
+
+
+def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
+    """The report's rows, from the records of the units that are there."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for name, record in units.items():
+        beam, title, _ = name.split("/")
+        groups.setdefault((title, beam), []).append(record)
+    rows = []
+    for (title, beam), records in groups.items():
+        width, depth = map(int, beam.split("x"))
+        leaves = max(record["leaves_most"] for record in records)
+        shape = {"set": title, "width": width, "depth": depth}
+        shape |= {"nodes": 1 + width * depth, "leaves": leaves}
+        shape["leaves_mean"] = records[0]["leaves_mean"]
+        shape["leaves_bound"] = depth * (width - 1) + 1
+        for scan in records[0]["arms"]:
+            alone = scan == PACKED
+            rows.append(
+                shape
+                | {
+                    "scan": scan,
+                    "states": 1 if alone else 1 + leaves,
+                    "tokens_per_call": shape["nodes"]
+                    if alone
+                    else leaves * (depth + 1),
+                }
+                | summarise_scan([record["arms"] for record in records], scan)
+            )
+    return rows
+
+
+def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, Any]:
+    """Statistics of one way to verify, over the prompts of a set."""
+
+    def seconds(arm: str) -> list[float]:
+        return [spread(record[arm]["seconds"])["median"] for record in records]
+
+    cells = [record[scan] for record in records]
+    own, packed = seconds(scan), seconds(PACKED)
+    rates = spread([c["tokens"] / s for c, s in zip(cells, own, strict=True)])
+    per_call = [s / c["calls"] for c, s in zip(cells, own, strict=True)]
+    ratios = [a / b for a, b in zip(own, packed, strict=True)]
+    alone = scan == PACKED
+    return {
+        "units": len(cells),
+        "tau": sum(c["tokens"] for c in cells) / sum(c["calls"] for c in cells),
+        "tokens_per_s": rates["median"],
+        "tokens_per_s_low": rates["low"],
+        "tokens_per_s_high": rates["high"],
+        "ms_per_call": 1e3 * spread(per_call)["median"],
+        "over_packed": None if alone else spread(ratios)["median"],
+        "p_packed": None if alone else sign_test(ratios),
+        "equal": sum(c["equal"] for c in cells),
+        "first_call_s": max(c["first_call_s"] or 0 for c in cells),
+        "memory_bytes": cells[0]["memory_bytes"],
+        "temp_bytes": cells[0]["temp_bytes"],
+    }
+
+
+def unrolled_table(report: dict[str, Any]) -> str:
+    """The paper's table for each set and scan, and below them all rows."""
+    lines = []
+    for title in dict.fromkeys(row["set"] for row in report["results"]):
+        rows = [row for row in report["results"] if row["set"] == title]
+        for scan in report["scans"]:
+            lines += [
+                f"{title}, {report['sets'][title]} prompts, {report['max_new_tokens']} "
+                f"new tokens: packed / unrolled ({scan}), tokens/s; MB\n",
+                *_paper_lines(rows, scan),
+                "",
+            ]
+    return "\n".join(lines + _detail_lines(report["results"]))
+
+
+def _paper_lines(rows: Sequence[dict[str, Any]], scan: str) -> list[str]:
+    """Rows are depths N, columns widths M."""
+    cells = {(row["width"], row["depth"], row["scan"]): row for row in rows}
+    widths = sorted({row["width"] for row in rows})
+    head = ["N", *(f"M = {width}" for width in widths)]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for depth in sorted({row["depth"] for row in rows}):
+        shown = [f"{depth}"]
+        for width in widths:
+            pair = [cells.get((width, depth, name)) for name in (PACKED, scan)]
+            shown.append("-")
+            if pair[0] is not None and pair[1] is not None:
+                speeds = " / ".join(f"{row['tokens_per_s']:.1f}" for row in pair if row)
+                sizes = [megabytes(row["memory_bytes"]) for row in pair if row]
+                shown[-1] = f"{speeds}; {' / '.join(sizes)}"
+        lines.append("| " + " | ".join(shown) + " |")
+    return lines
+
+
+def _detail_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    head = ["set", "M x N", "scan", "tau", "tokens/s (quartiles)", "ms/call"]
+    head += ["over packed, p", "equal", "leaves: most (mean, bound)", "states"]
+    head += ["tokens/call", "memory, MB", "temporaries, MB"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for row in rows:
+        low, high = row["tokens_per_s_low"], row["tokens_per_s_high"]
+        cells = [row["set"], f"{row['width']} x {row['depth']}", row["scan"]]
+        cells += [
+            f"{row['tau']:.2f}",
+            f"{row['tokens_per_s']:.1f} ({low:.1f}..{high:.1f})",
+        ]
+        cells += [f"{row['ms_per_call']:.2f}"]
+        over = row["over_packed"]
+        cells += ["-" if over is None else f"{over:.2f}, {row['p_packed']:.2g}"]
+        cells += [f"{row['equal']}/{row['units']}"]
+        mean = f"{row['leaves_mean']:.1f}"
+        cells += [f"{row['leaves']} ({mean}, {row['leaves_bound']})"]
+        cells += [f"{row['states']}", f"{row['tokens_per_call']}"]
+        cells += [megabytes(row[name]) for name in ("memory_bytes", "temp_bytes")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
