@@ -41,7 +41,7 @@ FAMILIES = (
     ),
     Family("falcon_h1", "Falcon-H1: mixer and attention side by side", THEIRS, True),
     Family("bamba", "Bamba", THEIRS, True),
-    Family("zamba2", "Zamba2: shared transformer blocks with adapters", THEIRS, False),
+    Family("zamba2", "Zamba2: shared transformer blocks with adapters", THEIRS, True),
     Family("mamba_config.json", "MambaInLlama, Mamba-2 flavour", OURS, False),
 )
 

@@ -14,15 +14,8 @@ import torch
 
 import stree_jax
 from stree_jax.models import extend, init_state, logits_of
-from tests.checkpoints import (
-    HF_CASES,
-    NATIVE_CASES,
-    VOCAB,
-    nemotron,
-    write_mambainllama,
-    write_native,
-    zamba,
-)
+from tests.hf_checkpoints import HF_CASES, VOCAB, nemotron, zamba
+from tests.native_checkpoints import NATIVE_CASES, write_mambainllama, write_native
 from tests.recompute import mambainllama_logits, native_logits
 from tests.reference import path_to
 

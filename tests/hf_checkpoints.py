@@ -1,0 +1,326 @@
+"""Tiny random models of transformers' classes, every option off its default."""
+
+import math
+
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+
+VOCAB = 61
+
+
+def randomize(model, seed=0):
+    """Give every parameter values under which a mistake shows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(p):
+        return torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.copy_(torch.log(8 * normal(p).abs() + 0.5))
+            elif name.endswith(("dt_bias", ".D")):
+                p.copy_(normal(p))
+            elif p.ndim == 1 and "norm" in name:
+                p.copy_(1 + 0.3 * normal(p))
+            elif p.ndim == 1:
+                p.copy_(0.3 * normal(p))
+            else:
+                p.copy_(normal(p) * p.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.5 * normal(buffer))
+    return model.eval()
+
+
+def mamba2(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_heads": 6,
+        "head_dim": 8,
+        "expand": 2,
+        "state_size": 5,
+        "n_groups": 3,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "layer_norm_epsilon": 1e-3,
+        "time_step_limit": (0.05, 0.9),
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+    }
+    return randomize(Mamba2ForCausalLM(Mamba2Config(**(defaults | options))))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def llama(**options):
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": LLAMA3,
+    }
+    return randomize(LlamaForCausalLM(LlamaConfig(**(defaults | options))))
+
+
+def granite(**options):
+    defaults = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-4,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 5,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.2,
+        "tie_word_embeddings": True,
+        "time_step_limit": (0.05, 0.9),
+    }
+    config = GraniteMoeHybridConfig(**(defaults | options))
+    return randomize(GraniteMoeHybridForCausalLM(config))
+
+
+def bamba(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-4,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": True,
+        "time_step_limit": (0.05, 0.9),
+    }
+    return randomize(BambaForCausalLM(BambaConfig(**(defaults | options))))
+
+
+def falcon(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-4,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "mamba_conv_bias": False,
+        "time_step_limit": (0.05, 0.9),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.6,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.7,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.3,
+        "key_multiplier": 0.4,
+        "mlp_multipliers": [0.9, 0.6],
+        "ssm_multipliers": [0.35, 1.25, 0.7, 1.5, 0.9],
+    }
+    return randomize(FalconH1ForCausalLM(FalconH1Config(**(defaults | options))))
+
+
+def nemotron(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"],
+        "vocab_size": VOCAB,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "ssm_state_size": 5,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+        "layer_norm_epsilon": 1e-4,
+        "time_step_min": 1e-12,  # the floor that only transformers has
+        "tie_word_embeddings": False,
+    }
+    return randomize(NemotronHForCausalLM(NemotronHConfig(**(defaults | options))))
+
+
+def zamba(**options):
+    defaults = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        # Three calls of two blocks. More of them, which have no residual connections,
+        # and random weights take float32 1e-4 away from float64 in transformers too.
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 3,
+        "use_mem_rope": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        "vocab_size": VOCAB,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "add_bias_linear": True,
+        "rms_norm_eps": 1e-4,
+        "time_step_min": 1e-12,  # the floor that only transformers has
+        "tie_word_embeddings": True,
+    }
+    return randomize(Zamba2ForCausalLM(Zamba2Config(**(defaults | options))))
+
+
+NEMOTRON_MOE = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "mlp_bias": False,
+}
+GRANITE_MOE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 20,
+}
+
+HF_CASES = {
+    "mamba2": mamba2,
+    "mamba2-tied": lambda: mamba2(
+        tie_word_embeddings=True,
+        use_bias=False,
+        use_conv_bias=True,
+        n_groups=2,
+        conv_kernel=4,
+        time_step_limit=(0.0, math.inf),
+    ),
+    "llama": llama,
+    "llama-plain": lambda: llama(
+        attention_bias=False,
+        mlp_bias=False,
+        head_dim=6,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+    ),
+    "granite": granite,
+    "granite-nope": lambda: granite(
+        position_embedding_type="nope",
+        attention_bias=False,
+        mamba_proj_bias=False,
+        mamba_conv_bias=True,
+        tie_word_embeddings=False,
+        mamba_n_groups=1,
+    ),
+    "granite-attention": lambda: granite(layer_types=["attention"] * 3),
+    "granite-moe": lambda: granite(**GRANITE_MOE),
+    "bamba": bamba,
+    "bamba-plain": lambda: bamba(
+        attention_bias=False,
+        mlp_bias=False,
+        mamba_proj_bias=False,
+        mamba_conv_bias=True,
+        tie_word_embeddings=False,
+        attn_layer_indices=[0, 2],
+    ),
+    "falcon-h1": falcon,
+    "falcon-h1-gate-first": lambda: falcon(
+        mamba_norm_before_gate=False, projectors_bias=False, mamba_conv_bias=True
+    ),
+    "falcon-h1-no-norm": lambda: falcon(
+        mamba_rms_norm=False, mamba_proj_bias=False, attention_bias=False
+    ),
+    "zamba2": zamba,
+    "zamba2-plain": lambda: zamba(
+        use_shared_attention_adapter=False,
+        use_mem_rope=False,
+        add_bias_linear=False,
+        num_mem_blocks=1,
+        num_key_value_heads=2,
+        mamba_expand=3,
+        hidden_act="silu",
+        layers_block_type=["hybrid", "mamba", "mamba", "hybrid"],
+    ),
+    # Without tied embeddings transformers 5.23 does not tie the blocks either.
+    "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
+    "nemotron-h": nemotron,
+    "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),
+    "nemotron-h-latent": lambda: nemotron(
+        **(NEMOTRON_MOE | {"moe_latent_size": 12, "norm_topk_prob": False})
+    ),
+}
