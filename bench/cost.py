@@ -1,8 +1,8 @@
 """Which way of decoding is fastest here: predicted by `stree_jax.cost`, then measured.
 
-Predicted from times of single passes of target and drafter, from the loop's overhead in
-plain decoding, and from the ranks of one half of the texts among the drafter's guesses;
-measured by decoding the other half.
+Predicted without running any speculation: from times of single passes of target and
+drafter, the loop's overhead in plain decoding, and the ranks that the tokens of plain texts
+have among the drafter's guesses. Measured by decoding those texts.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ def measure_cost(
 ) -> dict[str, Any]:
     """Predicted and measured speeds of chains, named trees and optimal ones, greedy.
 
-    Units: "ranks" (of the texts of every other prompt), "target" and "drafter" (times
-    of passes), and a unit for each of the other prompts.
+    Units: "ranks" (of all texts), "target" and "drafter" (times of passes), and one for
+    each prompt, decoded by all arms.
 
     Returns:
       settings, "machine", "complete" and "units" of `measure`, and
@@ -55,24 +55,20 @@ def measure_cost(
       "acceptance": the table p [D][R] of `cost.Acceptance`.
       "results": a row an arm, the fastest prediction first: "arm", "nodes", "depth",
         "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau" (measured),
-        "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain decoding
-        (median of prompts), "error", predicted / speedup - 1.
+        "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain decoding,
+        "error", predicted / speedup - 1.
 
     Raises:
-      ValueError: fewer than two prompts in a set, an unknown tree.
+      ValueError: an unknown tree.
     """
     for name in arms:
         resolve_tree(name)
-    if any(len(texts) < 2 for texts in prompts.values()):
-        raise ValueError("--count: want at least 2, half of them to predict from")
-    known = [text for texts in prompts.values() for text in texts[::2]]
-    unseen = {title: texts[1::2] for title, texts in prompts.items()}
     plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, max_new_tokens)
     context = plain.capacity - 256
 
     def ranks() -> list[list[int]]:
         rows = []
-        for text in known:
+        for text in (text for texts in prompts.values() for text in texts):
             (tokens,) = decode_once(plain, plain.arms[0], [text], 0).tokens
             (ids,) = encode_prompts(target, text)
             rows.append(cost.drafter_ranks(drafter, ids, tokens).tolist())
@@ -106,11 +102,11 @@ def measure_cost(
         _, title, _, i = unit.split("/")
         named = [Arm(name, _spec(tree)) for name, tree in trees.items()]
         work = replace(plain, arms=(*plain.arms, *named))
-        return decode_unit(work, [unseen[title][int(i)]], 0, run.repeats, warm, {})
+        return decode_unit(work, [prompts[title][int(i)]], 0, run.repeats, warm, {})
 
     decoded = [
         f"/{title}/T=0/{i}"
-        for title, texts in unseen.items()
+        for title, texts in prompts.items()
         for i in range(len(texts))
     ]
     decoded.sort(key=lambda name: int(name.rpartition("/")[2]))
@@ -185,21 +181,20 @@ def _name(trees: dict[str, Tree], tree: Topology) -> str:
 def merged(
     rows: list[dict[str, Any]], units: dict[str, Any]
 ) -> dict[str, dict[str, float]]:
-    """Measured tau, ms a step and speed-up of every arm, over all prompts."""
-    arms = dict.fromkeys(row["arm"] for row in rows)
-    measured = {}
-    for arm in arms:
+    """Measured tau, ms a step and speed-up of every arm, over all prompts together."""
+
+    def total(arm: str) -> tuple[int, int, float]:
         cells = [record[arm] for record in units.values()]
-        plain = [
-            spread(record[PLAIN]["seconds"])["median"] for record in units.values()
-        ]
-        seconds = [spread(cell["seconds"])["median"] for cell in cells]
-        steps = [s / cell["calls"] for s, cell in zip(seconds, cells, strict=True)]
-        speedups = [p / s for p, s in zip(plain, seconds, strict=True)]
+        seconds = sum(spread(cell["seconds"])["median"] for cell in cells)
+        return sum(c["tokens"] for c in cells), sum(c["calls"] for c in cells), seconds
+
+    measured = {}
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        tokens, calls, seconds = total(arm)
         measured[arm] = {
-            "tau": sum(c["tokens"] for c in cells) / sum(c["calls"] for c in cells),
-            "ms": 1e3 * spread(steps)["median"],
-            "speedup": spread(speedups)["median"],
+            "tau": tokens / calls,
+            "ms": 1e3 * seconds / calls,
+            "speedup": total(PLAIN)[2] / seconds,
         }
     return measured
 

@@ -65,7 +65,8 @@ class Checkpoint:
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
         total = sum(_nbytes(self.source, row) for row in rows)
-        with tqdm(total=total, unit="B", unit_scale=True, disable=not progress) as bar:
+        hidden = None if progress else True  # None: shown on a terminal only
+        with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
             for row in by_shard:
                 param = read_param(self.source, row, self.dtype)
                 if warn is not None and odd is None and not _finite(param):
@@ -167,5 +168,5 @@ def convert_checkpoint(
         checkpoint = open_checkpoint(src, dtype, dt_floor)
         config, kept = checkpoint.config, checkpoint.dtype
         check_space(dst, config, kept)
+        copy_tokenizer(src, temporary)  # before its checksum is taken
         write_directory(temporary, config, kept, checkpoint.read(progress, warn))
-        copy_tokenizer(src, temporary)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from stree_jax.convert.export_configs import export_format, hf_config
-from stree_jax.convert.store import atomic_directory
+from stree_jax.convert.store import atomic_directory, check_space
 from stree_jax.convert.tensors import rows_of, split
 from stree_jax.models import ModelConfig
 
@@ -37,11 +37,13 @@ def export_hf(
 
     Raises:
       CheckpointError: the model has an option that no Hugging Face class has, or dst
-        cannot be written.
+        cannot be written, or its disk has no room.
     """
-    fields = hf_config(config, np.dtype(params["embedding"].dtype).name)
+    dtype = np.dtype(params["embedding"].dtype)
+    fields = hf_config(config, dtype.name)
     tensors = _tensors(config, params)
     with atomic_directory(dst) as temporary:
+        check_space(dst, config, dtype)
         _write_weights(temporary, tensors, shard_bytes)
         _write_json(temporary / "config.json", fields)
         if tokenizer is not None:

@@ -64,6 +64,8 @@ class Source:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else is an error that names the file."""
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise CheckpointError(f"{path}: not a regular file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -83,7 +85,8 @@ def weight_files(directory: Path) -> list[Path]:
             return [directory / name]
         if index.is_file():
             return _shards(index)
-    loose = sorted(directory.glob("*.safetensors"))
+    found = sorted(directory.glob("*.safetensors"))
+    loose = [file for file in found if file.is_file()]  # a pipe would never end
     if len(loose) == 1:
         return loose
     names = " or ".join(WEIGHT_FILES)

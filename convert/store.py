@@ -1,13 +1,15 @@
 """Our own checkpoint directory: config.json, params/ (orbax), tokenizer files."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import reprlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -25,9 +27,12 @@ from stree_jax.convert.tensors import Path as ParamPath
 from stree_jax.models import ModelConfig
 
 FORMAT, VERSION = "stree-jax", 1
+FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 WRITE_BYTES = 2**27
 SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
 MAX_ITEMS = 2 * MAX_LAYERS  # of a list; a layer is a mixer and an MLP
+HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
+THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -111,8 +116,15 @@ def is_ours(directory: Path) -> bool:
 
 
 def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
-    """The architecture and dtype of one of our directories."""
+    """The architecture and dtype of one of our directories.
+
+    Raises:
+      CheckpointError: a field is unknown, missing or of no use; the checksum is not
+        looked at (see `check_config`).
+    """
     values = read_json(file)
+    if unknown := values.keys() - FIELDS:
+        raise CheckpointError(f"{file}: {min(unknown)}: unknown field")
     if values.get("version") != VERSION:
         raise CheckpointError(
             f"{file}: version: want {VERSION}, got {values.get('version')!r}"
@@ -174,10 +186,40 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     raise ValueError(f"{name}: {reprlib.repr(value)} does not fit")
 
 
+def check_config(file: Path) -> None:
+    """The fields of a valid config.json are those that it was written with.
+
+    A flipped digit of a size or scale is a valid model too, but another one.
+
+    Raises:
+      CheckpointError: they are not. An edit by hand takes the checksum away with it.
+    """
+    values = read_json(file)
+    try:
+        whole = values.get("checksum", _checksum(values)) == _checksum(values)
+    except RecursionError:  # lists in lists, where no field has them
+        whole = False
+    if not whole:
+        raise CheckpointError(
+            f"{file}: damaged: its checksum is not that of its fields; copy or convert "
+            'it again, or remove "checksum" if the change is yours'
+        )
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    """SHA-256 of all other fields, however they are spaced and ordered."""
+    rest = {name: value for name, value in values.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def write_directory(
     directory: Path, config: ModelConfig, dtype: np.dtype, params: Any
 ) -> None:
-    """Write config.json and params/ into an existing empty directory."""
+    """Write params/, and then config.json with the checksums of what is there.
+
+    Args:
+      directory: exists, and is empty but for the tokenizer's files.
+    """
     import orbax.checkpoint as ocp
 
     folder = directory.absolute() / "params"
@@ -190,34 +232,92 @@ def write_directory(
             checkpointer.wait_until_finished()
     except Exception as error:  # orbax and tensorstore raise many kinds
         raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
-    values = config_to_json(config, dtype) | {"files": _sizes(folder)}
+    values = config_to_json(config, dtype)
+    found, beside = _files(folder), directory / HASHED
+    values["files"] = dict(zip(found, _entries(found.values()), strict=True))
+    if beside.is_file():
+        [values["tokenizer"]] = _entries([beside])
+    values["checksum"] = _checksum(values)
     (directory / "config.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below a folder, by relative path."""
+def _files(folder: Path) -> dict[str, Path]:
+    """Every regular file below a folder, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    return {file.relative_to(folder).as_posix(): file for file in files}
+
+
+def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """What config.json keeps of files: bytes and SHA-256, as `sha256sum` prints it."""
+
+    def entry(file: Path) -> dict[str, Any]:
+        try:
+            with file.open("rb", buffering=0) as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": digest}
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from error
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(entry, files))
 
 
 def _check_files(directory: Path) -> None:
-    """Every file of params/ has the size it was written with.
+    """Every file of params/, and the tokenizer, is the one that was written.
 
-    A half-copied directory is told by this, before orbax starts on it.
+    Sizes go first, because they cost nothing. Orbax would take most flipped bytes for
+    weights, and print tracebacks about others.
     """
-    folder, config = directory / "params", directory / "config.json"
-    found, wanted = _sizes(folder), read_json(config).get("files")
+    config, folder = directory / "config.json", directory / "params"
+    values, found = read_json(config), _files(folder)
+    wanted = values.get("files")
     if not isinstance(wanted, dict) or not wanted:
-        raise CheckpointError(f"{config}: files: want the sizes of the files in params")
-    for name, size in wanted.items():
-        if found.get(name) != size:
+        raise CheckpointError(f"{config}: files: want those of params by name")
+    files = [(folder / name, entry, found.get(name)) for name, entry in wanted.items()]
+    if "tokenizer" in values:
+        beside = directory / HASHED
+        there = beside if beside.is_file() else None
+        files.append((beside, values["tokenizer"], there))
+    hashed = []
+    for file, entry, there in files:
+        size = _size(config, file, entry)
+        got = there.stat().st_size if there else "no file"
+        if got != size:
+            raise CheckpointError(f"{file}: want {size} bytes, got {got}")
+        if entry != size:
+            hashed.append((file, entry))
+    entries = _entries(file for file, _ in hashed)
+    for (file, entry), now in zip(hashed, entries, strict=True):
+        if now != entry:
             raise CheckpointError(
-                f"{folder / name}: want {size} bytes, got {found.get(name, 'no file')}"
+                f"{file}: damaged: its checksum is not the one in config.json; "
+                "copy or convert it again"
             )
 
 
+def _size(config: Path, file: Path, entry: Any) -> int:
+    """Bytes by an entry of config.json: what `_entries` gives, or just their number.
+
+    The first version wrote no more than that; such a file is not hashed.
+    """
+    size = entry
+    if isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}:
+        size = entry["bytes"]
+    if type(size) is not int:  # True is not one either
+        raise CheckpointError(f"{config}: entry of {file.name}: want bytes and sha256")
+    return size
+
+
 def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
-    """The parameters of one of our directories, on the default device."""
+    """The parameters of one of our directories, on the default device.
+
+    Raises:
+      CheckpointError: a file, also the tokenizer's, is not the one that was written.
+    """
+    folder = directory.absolute() / "params"
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such directory")
+    _check_files(directory)
     import orbax.checkpoint as ocp
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -228,14 +328,11 @@ def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
 
     shapes = param_shapes(config)
     wanted = nest({path: abstract(path, shape) for path, shape in shapes.items()})
-    folder = directory.absolute() / "params"
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such directory")
-    _check_files(directory)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(folder).item_metadata.tree
-            _check_shapes(folder, shapes, stored)
+            _check_shapes(folder, shapes, stored)  # says more than a checksum
+            check_config(directory / "config.json")
             return checkpointer.restore(folder, wanted)
     except CheckpointError:
         raise

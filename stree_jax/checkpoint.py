@@ -14,6 +14,7 @@ from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import (
     atomic_directory,
+    check_config,
     config_from_json,
     dtype_named,
     is_ours,
@@ -105,9 +106,9 @@ def save(model: Model, dst: str | Path) -> None:
     """Write a model as one of our directories, atomically; dst must not exist."""
     dtype = dtype_named(model.params["embedding"].dtype)
     with atomic_directory(Path(dst)) as temporary:
-        write_directory(temporary, model.config, dtype, model.params)
-        if model.tokenizer is not None:
+        if model.tokenizer is not None:  # before its checksum is taken
             model.tokenizer.save(str(temporary / "tokenizer.json"))
+        write_directory(temporary, model.config, dtype, model.params)
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
@@ -116,6 +117,7 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     if is_ours(directory):
         format = "stree-jax"
         config, dtype = config_from_json(directory / "config.json")
+        check_config(directory / "config.json")
     else:
         source = open_source(directory)
         format, config = read_config(directory, source.tensors)

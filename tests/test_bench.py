@@ -291,7 +291,7 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     report = measured()
     assert list(report["units"]) == [
         *("ranks", "target", "drafter"),
-        *("/HumanEval/T=0/0", "/HumanEval/T=0/1"),
+        *(f"/HumanEval/T=0/{i}" for i in range(4)),
     ]
     assert set(report["units"]["target"]) == {"1", "3"}
     rows = {row["arm"]: row for row in report["results"]}
@@ -301,7 +301,9 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     assert rows["plain"]["predicted"] == rows["plain"]["speedup"] == 1.0
     # A step of plain decoding is predicted from itself, the others are not.
     assert rows["plain"]["predicted_ms"] == pytest.approx(rows["plain"]["ms"])
-    assert 1 <= rows["chain:2"]["simulated_tau"] <= 3
+    for arm in ("chain:2", "optimal:3"):  # the replayed walk is the loop's
+        assert rows[arm]["simulated_tau"] == rows[arm]["tau"]
+        assert 1 < rows[arm]["tau"] <= 3
     text = kinds.table_of(report)
     assert "With this target, drafter and machine" in text and "| 6 |" in text
     labels = figures.draw(report).axes[0].get_legend().get_texts()
@@ -352,7 +354,7 @@ def test_all_writes_one_report(folder, capsys, tmp_path, monkeypatch):
         ),
         ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
         ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
-        ("cost", ["--count", "1"], "--count: want at least 2"),
+        ("cost", ["--arms", "Q"], "unknown name 'Q'"),
         ("unrolled", ["--widths", "0"], "beam"),
         ("temperature", ["--batch", "9"], "make no batch of 9"),
     ],

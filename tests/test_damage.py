@@ -1,13 +1,21 @@
-"""A few of the random damages of tests/damage.py; run that for many."""
+"""A few of the random damages of tests/damage; run that for many."""
 
-from tests.damage import damage, kills
+from tests.damage.run import run
 
 
 def test_damaged_checkpoints_are_refused_or_work():
-    assert damage(150, seed=1) == []
+    tally = run(1, list(range(150)), quiet=True)
+    assert tally.failures == []
+    assert tally.refused["own arrays"] > 0 and tally.accepted["own arrays"] == 0
+
+
+def test_commands_write_one_line():
+    tally = run(1, [], commands=list(range(6)), quiet=True)
+    assert tally.failures == []
+    assert tally.command_refusals > 0
 
 
 def test_killed_conversions_leave_nothing_or_everything():
-    tally = kills(5, seed=1)
+    tally = run(1, [], kills=5, quiet=True)
     assert tally.failures == []
     assert tally.kills == 5

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import stree_jax
 from stree_jax import cli, verify
 from stree_jax.convert import CheckpointError, convert_checkpoint, store
+from stree_jax.convert.export import export_hf
 from tests.checkpoints import HF_CASES, write_mambainllama, write_native
 
 Usage = namedtuple("Usage", "total used free")
@@ -52,8 +53,10 @@ def run(capsys, *args):
 # Disk
 
 
-def test_full_disk_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_full_disk_is_told_first(source, tmp_path, monkeypatch, command):
     src, asked = source("mamba2"), []
+    model = stree_jax.load(src)
 
     def usage(path):
         asked.append(path)
@@ -62,7 +65,10 @@ def test_full_disk_is_told_before_anything_is_written(source, tmp_path, monkeypa
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(CheckpointError) as caught:
-        convert_checkpoint(src, tmp_path / "full", progress=False)
+        if command == "convert":
+            convert_checkpoint(src, tmp_path / "full", progress=False)
+        else:
+            export_hf(model.config, model.params, None, tmp_path / "full")
     assert str(caught.value) == (
         f"{tmp_path / 'full'}: needs 0.07 GB on the disk, where 0.01 GB are free"
     )

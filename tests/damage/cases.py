@@ -1,0 +1,167 @@
+"""One case: a copy of a checkpoint, damaged once or twice."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.damage.fields import fields, foreign, json_files, nonsense, write_json
+from tests.damage.files import add_special, arrays, cut, flip, header_text, replace_file
+from tests.damage.pickles import pickles
+from tests.damage.sources import (
+    HARMFUL,
+    LAYOUTS,
+    OWN,
+    SOURCES,
+    Rng,
+    Useless,
+    source,
+)
+from tests.damage.tensors import paths, shards, tensors
+
+Damage = Callable[[Path, Rng], str]
+DAMAGES: dict[str, Damage] = {
+    "bytes": flip,
+    "header": header_text,
+    "cut": cut,
+    "replaced": replace_file,
+    "added": add_special,
+    "fields": fields,
+    "foreign": foreign,
+    "nonsense": nonsense,
+    "tensors": tensors,
+    "shards": shards,
+    "paths": paths,
+    "pickles": pickles,
+}
+WEIGHTS = [2, 2, 2, 2, 1, 6, 2, 2, 4, 1, 2, 2]
+OWN_DAMAGES: dict[str, Damage] = {
+    "arrays": arrays,
+    "bytes": flip,
+    "cut": cut,
+    "replaced": replace_file,
+    "added": add_special,
+    "fields": fields,
+    "foreign": foreign,
+    "nonsense": nonsense,
+}
+OWN_WEIGHTS = [3, 2, 2, 2, 1, 3, 1, 1]
+PLAIN = 0.25  # of our own directories have sizes only, and the true ones
+
+
+@dataclass(frozen=True)
+class Case:
+    """A damaged copy in `folder / "src"`; destinations go to `folder / "out"`.
+
+    Attributes:
+      what: the checkpoint, and what was done to it.
+      original: what it is a copy of.
+      plain: it is of our own format, without checksums: whatever orbax makes of the
+        damage is all that can be asked for.
+    """
+
+    name: str
+    kind: str
+    what: tuple[str, ...]
+    folder: Path
+    original: Path
+    plain: bool = False
+
+    @property
+    def src(self) -> Path:
+        return self.folder / "src"
+
+    @property
+    def own(self) -> bool:
+        return self.name in OWN
+
+    @property
+    def harmful(self) -> bool:
+        return self.what[-1].startswith(HARMFUL)
+
+
+def once(damage: Damage, directory: Path, rng: Rng, again: bool) -> str | None:
+    """What was done; None where nothing was, or it failed on damage before it."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return damage(directory, rng)
+    except Exception as error:
+        if again or isinstance(error, Useless):
+            return None
+        raise
+
+
+def make_plain(directory: Path) -> None:
+    """config.json as the first version wrote it, with the sizes that files now have."""
+    config, folder = directory / "config.json", directory / "params"
+    if config not in json_files(directory):
+        return
+    values = json.loads(config.read_text())
+    values.pop("checksum", None)
+    values.pop("tokenizer", None)
+    if isinstance(values.get("files"), dict):
+        for name in values["files"]:
+            there = (folder / name).is_file()
+            values["files"][name] = (folder / name).stat().st_size if there else 1
+    write_json(config, values)
+
+
+def make_case(seed: int, number: int, sources: Path, folder: Path) -> Case:
+    """The case of a number; the same one for ever.
+
+    Args:
+      sources: where sound checkpoints are kept.
+      folder: exists and is empty.
+    """
+    rng = Rng(f"{seed}.{number}")
+    name = rng.choice(SOURCES if rng.random() < 0.8 else list(OWN))
+    own = name in OWN
+    layout = rng.choice(LAYOUTS)
+    original = source(sources, name, "own" if own else layout)
+    shutil.copytree(original, folder / "src")
+    (folder / "out").mkdir()
+    kinds, weights = (OWN_DAMAGES, OWN_WEIGHTS) if own else (DAMAGES, WEIGHTS)
+    done: list[tuple[str, str]] = []
+    wanted = rng.choice([1, 1, 1, 2])
+    for kind in rng.choices(list(kinds), weights, k=100):
+        if len(done) == wanted:
+            break
+        if what := once(kinds[kind], folder / "src", rng, bool(done)):
+            done.append((kind, what))
+    plain = own and rng.random() < PLAIN
+    if plain:
+        make_plain(folder / "src")
+    first = f"{name}{', sizes only' * plain}" if own else f"{name} ({layout})"
+    kind = done[0][0] if len(done) == 1 else "two"
+    kind = ("plain " if plain else "own ") + kind if own else kind
+    described = (first, *(what for _, what in done))
+    return Case(name, kind, described, folder, original, plain)
+
+
+def contents(directory: Path) -> dict[str, Any]:
+    """What of our directory is never to be another unnoticed.
+
+    The bytes of params/ and of the tokenizer, and the fields of config.json.
+    """
+    files = [*(directory / "params").rglob("*"), directory / "tokenizer.json"]
+    found: dict[str, Any] = {
+        str(file.relative_to(directory)): file.read_bytes()
+        for file in files
+        if file.is_file()
+    }
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return found | {"config": config}
+
+
+def changed(case: Case) -> list[str]:
+    """The names of what is not as it was, in a directory that was accepted.
+
+    A config.json without its checksum is one that was edited on purpose.
+    """
+    before, after = contents(case.original), contents(case.src)
+    if "checksum" not in after["config"]:
+        del before["config"]
+    return [name for name in before if before[name] != after.get(name)]

@@ -1,0 +1,108 @@
+"""Sound checkpoints in every format and layout, to be damaged."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers.utils.logging import disable_progress_bar
+
+from stree_jax.convert import convert_checkpoint
+from tests.hf_checkpoints import HF_CASES
+from tests.native_checkpoints import NATIVE_CASES, write_mambainllama, write_native
+
+OWN = {"own-mamba2": "mamba2", "own-granite-moe": "granite-moe", "own-llama": "llama"}
+NATIVES = {f"native-{name}": name for name in NATIVE_CASES}
+SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *OWN]
+LAYOUTS = ("safetensors", "safetensors shards", "bin", "bin shards")
+HARMFUL = "!"  # a damage whose description begins so must be refused
+
+Rng = random.Random
+Tensors = dict[str, torch.Tensor]
+
+
+class Useless(Exception):
+    """A damage that does not apply to this checkpoint; another one is drawn."""
+
+
+def write_tokenizer(directory: Path) -> None:
+    words = {"a": 0, "b": 1, "<|endoftext|>": 2}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def write_weights(directory: Path, tensors: Tensors, layout: str) -> None:
+    """The tensors in one file or two and an index; older weights go."""
+    for file in weight_files(directory):
+        file.unlink()
+    suffix = layout.split()[0]
+    name = "pytorch_model" if suffix == "bin" else "model"
+    save: Callable[..., Any] = torch.save if suffix == "bin" else save_file
+    if "shards" not in layout:
+        save(tensors, directory / f"{name}.{suffix}")
+        return
+    weight_map: dict[str, str] = {}
+    for i in range(2):
+        shard = f"{name}-{i + 1:05}-of-00002.{suffix}"
+        part = dict(list(tensors.items())[i::2])
+        save(part, directory / shard)
+        weight_map |= dict.fromkeys(part, shard)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / f"{name}.{suffix}.index.json").write_text(json.dumps(index))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    patterns = "*.safetensors", "*.bin", "*.index.json"
+    return [file for pattern in patterns for file in sorted(directory.glob(pattern))]
+
+
+def read_weights(directory: Path) -> Tensors:
+    """All tensors of a sound checkpoint of another library."""
+    tensors: Tensors = {}
+    for file in weight_files(directory):
+        if not file.is_file() or file.suffix == ".json":
+            continue
+        try:
+            safe = file.suffix == ".safetensors"
+            tensors |= load_file(file) if safe else torch.load(file)
+        except Exception as error:  # the first damage of two
+            raise Useless from error
+    if not tensors:
+        raise Useless
+    return tensors
+
+
+def layout_of(directory: Path) -> str:
+    files = weight_files(directory)
+    suffix = "bin" if any(file.suffix == ".bin" for file in files) else "safetensors"
+    return suffix + (" shards" if any(f.suffix == ".json" for f in files) else "")
+
+
+def write_source(directory: Path, name: str) -> None:
+    if name in HF_CASES:
+        disable_progress_bar()
+        HF_CASES[name]().save_pretrained(directory)
+    elif name in NATIVES:
+        write_native(directory, **NATIVE_CASES[NATIVES[name]])
+    else:
+        write_mambainllama(directory)
+    write_tokenizer(directory)
+
+
+def source(folder: Path, name: str, layout: str) -> Path:
+    """A sound checkpoint, made when it is first wanted."""
+    directory = folder / f"{name}, {layout}"
+    if directory.is_dir():
+        return directory
+    if name in OWN:
+        convert_checkpoint(
+            source(folder, OWN[name], LAYOUTS[0]), directory, None, False
+        )
+        return directory
+    write_source(directory, name)
+    write_weights(directory, read_weights(directory), layout)
+    return directory
