@@ -1,8 +1,8 @@
 """Which way of decoding is fastest here: predicted by `stree_jax.cost`, then measured.
 
 Predicted without running any speculation: from times of single passes of target and
-drafter, the loop's overhead in plain decoding, and the ranks that the tokens of plain texts
-have among the drafter's guesses. Measured by decoding those texts.
+drafter, the loop's overhead in plain decoding, and the ranks that the tokens of plain
+texts have among the drafter's guesses. Measured by decoding those texts.
 """
 
 from collections.abc import Sequence

@@ -278,16 +278,13 @@ def _check_files(directory: Path) -> None:
         beside = directory / HASHED
         there = beside if beside.is_file() else None
         files.append((beside, values["tokenizer"], there))
-    hashed = []
     for file, entry, there in files:
         size = _size(config, file, entry)
         got = there.stat().st_size if there else "no file"
         if got != size:
             raise CheckpointError(f"{file}: want {size} bytes, got {got}")
-        if entry != size:
-            hashed.append((file, entry))
-    entries = _entries(file for file, _ in hashed)
-    for (file, entry), now in zip(hashed, entries, strict=True):
+    entries = _entries(file for file, _, _ in files)
+    for (file, entry, _), now in zip(files, entries, strict=True):
         if now != entry:
             raise CheckpointError(
                 f"{file}: damaged: its checksum is not the one in config.json; "
@@ -296,16 +293,11 @@ def _check_files(directory: Path) -> None:
 
 
 def _size(config: Path, file: Path, entry: Any) -> int:
-    """Bytes by an entry of config.json: what `_entries` gives, or just their number.
-
-    The first version wrote no more than that; such a file is not hashed.
-    """
-    size = entry
-    if isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}:
-        size = entry["bytes"]
-    if type(size) is not int:  # True is not one either
+    """Bytes by an entry of config.json, which is one of `_entries`."""
+    known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
+    if not known or type(entry["bytes"]) is not int:  # True is not one either
         raise CheckpointError(f"{config}: entry of {file.name}: want bytes and sha256")
-    return size
+    return entry["bytes"]
 
 
 def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:

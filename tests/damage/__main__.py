@@ -8,8 +8,8 @@ raises a ValueError or OSError of one line that names the directory, and says no
 else; nothing is left at the destination or beside it, the source stays as it was, no
 code of a pickle runs, no pipe is opened, and memory and time stay small. What was
 accepted must agree: `load` of the source with `load` of what `convert` and `export`
-made of it. Of our own format nothing is accepted that is not as it was written, but for
-directories without checksums. A failure names its case: `--one NUMBER` runs it.
+made of it. Of our own format nothing is accepted that is not as it was written. A
+failure names its case: `--one NUMBER` runs it.
 
 Commands: the same in processes of their own, with all that they write to stderr.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.damage.fields import fields, foreign, json_files, nonsense, write_json
+from tests.damage.fields import fields, foreign, nonsense
 from tests.damage.files import add_special, arrays, cut, flip, header_text, replace_file
 from tests.damage.pickles import pickles
 from tests.damage.sources import (
@@ -49,7 +49,6 @@ OWN_DAMAGES: dict[str, Damage] = {
     "nonsense": nonsense,
 }
 OWN_WEIGHTS = [3, 2, 2, 2, 1, 3, 1, 1]
-PLAIN = 0.25  # of our own directories have sizes only, and the true ones
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,6 @@ class Case:
     Attributes:
       what: the checkpoint, and what was done to it.
       original: what it is a copy of.
-      plain: it is of our own format, without checksums: whatever orbax makes of the
-        damage is all that can be asked for.
     """
 
     name: str
@@ -68,7 +65,6 @@ class Case:
     what: tuple[str, ...]
     folder: Path
     original: Path
-    plain: bool = False
 
     @property
     def src(self) -> Path:
@@ -94,21 +90,6 @@ def once(damage: Damage, directory: Path, rng: Rng, again: bool) -> str | None:
         raise
 
 
-def make_plain(directory: Path) -> None:
-    """config.json as the first version wrote it, with the sizes that files now have."""
-    config, folder = directory / "config.json", directory / "params"
-    if config not in json_files(directory):
-        return
-    values = json.loads(config.read_text())
-    values.pop("checksum", None)
-    values.pop("tokenizer", None)
-    if isinstance(values.get("files"), dict):
-        for name in values["files"]:
-            there = (folder / name).is_file()
-            values["files"][name] = (folder / name).stat().st_size if there else 1
-    write_json(config, values)
-
-
 def make_case(seed: int, number: int, sources: Path, folder: Path) -> Case:
     """The case of a number; the same one for ever.
 
@@ -131,14 +112,11 @@ def make_case(seed: int, number: int, sources: Path, folder: Path) -> Case:
             break
         if what := once(kinds[kind], folder / "src", rng, bool(done)):
             done.append((kind, what))
-    plain = own and rng.random() < PLAIN
-    if plain:
-        make_plain(folder / "src")
-    first = f"{name}{', sizes only' * plain}" if own else f"{name} ({layout})"
+    first = name if own else f"{name} ({layout})"
     kind = done[0][0] if len(done) == 1 else "two"
-    kind = ("plain " if plain else "own ") + kind if own else kind
+    kind = f"own {kind}" if own else kind
     described = (first, *(what for _, what in done))
-    return Case(name, kind, described, folder, original, plain)
+    return Case(name, kind, described, folder, original)
 
 
 def contents(directory: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import io
 import math
 import resource
@@ -51,12 +50,12 @@ def check_outcome(case: Case, outcome: Outcome, named: bool = True) -> Iterator[
     if outcome.seconds > SLOW:
         yield f"took {outcome.seconds:.0f} s"
     for warned in outcome.warned:
-        if not case.plain and not Path(warned.filename).is_relative_to(ROOT):
+        if not Path(warned.filename).is_relative_to(ROOT):
             yield f"warning: {warned.category.__name__}: {str(warned.message)[:200]}"
 
 
 def check_silence(case: Case, outcome: Outcome) -> Iterator[str]:
-    if outcome.stderr and not case.plain:
+    if outcome.stderr:
         yield f"wrote to stderr: {outcome.stderr[:300]!r}"
 
 
@@ -97,8 +96,6 @@ def check_command(case: Case, code: int, stderr: str, named: bool) -> Iterator[s
       named: the line has to name the directory.
     """
     lines = stderr.splitlines()
-    if case.plain:  # threads of orbax may speak before and after
-        lines = [line for line in lines if line.startswith("stree-jax: ")]
     if code == 2:
         if len(lines) != 1 or not lines[0].startswith("stree-jax: "):
             yield f"stderr: {stderr[-300:]!r}"
@@ -159,7 +156,7 @@ def check_agreement(case: Case, outcomes: dict[str, Outcome]) -> Iterator[str]:
         yield f"loaded, but info: {outcomes['info'].error!r}"
     if case.harmful:
         yield "accepted, but this damage is never harmless"
-    if case.own and not case.plain and (names := changed(case)):
+    if case.own and (names := changed(case)):
         yield f"accepted, but changed: {names}"
     yield from check_config(loaded.value.config)
     if converted.error is None:
@@ -236,7 +233,6 @@ def check_calls(case: Case, number: int, tally: Tally) -> Iterator[str]:
         tally.longest = max(tally.longest, (length, where))
     accepted = {way: outcome.error is None for way, outcome in outcomes.items()}
     (tally.accepted if accepted["load"] else tally.refused)[case.kind] += 1
-    tally.noisy += any(outcome.stderr for outcome in outcomes.values())
     yield from check_agreement(case, outcomes)
     made = ["dst"] * accepted["convert"] + ["exported"] * accepted["export"]
     yield from check_leftovers(case, before, made)
@@ -253,7 +249,5 @@ def check_case(case: Case, number: int, tally: Tally) -> Iterator[str]:
         yield from check_calls(case, number, tally)
     if opened:
         yield f"opened pipes: {opened}"
-    if case.plain:
-        attempt(gc.collect)  # the coroutines that orbax left speak up now
     if peak() - memory > MORE_MEMORY // 2:
         yield f"memory grew by {(peak() - memory) >> 20} MiB"

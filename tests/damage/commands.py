@@ -46,12 +46,10 @@ def check_process(case: Case, command: str, tally: Tally) -> Iterator[str]:
 def run_commands(
     seed: int, numbers: list[int], sources: Path, tally: Tally, quiet: bool
 ) -> None:
-    """The commands in turn on cases, but for those of which orbax may say anything."""
+    """The commands in turn on cases."""
     for number in tqdm(numbers, unit="command", disable=quiet):
         with tempfile.TemporaryDirectory(prefix="damage-") as folder:
             case = make_case(seed, number, sources, Path(folder))
-            if case.plain:
-                continue
             command = COMMANDS[number % len(COMMANDS)]
             wrong = "; ".join(check_process(case, command, tally)).replace(folder, "")
         if wrong:

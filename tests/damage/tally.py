@@ -16,7 +16,6 @@ class Tally:
       whole: directories that killed processes left whole.
       slowest: seconds of a call, and which; `longest` characters of a message.
       memory: bytes more than at the start, at most.
-      noisy: cases without checksums of which orbax wrote to stderr.
     """
 
     cases: int = 0
@@ -31,7 +30,6 @@ class Tally:
     slowest: tuple[float, str] = (0.0, "none")
     longest: tuple[int, str] = (0, "none")
     memory: int = 0
-    noisy: int = 0
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -47,7 +45,6 @@ class Tally:
             f"longest message: {self.longest[0]} characters, {self.longest[1]}",
             f"memory: {self.memory / 2**20:.0f} MiB more than at the start",
             f"{self.exported} of the accepted were exported and read again",
-            f"{self.noisy} cases without checksums of which orbax wrote to stderr",
             f"{self.commands} commands in processes of their own, "
             f"{self.command_refusals} of them refused",
             f"{self.kills} kills, {self.interrupted} of them within a conversion; "
