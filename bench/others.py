@@ -9,6 +9,7 @@ from pathlib import Path
 from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.generate import encode_prompts
+from stree_jax.verify import quiet
 
 
 def with_transformers(
@@ -22,14 +23,19 @@ def with_transformers(
     Returns:
       for a text, a call that returns seconds of decoding: those of all tokens less
       those of the first, as prompts are read outside the clock here.
+
+    Raises:
+      ValueError: a package is missing, or there is but one token to time.
     """
+    if max_new_tokens < 2:
+        raise ValueError("--transformers: want --max-new-tokens of at least 2")
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             raise ValueError(f"--transformers needs {package}; pip install {package}")
     import torch
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, quiet():
         export_hf(target.config, target.params, target.tokenizer, Path(folder) / "hf")
         other = AutoModelForCausalLM.from_pretrained(
             Path(folder) / "hf", dtype=torch.float32, local_files_only=True
@@ -52,14 +58,11 @@ def with_transformers(
             return time.perf_counter() - began
 
         def call() -> float:
-            first = seconds(1)
-            return (seconds(max_new_tokens) - first) * _per_token(max_new_tokens)
+            with quiet():
+                first = seconds(1)
+                others = seconds(max_new_tokens) - first
+            return others * max_new_tokens / (max_new_tokens - 1)
 
         return {"transformers, plain": call}
 
     return decoder
-
-
-def _per_token(count: int) -> float:
-    """All tokens' time from that of all but the first."""
-    return count / (count - 1)

@@ -80,7 +80,7 @@ def _their_logits(
     """
     import torch
 
-    with _quiet():
+    with quiet():
         other = _load(src)
         if no_floor:
             limit = getattr(other.config, "time_step_limit", (0.0, math.inf))
@@ -120,7 +120,7 @@ def _load(src: Path) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No advice of transformers' about kernels and no bars of its own."""
     from transformers.utils import logging
 

@@ -11,6 +11,7 @@ import pytest
 
 import stree_jax
 from stree_jax import train
+from stree_jax.recipe import TargetSize, target_config
 from tests.tiny import tiny
 
 CONFIG = train.TrainConfig(
@@ -89,3 +90,25 @@ def test_distillation_pulls_the_drafter_to_the_target(tokens, tmp_path):
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="steps: want more than the 2 of warm-up"):
         dataclasses.replace(CONFIG, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "mixers"),
+    [
+        (TargetSize(), "mamba mamba attention mamba mamba attention"),
+        (TargetSize(256, 4, 1), "mamba mamba mamba attention"),
+        (TargetSize(256, 4, 2), "mamba attention mamba attention"),
+        (TargetSize(128, 3, 0), "mamba mamba mamba"),
+        (TargetSize(128, 2, 2), "attention attention"),
+    ],
+)
+def test_attention_is_spread_evenly(size, mixers):
+    config = target_config(300, size)
+    assert " ".join(config.layers[::2]) == mixers
+    assert set(config.layers[1::2]) == {"mlp"} and config.d_model == size.width
+
+
+@pytest.mark.parametrize("size", [(100, 4, 1), (128, 2, 3), (128, 0, 0), (0, 1, 0)])
+def test_sizes_that_cannot_be(size):
+    with pytest.raises(ValueError, match="--width|--attention"):
+        TargetSize(*size)
