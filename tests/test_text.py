@@ -129,7 +129,11 @@ def test_bad_paths_are_refused_before_reading(tmp_path: Path) -> None:
         ("a.jsonl", b"{\n", r"a\.jsonl:1: not JSON"),
         ("a.zip", b"PK", r"a\.zip: cannot be unpacked"),
         ("a.txt.gz", b"text", r"a\.txt\.gz: cannot be unpacked"),
-        ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:20], r"a\.txt\.gz: cannot be"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text" * 99, mtime=0)[:20],
+            r"a\.txt\.gz: cannot be",
+        ),
     ],
 )
 def test_bad_files_are_named(
