@@ -145,7 +145,8 @@ def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     rows = merged(summarise_arms(decoded), decoded)
     # What a step of plain decoding takes beyond its pass, a step with a tree takes too.
     target = {int(n): s for n, s in units["target"].items()}
-    overhead = rows[PLAIN]["ms"] / 1e3 - target[1]
+    # Noise may make that less than nothing.
+    overhead = max(rows[PLAIN]["ms"] / 1e3 - target[1], 0.0)
     verify = cost.MeasuredTime(list(target), [s + overhead for s in target.values()])
     draft_sizes = [int(n) for n in units["drafter"]]
     draft = cost.MeasuredTime(draft_sizes, list(units["drafter"].values()))
