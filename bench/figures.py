@@ -61,7 +61,7 @@ def draw(report: dict[str, Any]) -> "Figure":
 
 
 def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> None:
-    """Grouped bars of speed-ups (median, quartiles) with tau on top of each."""
+    """Grouped bars of speed-ups (median, quartiles) with tau at the foot of each."""
     width = 0.8 / len(bars)
     for i, (name, rows) in enumerate(bars.items()):
         place = [g + (i - (len(bars) - 1) / 2) * width for g in range(len(groups))]
@@ -74,10 +74,8 @@ def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> No
         ax.bar(place, heights, 0.92 * width, label=name, color=colour)
         ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
         for x, row in zip(place, rows, strict=True):
-            top = row["speedup"]["high"] + 0.015
-            tau = f"τ {row['tau']:.1f}"
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            ax.text(x, top, tau, ha="center", va="bottom", fontsize=7, bbox=box)
+            tau = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 8}
+            ax.text(x, 0.02, f"τ {row['tau']:.1f}", **tau)
     ax.axhline(1, color="0.25", linewidth=1, linestyle="--")
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(what)
