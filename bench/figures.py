@@ -94,7 +94,7 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
     for ax, temperature in zip(axes, temperatures, strict=True):
         rows = [r for r in report["results"] if r["temperature"] == temperature]
         rows = [r for r in rows if r["arm"] != PLAIN and "transformers" not in r["arm"]]
-        key = (lambda r: f"{r['pair']}\n{r['set']}") if many else (lambda r: r["set"])
+        key = (lambda r: f"{r['pair']}, {r['set']}") if many else (lambda r: r["set"])
         groups = list(dict.fromkeys(map(key, rows)))
         bars: dict[str, list] = {}
         for row in rows:
@@ -102,7 +102,10 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
         _bars(ax, groups, bars, "times plain decoding")
         kind = "greedy" if temperature == 0 else f"sampled, T = {temperature:g}"
         ax.set_title(kind, fontsize=10)
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08), "ncols": 2}
+        if many:  # more labels than have room side by side
+            ax.set_xticks(ax.get_xticks(), groups, rotation=60, ha="right", fontsize=8)
+        place = (0.5, -0.45 if many else -0.08)
+        below = {"loc": "upper center", "bbox_to_anchor": place, "ncols": 2}
         ax.legend(fontsize=8, frameon=False, **below)
     return figure
 
