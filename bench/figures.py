@@ -102,11 +102,13 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
         _bars(ax, groups, bars, "times plain decoding")
         kind = "greedy" if temperature == 0 else f"sampled, T = {temperature:g}"
         ax.set_title(kind, fontsize=10)
+        legend: dict[str, Any] = {"fontsize": 8, "frameon": False, "ncols": 2}
         if many:  # more labels than have room side by side
             ax.set_xticks(ax.get_xticks(), groups, rotation=60, ha="right", fontsize=8)
-        place = (0.5, -0.45 if many else -0.08)
-        below = {"loc": "upper center", "bbox_to_anchor": place, "ncols": 2}
-        ax.legend(fontsize=8, frameon=False, **below)
+            ax.set_ylim(top=1.15 * ax.get_ylim()[1])
+            ax.legend(loc="upper right", **legend)
+        else:
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), **legend)
     return figure
 
 
