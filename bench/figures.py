@@ -74,8 +74,8 @@ def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> No
         ax.bar(place, heights, 0.92 * width, label=name, color=colour)
         ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
         for x, row in zip(place, rows, strict=True):
-            tau = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 8}
-            ax.text(x, 0.02, f"τ {row['tau']:.1f}", **tau)
+            tau = ax.text(x, 0.02, f"τ {row['tau']:.1f}", rotation=90, fontsize=8)
+            tau.set(ha="center", va="bottom")
     ax.axhline(1, color="0.25", linewidth=1, linestyle="--")
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(what)

@@ -32,14 +32,21 @@ def prompts():
     return [rng.integers(8, REAL, n).tolist() for n in (1, 33, 5)]
 
 
-def searched(model, text, width, depth):
-    """Parents and tokens of a beam search by scores of whole sequences, float64."""
+def searched(model, text, width, depth, penalty):
+    """Parents and tokens of a beam search by scores of whole sequences, float64.
+
+    Logits of tokens in the text or on the path are made less likely by `penalty`.
+    """
     parents, tokens, beams = [-1], [text[-1]], [(0.0, 0, list(text))]
     for _ in range(depth):
         candidates = []
         for place, (total, row, path) in enumerate(beams):
             logits = np.asarray(stree_jax.score(model, [path]), np.float64)[0, -1]
             logits = logits[: model.config.num_tokens]
+            seen = logits[sorted(set(path))]
+            logits[sorted(set(path))] = np.where(
+                seen > 0, seen / penalty, seen * penalty
+            )
             logp = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
             candidates += [
                 (total + logp[v], -place, row, [*path, v]) for v in range(len(logp))
@@ -51,14 +58,23 @@ def searched(model, text, width, depth):
     return parents, tokens
 
 
-def test_the_draft_is_a_beam_search(target, drafter, prompts):
-    decoding, _ = begin(target, prompts, max_new_tokens=NEW, drafter=drafter, tree=BEAM)
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_the_draft_is_a_beam_search(target, drafter, prompts, penalty):
+    sampling = Sampling(temperature=1.0, repetition_penalty=penalty)
+    decoding, _ = begin(
+        target,
+        prompts,
+        max_new_tokens=NEW,
+        drafter=drafter,
+        tree=BEAM,
+        sampling=None if penalty == 1.0 else sampling,
+    )
     drafts, _ = jax.jit(decode.propose, static_argnums=2)(
         drafter, BEAM, NAIVE, decoding
     )
     shapes = set()
     for b, prompt in enumerate(prompts):
-        parents, tokens = searched(drafter, prompt, BEAM.width, BEAM.depth)
+        parents, tokens = searched(drafter, prompt, BEAM.width, BEAM.depth, penalty)
         assert np.asarray(drafts.parents)[b].tolist() == parents
         assert np.asarray(drafts.tokens)[b].tolist() == tokens
         shapes.add(tuple(parents))

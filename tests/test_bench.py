@@ -20,7 +20,8 @@ from stree_jax.bench.speculation import parse_arm, summarise_arms
 from stree_jax.text import train_tokenizer
 from tests.tiny import perturbed, tiny
 
-PROMPTS = {"HumanEval": ["def f(x):", "return"], "GSM8K": ["how many", "x"]}
+LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
+PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
 
 
 @pytest.fixture(scope="module")
