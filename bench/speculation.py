@@ -280,14 +280,14 @@ def summarise_arms(units: dict[str, Any]) -> list[dict[str, Any]]:
         groups.setdefault((label, title, temperature), []).append(record)
     rows = []
     for (label, title, temperature), records in groups.items():
-        chain = next((n for n in records[0] if parse_is_chain(n)), None)
+        chain = next((n for n in records[0] if is_chain(n)), None)
         for arm in records[0]:
             row = {"pair": label, "set": title, "temperature": float(temperature[2:])}
             rows.append(row | {"arm": arm} | summarise_arm(records, arm, chain))
     return rows
 
 
-def parse_is_chain(name: str) -> bool:
+def is_chain(name: str) -> bool:
     return name.rpartition("@")[2].startswith("chain")
 
 

@@ -108,6 +108,7 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
                     jnp.zeros(window, dtype) if c.d_conv else None,
                 )
             case "parallel" | "shared":
+                # A call of itself: the checker does not know which kind it returns.
                 return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
                 return None
@@ -144,6 +145,7 @@ def init_records(
                 qkv = zeros(c.d_qkv) if c.d_conv else None
                 return AttentionRecord(zeros(*kv), zeros(*kv), qkv)
             case "parallel" | "shared":
+                # A call of itself: the checker does not know which kind it returns.
                 return layer("mamba"), layer("attention")  # type: ignore[return-value]
             case _:
                 return None
@@ -162,6 +164,7 @@ def grow(state: State, capacity: int) -> State:
                 k, v = jnp.pad(entry.k, pad), jnp.pad(entry.v, pad)
                 return AttentionState(k, v, entry.conv)
             case tuple():
+                # Parts of a layer have no parts: two kinds, not a tree of tuples.
                 return tuple(map(layer, entry))  # type: ignore
             case _:
                 return entry
@@ -228,6 +231,7 @@ def commit(
             case AttentionState(), AttentionRecord():
                 return commit_attention(entry, record, path, length, state.length)
             case tuple(), tuple():
+                # Parts of a layer have no parts: two kinds, not a tree of tuples.
                 return tuple(map(layer, entry, record))  # type: ignore
             case _:
                 return None

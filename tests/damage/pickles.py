@@ -58,7 +58,7 @@ def harmless_pickles(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 def with_attributes(tensor: torch.Tensor) -> torch.Tensor:
     copy = torch.nn.Parameter(tensor.clone())
-    copy.note = "x"  # type: ignore[attr-defined]
+    copy.note = "x"  # type: ignore[attr-defined]  # the damage: no tensor has it
     return copy
 
 
