@@ -218,14 +218,14 @@ def kernel_rows(units: dict[str, Any], rate: float | None) -> list[dict[str, Any
             continue
         op, batch, T = unit.split("/")
         case = {"op": op, "batch": int(batch), "T": int(T), "bytes": record["bytes"]}
-        xla = spread(record["arms"]["xla"]["seconds"])["median"]
+        xla_us = spread([1e6 * s for s in record["arms"]["xla"]["seconds"]])["median"]
         for name, arm in record["arms"].items():
             row = case | dict.fromkeys(FIGURES) | {"implementation": name}
             row["refused"] = arm.get("refused")
             if row["refused"] is None:
                 us = spread([1e6 * s for s in arm["seconds"]])
                 row |= {"us": us["median"], "us_low": us["low"], "us_high": us["high"]}
-                row["over_xla"] = 1e6 * xla / us["median"]
+                row["over_xla"] = xla_us / us["median"]
                 row["first_call_s"] = arm["first_call_s"]
                 if rate is not None:
                     row["of_bandwidth"] = 1e6 * record["bytes"] / us["median"] / rate
