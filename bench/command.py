@@ -24,10 +24,10 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
         b.add_argument("--minutes", type=float, help="begin nothing new after so long")
         return b
 
-    def prompts(b: argparse.ArgumentParser, count: int) -> None:
+    def prompts(b: argparse.ArgumentParser, count: int, needed: bool = True) -> None:
         add_pair_options(b)
         b.add_argument(
-            "--prompts", type=Path, nargs="+", required=True, help=".jsonl[.gz]"
+            "--prompts", type=Path, nargs="+", required=needed, help=".jsonl[.gz]"
         )
         b.add_argument("--count", type=int, default=count, help="prompts per file")
         b.add_argument("--max-new-tokens", type=int, default=128)
@@ -60,7 +60,11 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     b.add_argument("--arms", nargs="+", help="TREE or RULE@TREE")
     b.add_argument("--temperatures", type=float, nargs="+", default=[1])
     b = kind("unrolled", "beam trees packed and unrolled (Table 1)", 2)
-    prompts(b, 10)
+    prompts(b, 10, needed=False)
+    b.add_argument(
+        "--shape", help="random weights of this target's shape, and random prompts"
+    )
+    b.add_argument("--drafter-shape", default="mamba2-130m", help="with --shape")
     b.add_argument("--widths", type=int, nargs="+", default=[2, 3, 4, 5])
     b.add_argument("--depths", type=int, nargs="+", default=[4, 8, 16])
     b.add_argument("--scans", nargs="+", choices=["step", "chunk"], default=["step"])

@@ -15,6 +15,7 @@ import numpy as np
 from stree_jax import cost
 from stree_jax.bench.method import Run, measure, spread
 from stree_jax.bench.passes import Case, compile_case, time_cases
+from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.speculation import (
     PLAIN,
     Arm,
@@ -38,7 +39,7 @@ PASSES = 16  # a call: single passes of a small model take less than their dispa
 def measure_cost(
     target: Model,
     drafter: Model,
-    prompts: dict[str, list[str]],
+    prompts: dict[str, list[Prompt]],
     *,
     arms: Sequence[str],
     max_new_tokens: int,
@@ -70,7 +71,7 @@ def measure_cost(
         rows = []
         for text in (text for texts in prompts.values() for text in texts):
             (tokens,) = decode_once(plain, plain.arms[0], [text], 0).tokens
-            (ids,) = encode_prompts(target, text)
+            (ids,) = encode_prompts(target, [text])
             rows.append(cost.drafter_ranks(drafter, ids, tokens).tolist())
         return rows
 

@@ -67,11 +67,11 @@ def measure_forward(
       "results": a row a case, sizes first: "unit"; "levels", L or None; "scan",
         "packed", "step" or "chunk"; "nodes", N; "tokens", computed in a pass (unrolled:
         leaves x levels); "states", held; "ms", "ms_low", "ms_high", median and
-        quartiles of a pass over turns; "over_packed", ratio of medians, 1 for packed;
-        "same_argmax", share of nodes whose argmax is the packed pass's, None in
-        "sizes"; "compile_s", apart from all times; "memory_bytes", "temp_bytes", of the
-        program (`compiled_bytes`); "allocator_peak_bytes" (`allocator_peaks`), None in
-        "sizes".
+        quartiles of a pass over turns, None where memory does not suffice;
+        "over_packed", ratio of medians, 1 for packed; "same_argmax", share of nodes
+        whose argmax is the packed pass's, None in "sizes"; "compile_s", apart from all
+        times; "memory_bytes", "temp_bytes", of the program (`compiled_bytes`);
+        "allocator_peak_bytes" (`allocator_peaks`), None in "sizes".
 
     Raises:
       ValueError: an unknown shape, or a tree without a node.
@@ -159,21 +159,30 @@ def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:
         if unit in ("allocator", "bandwidth"):
             continue
         kind, _, levels = unit.partition(":")
-        packed = spread(records[0]["seconds"])["median"]
+        packed = _milliseconds(records[0])["ms"]
         for record in records:
             row = {"unit": unit, "levels": int(levels) if levels else None} | record
-            ms = spread([1e3 * s for s in row.pop("seconds")])
-            row |= {"ms": ms["median"], "ms_low": ms["low"], "ms_high": ms["high"]}
+            row |= _milliseconds(row)
+            del row["seconds"]
             peak = peaks.get(f"{row['scan']} {row['nodes']}")
             row["allocator_peak_bytes"] = None if kind == "sizes" else peak
-            over = row["ms"] / (1e3 * packed)
-            row["over_packed"] = 1.0 if row["scan"] == "packed" else over
+            compared = packed is not None and row["ms"] is not None
+            row["over_packed"] = row["ms"] / packed if compared else None
             rows.append(row)
     return rows
 
 
+def _milliseconds(record: dict[str, Any]) -> dict[str, float | None]:
+    """Median and quartiles of a record's turns, None where it took none."""
+    ms: dict[str, Any] = dict.fromkeys(("median", "low", "high"))
+    if record["seconds"]:
+        ms = spread([1e3 * s for s in record["seconds"]])
+    return {"ms": ms["median"], "ms_low": ms["low"], "ms_high": ms["high"]}
+
+
 def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None:
     """The fitted t(N) of rows, in milliseconds."""
+    rows = [row for row in rows if row["ms"] is not None]
     sizes, ms = [row["nodes"] for row in rows], [row["ms"] for row in rows]
     if len(sizes) <= degree:
         return None
@@ -224,8 +233,8 @@ def _size_lines(rows: Sequence[dict[str, Any]], floor: float | None) -> list[str
     head += ["memory, MB", "temporaries, MB", "compiling, s"]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for row in rows:
-        cells = [f"{row['nodes']}", _quartiles(row), f"{row['ms'] / base['ms']:.2f}"]
-        cells += ["-" if floor is None else f"{row['ms'] / floor:.2f}"]
+        cells = [f"{row['nodes']}", _quartiles(row)]
+        cells += [_ratio(row["ms"], base["ms"]), _ratio(row["ms"], floor)]
         cells += [megabytes(row["memory_bytes"]), megabytes(row["temp_bytes"])]
         lines.append("| " + " | ".join([*cells, f"{row['compile_s']:.1f}"]) + " |")
     return lines
@@ -239,13 +248,20 @@ def _tree_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         names = ("levels", "nodes", "scan", "tokens", "states")
         cells = [f"{row[name]}" for name in names]
-        cells += [_quartiles(row), f"{row['over_packed']:.2f}"]
+        cells += [_quartiles(row), _ratio(row["over_packed"], 1)]
         sizes = ("memory_bytes", "temp_bytes", "allocator_peak_bytes")
         cells += [megabytes(row[name]) for name in sizes]
-        cells += [f"{row['same_argmax']:.0%}", f"{row['compile_s']:.1f}"]
+        same = row["same_argmax"]
+        cells += ["-" if same is None else f"{same:.0%}", f"{row['compile_s']:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
+def _ratio(a: float | None, b: float | None) -> str:
+    return "-" if a is None or b is None else f"{a / b:.2f}"
+
+
 def _quartiles(row: dict[str, Any]) -> str:
+    if row["ms"] is None:
+        return "OOM"
     return f"{row['ms']:.2f} ({row['ms_low']:.2f}..{row['ms_high']:.2f})"

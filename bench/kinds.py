@@ -15,11 +15,13 @@ from stree_jax.bench import (
 )
 from stree_jax.bench.command import run_of
 from stree_jax.bench.method import machine_line
-from stree_jax.bench.prompts import read_prompts
+from stree_jax.bench.prompts import Prompt, read_prompts
+from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.checkpoint import Model, load
 from stree_jax.terminal import load_pair
 
+RANDOM_PROMPT = 128  # tokens
 # Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
 # at T = 0 only the trees make a difference.
 ARMS = {
@@ -42,10 +44,8 @@ def measure_kind(args: argparse.Namespace) -> dict[str, Any]:
         case "decode" | "temperature" | "trees" | "attention":
             return _speculation(args)
         case "unrolled":
-            prompts = read_prompts(args.prompts, args.count)
             return unrolled.measure_unrolled(
-                *pair(args),
-                prompts,
+                *_pair_and_prompts(args),
                 widths=args.widths,
                 depths=args.depths,
                 scans=args.scans,
@@ -100,6 +100,19 @@ def pair(args: argparse.Namespace) -> tuple[Model, Model]:
     if drafter is None:
         raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
     return target, drafter
+
+
+def _pair_and_prompts(
+    args: argparse.Namespace,
+) -> tuple[Model, Model, dict[str, list[Prompt]]]:
+    """Models and texts, or random weights of `--shape` and token ids."""
+    if (args.shape is None) == (args.prompts is None):
+        raise ValueError("bench unrolled: want either --prompts or --shape")
+    if args.shape is None:
+        return *pair(args), read_prompts(args.prompts, args.count)
+    target, drafter = random_pair(args.shape, args.drafter_shape, args.dtype)
+    ids = random_prompts(target.config, args.count, RANDOM_PROMPT)
+    return target, drafter, {f"{args.shape}, {args.drafter_shape}": ids}
 
 
 def named_pairs(specs: Sequence[str], dtype: str) -> dict[str, tuple[Model, Model]]:

@@ -35,6 +35,11 @@ def peak_in_use() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether an array or a program was refused for lack of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def allocator_peaks(
     arms: Mapping[str, tuple[int | None, Callable[[], Any]]],
 ) -> dict[str, int | None]:
@@ -48,15 +53,21 @@ def allocator_peaks(
         what it needs beyond the weights it should make itself.
 
     Returns:
-      by arm; None where the backend has no statistics, or where the peak did not rise
-      (what was measured or compiled before took more than this arm).
+      by arm; None where the backend has no statistics, where the peak did not rise
+      (what was measured or compiled before took more than this arm), or where memory
+      does not suffice.
     """
     peaks: dict[str, int | None] = dict.fromkeys(arms)
     for name in sorted(arms, key=lambda name: arms[name][0] or 0):
         before = peak_in_use()
         if before is None:
             break
-        arms[name][1]()
+        try:
+            arms[name][1]()
+        except jax.errors.JaxRuntimeError as error:
+            if out_of_memory(error):
+                continue
+            raise
         after = peak_in_use()
         peaks[name] = after if after is not None and after > before else None
     return peaks

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from stree_jax.bench.memory import out_of_memory
 from stree_jax.version import __version__
 
 
@@ -110,29 +111,33 @@ def take_turns(
     arms: dict[str, Callable[[], Any]],
     repeats: int,
     warm: set[str],
-    done: Callable[[], Any] = lambda: None,
+    skip_too_large: bool = False,
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Results of every arm's turns, and seconds of the first calls.
 
     Args:
       arms: to be called; each returns when its work is done.
       warm: arms that have been called before in this process; updated.
-      done: called after every call.
+      skip_too_large: an arm whose first call runs out of memory takes no turns, instead
+        of ending the run.
     """
     first: dict[str, float] = {}
     for name, call in arms.items():
         if name not in warm:
             began = time.perf_counter()
-            call()
+            try:
+                call()
+            except jax.errors.JaxRuntimeError as error:
+                if skip_too_large and out_of_memory(error):
+                    continue
+                raise
             first[name] = time.perf_counter() - began
             warm.add(name)
-            done()
     results: dict[str, list[Any]] = {name: [] for name in arms}
+    fitting = [name for name in arms if name in warm]
     for turn in range(repeats):
-        order = list(arms) if turn % 2 == 0 else list(arms)[::-1]
-        for name in order:
+        for name in fitting if turn % 2 == 0 else fitting[::-1]:
             results[name].append(arms[name]())
-            done()
     return results, first
 
 

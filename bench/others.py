@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.generate import encode_prompts
@@ -14,7 +15,7 @@ from stree_jax.verify import quiet
 
 def with_transformers(
     target: Model, max_new_tokens: int
-) -> Callable[[str], dict[str, Callable[[], float]]]:
+) -> Callable[[Prompt], dict[str, Callable[[], float]]]:
     """Plain greedy decoding by transformers, float32, of the exported target.
 
     It refuses assisted generation with models that keep a state, so that there is
@@ -41,8 +42,8 @@ def with_transformers(
             Path(folder) / "hf", dtype=torch.float32, local_files_only=True
         ).eval()
 
-    def decoder(text: str) -> dict[str, Callable[[], float]]:
-        ids = torch.tensor(encode_prompts(target, text))
+    def decoder(text: Prompt) -> dict[str, Callable[[], float]]:
+        ids = torch.tensor(encode_prompts(target, [text]))
 
         def seconds(new: int) -> float:
             began = time.perf_counter()

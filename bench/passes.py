@@ -162,33 +162,39 @@ class Turns:
     """Calls of a program, one after the other; each returns seconds a pass.
 
     Attributes:
-      best: argmax of the logits [1, T] in the last pass.
+      best: argmax of the logits [1, T] in the last pass, None before the first.
     """
 
     def __init__(self, program: Program):
-        self.program, self.carry = program, program.begin()
+        self.program = program
+        self.carry: Carry | None = None
+        self.best: np.ndarray | None = None
 
     def __call__(self) -> float:
+        # Nothing holds a carry that a call consumed, or could not make the next of.
+        carry, self.carry = self.carry or self.program.begin(), None
         began = time.perf_counter()
-        self.carry = jax.block_until_ready(self.program.run(self.carry))
-        return (time.perf_counter() - began) / self.program.passes
-
-    @property
-    def best(self) -> np.ndarray:
-        return np.asarray(self.carry[2])
+        carry = jax.block_until_ready(self.program.run(carry))
+        seconds = time.perf_counter() - began
+        self.carry, self.best = carry, np.asarray(carry[2])
+        return seconds / self.program.passes
 
 
 def time_cases(programs: Sequence[Program], repeats: int) -> list[dict[str, Any]]:
     """A raw record of each case; they take turns.
 
     Where all cases have one tree, they begin alike, and their last passes are compared.
+    A case that memory does not suffice for has no "seconds".
     """
     turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}
-    seconds, _ = take_turns(dict(turns), repeats, set())
+    seconds, _ = take_turns(dict(turns), repeats, set(), skip_too_large=True)
     same: list[float | None] = [None] * len(programs)
     if len({p.case.nodes for p in programs}) == 1:
-        first = next(iter(turns.values())).best
-        same = [float((turn.best == first).mean()) for turn in turns.values()]
+        best = [turn.best for turn in turns.values()]
+        same = [
+            None if b is None or best[0] is None else float((b == best[0]).mean())
+            for b in best
+        ]
     return [
         {
             "scan": p.case.scan,

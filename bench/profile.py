@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from stree_jax import decode
 from stree_jax.bench.method import Run, measure
+from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
 from stree_jax.generate import begin, strip
 from stree_jax.models import param_dtype
@@ -124,7 +125,7 @@ def traced(call: Any) -> tuple[list[dict[str, Any]], float]:
 
 
 def profile_step(
-    target: Model, drafter: Model | None, prompt: str, tree: str | None
+    target: Model, drafter: Model | None, prompt: Prompt, tree: str | None
 ) -> list[dict[str, Any]]:
     """Microseconds a step by stage and part, most first; they add up to the step.
 
@@ -132,7 +133,7 @@ def profile_step(
     """
     decoding, plan = begin(
         target,
-        prompt,
+        [prompt],
         max_new_tokens=16 * STEPS,
         stop_tokens=(),
         drafter=drafter,
@@ -170,7 +171,7 @@ def profile_step(
 def measure_profile(
     target: Model,
     drafter: Model,
-    prompts: dict[str, list[str]],
+    prompts: dict[str, list[Prompt]],
     *,
     arms: Sequence[str],
     run: Run,

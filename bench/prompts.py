@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+Prompt = str | tuple[int, ...]  # text, or token ids
+
 NAMES = {
     "HumanEval.jsonl.gz": "HumanEval",
     "question.jsonl": "MT-Bench",
@@ -14,12 +16,12 @@ NAMES = {
 }
 
 
-def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[str]]:
+def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
     """The first `count` prompts of each file, by the name of its set.
 
     Fields as HumanEval (`prompt`), MT-Bench (`turns`, the first), GSM8K (`question`).
     """
-    prompts: dict[str, list[str]] = {}
+    prompts: dict[str, list[Prompt]] = {}
     for path in paths:
         opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as lines:

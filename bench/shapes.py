@@ -1,11 +1,14 @@
 """Architectures of published models, to be timed with random weights."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
 from stree_jax.models import (
     AttentionConfig,
@@ -78,3 +81,22 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
     """Random weights, made on the device in the dtype that they are kept in."""
     make = jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))
     return Model(params=make(jax.random.key(seed)), config=config)
+
+
+def random_pair(target: str, drafter: str, dtype: Any) -> tuple[Model, Model]:
+    """Two shapes as target and drafter; the drafter gets the target's vocabulary.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    config = config_of(target)
+    small = replace(
+        config_of(drafter), vocab_size=config.vocab_size, num_tokens=config.num_tokens
+    )
+    return random_model(config, dtype), random_model(small, dtype, seed=1)
+
+
+def random_prompts(config: ModelConfig, count: int, length: int) -> list[Prompt]:
+    """Token ids, the same in every process."""
+    ids = np.random.default_rng(0).integers(config.num_tokens, size=(count, length))
+    return [tuple(row) for row in ids.tolist()]

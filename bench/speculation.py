@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from stree_jax import decode
 from stree_jax.accept import resolve_rule
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
+from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
 from stree_jax.decode import Decoding
 from stree_jax.generate import FOREVER, begin, encode_prompts, strip
@@ -81,7 +82,7 @@ def workload(
     target: Model,
     drafter: Model,
     arms: Sequence[Arm],
-    prompts: dict[str, list[str]],
+    prompts: dict[str, list[Prompt]],
     max_new_tokens: int,
     batch: int = 1,
 ) -> Workload:
@@ -102,7 +103,7 @@ def workload(
 
 
 def begin_arm(
-    work: Workload, arm: Arm, texts: Sequence[str], temperature: float
+    work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> tuple[Decoding, Plan]:
     """Texts read and ready to be decoded; seeds are the rows' own, whatever the arm."""
     sampling = [Sampling(temperature, seed=i) for i in range(len(texts))]
@@ -120,7 +121,7 @@ def begin_arm(
 
 
 def decode_once(
-    work: Workload, arm: Arm, texts: Sequence[str], temperature: float
+    work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> Generation:
     """One generation, the decoding timed."""
     decoding, plan = begin_arm(work, arm, texts, temperature)
@@ -137,7 +138,7 @@ def decode_once(
 
 def decode_unit(
     work: Workload,
-    texts: Sequence[str],
+    texts: Sequence[Prompt],
     temperature: float,
     repeats: int,
     warm: set[str],
@@ -190,7 +191,7 @@ def decode_unit(
 
 
 def check_ties(
-    target: Model, texts: Sequence[str], results: dict[str, Generation]
+    target: Model, texts: Sequence[Prompt], results: dict[str, Generation]
 ) -> None:
     """Every difference from plain decoding is at a tie of the target's logits.
 
@@ -212,10 +213,10 @@ def check_ties(
 def measure_arms(
     kind: str,
     works: dict[str, Workload],
-    prompts: dict[str, list[str]],
+    prompts: dict[str, list[Prompt]],
     temperatures: Sequence[float],
     run: Run,
-    others: Callable[[str], dict[str, Callable[[], float]]] | None = None,
+    others: Callable[[Prompt], dict[str, Callable[[], float]]] | None = None,
 ) -> dict[str, Any]:
     """Every workload (a pair of models) on every prompt set at every temperature.
 

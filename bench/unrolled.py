@@ -17,6 +17,7 @@ from stree_jax import decode
 from stree_jax.accept import Rule
 from stree_jax.bench.memory import compiled_bytes, megabytes
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
+from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.speculation import (
     PLAIN,
     Arm,
@@ -35,6 +36,17 @@ from stree_jax.tree import Topology, resolve_tree
 from stree_jax.unrolled import Unrolled
 
 PACKED = "packed"
+FIGURES = (
+    "tau",
+    "tokens_per_s",
+    "tokens_per_s_low",
+    "tokens_per_s_high",
+    "ms_per_call",
+    "over_packed",
+    "p_packed",
+    "equal",
+    "first_call_s",
+)
 
 
 def leaves_of(parents: jax.Array) -> jax.Array:
@@ -53,7 +65,7 @@ def _draft_leaves(
     return leaves_of(decode.propose(drafter, tree, rule, decoding)[0].parents)
 
 
-def count_leaves(work: Workload, arm: Arm, text: str) -> list[int]:
+def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
     """Leaves of every draft of a text, decoded packed, a step at a time."""
     decoding, plan = begin_arm(work, arm, [text], 0)
     target, drafter, counts = strip(work.target), strip(work.drafter), []
@@ -66,7 +78,7 @@ def count_leaves(work: Workload, arm: Arm, text: str) -> list[int]:
     return counts
 
 
-def program_bytes(work: Workload, arm: Arm, text: str) -> dict[str, int | None]:
+def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | None]:
     """`compiled_bytes` of the loop that decodes a text."""
     decoding, plan = begin_arm(work, arm, [text], 0)
     bare = strip(work.target), strip(work.drafter)
@@ -96,7 +108,7 @@ def prepare(
     work: Workload,
     beam: str,
     scans: Sequence[Literal["step", "chunk"]],
-    texts: Sequence[str],
+    texts: Sequence[Prompt],
 ) -> Prepared:
     """Arms whose room for leaves is the largest number that any draft has.
 
@@ -116,12 +128,14 @@ def prepare(
 def decode_text(
     work: Workload,
     prepared: Prepared,
-    text: str,
+    text: Prompt,
     plain: Generation,
     repeats: int,
     warm: set[str],
 ) -> dict[str, Any]:
     """The record of one prompt and beam: every arm, all turns.
+
+    An arm that memory does not suffice for has no "seconds".
 
     Raises:
       RuntimeError: tokens differ from plain decoding's beyond a tie.
@@ -131,30 +145,32 @@ def decode_text(
         return lambda: decode_once(work, arm, [text], 0)
 
     calls = {name: call(arm) for name, arm in prepared.arms.items()}
-    results, first = take_turns(calls, repeats, warm)
-    last = {name: turns[-1] for name, turns in results.items()}
+    results, first = take_turns(calls, repeats, warm, skip_too_large=True)
+    last = {name: turns[-1] for name, turns in results.items() if turns}
     check_ties(work.target, [text], {PLAIN: plain} | last)
     record: dict[str, Any] = {
         "leaves_most": max(prepared.leaves),
         "leaves_mean": sum(prepared.leaves) / len(prepared.leaves),
         "arms": {},
     }
-    for name, result in last.items():
-        record["arms"][name] = {
-            "seconds": [turn.decode_s for turn in results[name]],
-            "tokens": int(result.lengths.sum()),
-            "calls": int(result.target_calls.sum()),
-            "equal": result.tokens == last[PACKED].tokens,
-            "first_call_s": first.get(name),
-            **prepared.memory[name],
-        }
+    for name, turns in results.items():
+        arm: dict[str, Any] = {"seconds": [turn.decode_s for turn in turns]}
+        arm |= prepared.memory[name]
+        if turns:
+            arm |= {
+                "tokens": int(turns[-1].lengths.sum()),
+                "calls": int(turns[-1].target_calls.sum()),
+                "equal": PACKED in last and turns[-1].tokens == last[PACKED].tokens,
+                "first_call_s": first.get(name),
+            }
+        record["arms"][name] = arm
     return record
 
 
 def measure_unrolled(
     target: Model,
     drafter: Model,
-    prompts: dict[str, list[str]],
+    prompts: dict[str, list[Prompt]],
     *,
     widths: Sequence[int],
     depths: Sequence[int],
@@ -169,7 +185,7 @@ def measure_unrolled(
     counted on all prompts (see `prepare`), again in a process that resumes.
 
     Args:
-      prompts: texts by the name of their set.
+      prompts: texts, or token ids, by the name of their set.
       widths, depths: W and D of the beams, the paper's M and N.
       scans: ways to go through an unrolled tree, see `Unrolled`.
 
@@ -185,7 +201,8 @@ def measure_unrolled(
       "leaves_mean", of all drafts; "leaves_bound", D (W - 1) + 1; "states" held;
       "tokens_per_call" computed, leaves (D + 1) if unrolled; "memory_bytes",
       "temp_bytes" of the program of the loop, drafter included (`compiled_bytes`);
-      "first_call_s", compilation included.
+      "first_call_s", compilation included. Where memory does not suffice, "units" is 0
+      and what would have been measured is None.
 
     Raises:
       ValueError: a beam without a node.
@@ -257,7 +274,13 @@ def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, Any]:
-    """Statistics of one way to verify, over the prompts of a set."""
+    """Statistics of one way to verify, over the prompts of a set that it was run on."""
+    row: dict[str, Any] = dict.fromkeys(FIGURES)
+    row |= {name: records[0][scan][name] for name in ("memory_bytes", "temp_bytes")}
+    records = [r for r in records if r[scan]["seconds"] and r[PACKED]["seconds"]]
+    row["units"] = len(records)
+    if not records:
+        return row
 
     def seconds(arm: str) -> list[float]:
         return [spread(record[arm]["seconds"])["median"] for record in records]
@@ -268,8 +291,7 @@ def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, An
     per_call = [s / c["calls"] for c, s in zip(cells, own, strict=True)]
     ratios = [a / b for a, b in zip(own, packed, strict=True)]
     alone = scan == PACKED
-    return {
-        "units": len(cells),
+    return row | {
         "tau": sum(c["tokens"] for c in cells) / sum(c["calls"] for c in cells),
         "tokens_per_s": rates["median"],
         "tokens_per_s_low": rates["low"],
@@ -279,8 +301,6 @@ def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, An
         "p_packed": None if alone else sign_test(ratios),
         "equal": sum(c["equal"] for c in cells),
         "first_call_s": max(c["first_call_s"] or 0 for c in cells),
-        "memory_bytes": cells[0]["memory_bytes"],
-        "temp_bytes": cells[0]["temp_bytes"],
     }
 
 
@@ -311,11 +331,15 @@ def _paper_lines(rows: Sequence[dict[str, Any]], scan: str) -> list[str]:
             pair = [cells.get((width, depth, name)) for name in (PACKED, scan)]
             shown.append("-")
             if pair[0] is not None and pair[1] is not None:
-                speeds = " / ".join(f"{row['tokens_per_s']:.1f}" for row in pair if row)
+                speeds = " / ".join(_rate(row["tokens_per_s"]) for row in pair if row)
                 sizes = [megabytes(row["memory_bytes"]) for row in pair if row]
                 shown[-1] = f"{speeds}; {' / '.join(sizes)}"
         lines.append("| " + " | ".join(shown) + " |")
     return lines
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "OOM" if tokens_per_s is None else f"{tokens_per_s:.1f}"
 
 
 def _detail_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -326,14 +350,15 @@ def _detail_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         low, high = row["tokens_per_s_low"], row["tokens_per_s_high"]
         cells = [row["set"], f"{row['width']} x {row['depth']}", row["scan"]]
-        cells += [
-            f"{row['tau']:.2f}",
-            f"{row['tokens_per_s']:.1f} ({low:.1f}..{high:.1f})",
-        ]
-        cells += [f"{row['ms_per_call']:.2f}"]
+        if row["units"]:
+            cells += [f"{row['tau']:.2f}"]
+            cells += [f"{row['tokens_per_s']:.1f} ({low:.1f}..{high:.1f})"]
+            cells += [f"{row['ms_per_call']:.2f}"]
+        else:
+            cells += ["-", _rate(None), "-"]
         over = row["over_packed"]
         cells += ["-" if over is None else f"{over:.2f}, {row['p_packed']:.2g}"]
-        cells += [f"{row['equal']}/{row['units']}"]
+        cells += [f"{row['equal']}/{row['units']}" if row["units"] else "-"]
         mean = f"{row['leaves_mean']:.1f}"
         cells += [f"{row['leaves']} ({mean}, {row['leaves_bound']})"]
         cells += [f"{row['states']}", f"{row['tokens_per_call']}"]

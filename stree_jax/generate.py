@@ -23,7 +23,7 @@ DEFAULT_TREE = "E"
 DEFAULT_RULE = "naive/coupled"
 FOREVER = 2**31 - 1
 STOP_TOKEN_BUCKET = 8  # up to so many stop tokens share a program
-Prompts = str | Sequence[str] | Sequence[Sequence[int]] | np.ndarray
+Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
 
 
 def bucket(n: int, step: int = PREFILL_CHUNK) -> int:

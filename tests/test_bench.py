@@ -18,7 +18,7 @@ from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import prompt_of, read_prompts
 from stree_jax.bench.speculation import parse_arm, summarise_arms
 from stree_jax.text import train_tokenizer
-from tests.tiny import perturbed, tiny
+from tests.tiny import perturbed, tiny, too_much
 
 LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
 PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
@@ -62,6 +62,20 @@ def test_arms_take_turns_after_a_first_call_of_each():
     assert set(first) == {"a", "b"} and warm == set("abc")
     take_turns(arms, 1, warm)
     assert "".join(calls[8:]) == "abc"
+
+
+def test_an_arm_that_memory_does_not_suffice_for_takes_no_turns():
+    def wrong():
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    warm = set()
+    arms = {"huge": too_much, "fits": lambda: 1}
+    results, first = take_turns(arms, 2, warm, skip_too_large=True)
+    assert results == {"huge": [], "fits": [1, 1]}
+    assert set(first) == warm == {"fits"}
+    for arm, message in ((too_much, "RESOURCE_EXHAUSTED"), (wrong, "INTERNAL")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            take_turns({"a": arm}, 2, set(), skip_too_large=arm is wrong)
 
 
 def test_sign_test_and_spread():

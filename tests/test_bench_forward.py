@@ -10,14 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench import forward, kernels, memory, passes, shapes, unrolled
+from stree_jax.bench import (
+    figures,
+    forward,
+    kernels,
+    memory,
+    passes,
+    shapes,
+    speculation,
+    unrolled,
+)
 from stree_jax.bench.method import Run
+from stree_jax.cli import main
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import TensorInfo
 from stree_jax.models import init_records, init_state
 from stree_jax.models.state import Pending
 from stree_jax.tree import resolve_tree
-from tests.tiny import REAL, perturbed, tiny
+from tests.tiny import REAL, perturbed, tiny, too_much
 
 SIZED = {"memory_bytes", "temp_bytes"}
 
@@ -278,6 +288,27 @@ def test_forward_report(target, monkeypatch, tmp_path):
     assert forward.forward_table(cut).startswith("small, float32")
 
 
+def test_passes_that_memory_does_not_suffice_for(target, monkeypatch):
+    def compile_case(model, case, passes_a_call):
+        program = passes.compile_case(model, case, passes_a_call)
+        fits = case.scan == "packed" and case.nodes < 7
+        return program if fits else replace(program, run=too_much)
+
+    monkeypatch.setattr(forward, "config_of", lambda name: target.config)
+    monkeypatch.setattr(forward, "compile_case", compile_case)
+    report = forward.measure_forward("small", [1, 7], [2, 3], "float32", Run(2))
+    assert json.loads(json.dumps(report)) == report
+    found = [row["ms"] is not None for row in report["results"]]
+    assert found == [True, False, True, False, False, False, False, False]
+    for row in report["results"]:
+        compared = row["ms"] is not None
+        assert (row["over_packed"] == 1) is compared and row["memory_bytes"] > 0
+    assert report["fit"] is None  # of one size
+    assert forward.forward_table(report).count("OOM") == 6
+    assert set(columns(forward.forward_table(report))) == {8, 13}
+    figures.draw(report)
+
+
 def test_the_fit_is_in_milliseconds():
     rows = [{"nodes": n, "ms": 2 + 3 * n + 0.5 * n * n} for n in (1, 4, 9, 16)]
     fit = forward.fit_of(rows, 2)
@@ -361,6 +392,57 @@ def test_unrolled_report(target, drafter, monkeypatch, tmp_path):
     assert step["temp_bytes"] > packed["temp_bytes"]
     assert packed["over_packed"] is None and step["over_packed"] > 0
     assert set(columns(unrolled.unrolled_table(report))) == {3, 14}
+
+
+def test_a_baseline_that_memory_does_not_suffice_for(target, drafter, monkeypatch):
+    def decode_once(work, arm, texts, temperature):
+        if arm.unrolled is not None:
+            too_much()
+        return speculation.decode_once(work, arm, texts, temperature)
+
+    monkeypatch.setattr(unrolled, "decode_once", decode_once)
+    report = beam_report(target, drafter, Run(1))
+    assert report["complete"] and json.loads(json.dumps(report)) == report
+    packed, step = report["results"]
+    assert (packed["units"], step["units"]) == (2, 0)
+    assert packed.keys() == step.keys() and step["tokens_per_s"] is None
+    assert step["memory_bytes"] > packed["memory_bytes"]
+    table = unrolled.unrolled_table(report)
+    assert table.count("OOM") == 2 and set(columns(table)) == {3, 14}
+    assert f"{packed['tokens_per_s']:.1f} / OOM;" in table
+    figures.draw(report)
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """ "tiny", and "other" with a smaller vocabulary."""
+    small = shapes.mamba2(64, 1)
+    found = {
+        "tiny": replace(small, vocab_size=128, num_tokens=120),
+        "other": replace(small, vocab_size=96, num_tokens=90),
+    }
+    monkeypatch.setattr(shapes, "config_of", found.__getitem__)
+
+
+def test_random_weights_of_a_shape(small_shapes, capsys):
+    options = ["--widths", "2", "--depths", "2", "--repeats", "1", "--count", "2"]
+    options += ["--max-new-tokens", "8", "--shape", "other"]
+    assert main(["bench", "unrolled", *options, "--drafter-shape", "tiny"]) == 0
+    assert "| other, tiny | 2 x 2 | step |" in capsys.readouterr().out
+    for wrong in (["--shape", "tiny", "--prompts", "a.jsonl"], []):
+        assert main(["bench", "unrolled", *wrong]) == 2
+        assert "want either --prompts or --shape" in capsys.readouterr().err
+
+
+def test_a_drafter_shape_gets_the_vocabulary_of_the_target(small_shapes):
+    target, drafter = shapes.random_pair("other", "tiny", "bfloat16")
+    assert (drafter.config.vocab_size, drafter.config.num_tokens) == (96, 90)
+    assert drafter.params["embedding"].shape == (96, 64)
+    assert drafter.params["embedding"].dtype == jnp.bfloat16
+    assert not (drafter.params["embedding"] == target.params["embedding"]).all()
+    prompts = shapes.random_prompts(target.config, 2, 5)
+    assert prompts == shapes.random_prompts(target.config, 2, 5)
+    assert len(set(prompts)) == 2 and {len(ids) for ids in prompts} == {5}
 
 
 def test_a_baseline_with_too_few_leaves_is_found_out(target, drafter, monkeypatch):

@@ -41,3 +41,8 @@ def perturbed(params, scale, seed):
         for leaf, key in zip(leaves, keys, strict=True)
     ]
     return treedef.unflatten(noisy)
+
+
+def too_much(*args):
+    """A program that needs more memory than a processor has addresses for."""
+    return jax.block_until_ready(jax.jit(lambda: jnp.zeros(1 << 48))())

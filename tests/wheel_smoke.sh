@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build the wheel, install it outside the checkout, generate with the bundled pair.
 set -euo pipefail
+unset PYTHONPATH  # or pip would find the checkout installed already
 python=${1:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
