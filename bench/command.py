@@ -31,6 +31,14 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
         )
         b.add_argument("--count", type=int, default=count, help="prompts per file")
         b.add_argument("--max-new-tokens", type=int, default=128)
+        b.add_argument(
+            "--widen",
+            type=int,
+            default=1,
+            metavar="4|16",
+            help="so many times as wide a target, by zeros: its text, at a larger one's "
+            "cost",
+        )
 
     b = kind("decode", "plain, chain and trees on prompts (Table 2)", 3)
     prompts(b, 20)

@@ -25,6 +25,7 @@ from stree_jax.bench.speculation import (
     summarise_arms,
     workload,
 )
+from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.generate import encode_prompts
 from stree_jax.models import param_dtype
@@ -114,6 +115,7 @@ def measure_cost(
     settings = {
         "kind": "cost",
         "dtype": str(param_dtype(target.params)),
+        "parameters": {"": sizes_of(target, drafter)},
         "arms": list(arms),
         "sets": {title: len(texts) for title, texts in prompts.items()},
         "max_new_tokens": max_new_tokens,

@@ -18,6 +18,7 @@ from stree_jax.bench.method import machine_line
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
+from stree_jax.bench.widen import widened
 from stree_jax.checkpoint import Model, load
 from stree_jax.terminal import load_pair
 
@@ -99,7 +100,7 @@ def pair(args: argparse.Namespace) -> tuple[Model, Model]:
     target, drafter = load_pair(args)
     if drafter is None:
         raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
-    return target, drafter
+    return widened(target, args.widen), drafter
 
 
 def _pair_and_prompts(
@@ -115,7 +116,9 @@ def _pair_and_prompts(
     return target, drafter, {f"{args.shape}, {args.drafter_shape}": ids}
 
 
-def named_pairs(specs: Sequence[str], dtype: str) -> dict[str, tuple[Model, Model]]:
+def named_pairs(
+    specs: Sequence[str], dtype: str, widen: int = 1
+) -> dict[str, tuple[Model, Model]]:
     """Models by label, from "NAME=TARGET:DRAFTER"."""
     pairs = {}
     for spec in specs:
@@ -123,7 +126,8 @@ def named_pairs(specs: Sequence[str], dtype: str) -> dict[str, tuple[Model, Mode
         target, _, drafter = paths.partition(":")
         if not (name and target and drafter) or "/" in name:
             raise ValueError(f"--pairs: want NAME=TARGET:DRAFTER, got {spec!r}")
-        pairs[name] = load(target, dtype=dtype), load(drafter, dtype=dtype)
+        wide = widened(load(target, dtype=dtype), widen)
+        pairs[name] = wide, load(drafter, dtype=dtype)
     return pairs
 
 
@@ -131,7 +135,7 @@ def _speculation(args: argparse.Namespace) -> dict[str, Any]:
     names = [PLAIN, *(args.arms or ARMS[args.kind])]
     arms = [parse_arm(name) for name in dict.fromkeys(names)]
     if args.kind == "attention":
-        pairs = named_pairs(args.pairs, args.dtype)
+        pairs = named_pairs(args.pairs, args.dtype, args.widen)
     else:
         pairs = {"": pair(args)}
     prompts = read_prompts(args.prompts, args.count)

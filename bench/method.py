@@ -68,8 +68,10 @@ def machine() -> dict[str, Any]:
 
 def machine_line(report: dict[str, Any]) -> str:
     """One line under a table or a figure."""
-    m = report["machine"]
+    m, sizes = report["machine"], report.get("parameters", {}).get("")
     line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, {report['dtype']}, "
+    if sizes is not None:  # of one pair
+        line += f"{' + '.join(f'{n / 1e6:.1f}' for n in sizes)} M parameters, "
     line += f"commit {m['commit']}"
     return line if report["complete"] else line + "; stopped before the end"
 

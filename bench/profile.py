@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from stree_jax import decode
 from stree_jax.bench.method import Run, measure
 from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.generate import begin, strip
 from stree_jax.models import param_dtype
@@ -200,6 +201,7 @@ def measure_profile(
     settings = {
         "kind": "profile",
         "dtype": str(param_dtype(target.params)),
+        "parameters": {"": sizes_of(target, drafter)},
         "steps": STEPS,
         "arms": list(arms),
     }

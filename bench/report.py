@@ -33,6 +33,7 @@ def arguments(args: argparse.Namespace, kind: str) -> argparse.Namespace:
         words += ["--drafter", args.drafter] if args.drafter else []
         words += ["--prompts", *map(str, args.prompts), "--count", str(args.count)]
         words += ["--max-new-tokens", str(args.max_new_tokens)]
+        words += ["--widen", str(args.widen)]
     if kind == "attention":
         words += ["--pairs", *args.pairs]
     return build_parser().parse_args(words)

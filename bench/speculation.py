@@ -12,6 +12,7 @@ from stree_jax import decode
 from stree_jax.accept import resolve_rule
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.decode import Decoding
 from stree_jax.generate import FOREVER, begin, encode_prompts, strip
@@ -255,6 +256,7 @@ def measure_arms(
         "kind": kind,
         "dtype": str(param_dtype(any_work.target.params)),
         "pairs": list(works),
+        "parameters": {k: sizes_of(w.target, w.drafter) for k, w in works.items()},
         "arms": [arm.name for arm in any_work.arms],
         "sets": {title: len(texts) for title, texts in prompts.items()},
         "temperatures": list(temperatures),

@@ -27,6 +27,7 @@ from stree_jax.bench.speculation import (
     decode_once,
     workload,
 )
+from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.decode import Decoding
 from stree_jax.generate import FOREVER, strip
@@ -233,6 +234,7 @@ def measure_unrolled(
     settings = {
         "kind": "unrolled",
         "dtype": str(param_dtype(target.params)),
+        "parameters": {"": sizes_of(target, drafter)},
         "sets": {title: len(group) for title, group in prompts.items()},
         "widths": list(widths),
         "depths": list(depths),

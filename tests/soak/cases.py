@@ -1,0 +1,165 @@
+"""Drawing what to generate."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+import stree_jax
+from stree_jax import Sampling, Tree, chain, make_tree
+from stree_jax.accept import UNBIASED
+from stree_jax.decode import PREFILL_CHUNK
+from tests.tiny import REAL, STOP, perturbed, tiny
+
+PLAIN, GREEDY = "plain", "greedy"  # no drafter; no sampling
+RULES = [f"{rule}/{draws}" for rule, kinds in UNBIASED.items() for draws in kinds]
+KINDS = [*RULES, GREEDY, PLAIN]
+MOST_PROMPTS, MOST_SAMPLES, LONGEST, MOST_NEW = 8, 2, 70, 40
+SHORT = PREFILL_CHUNK + 1  # prompts up to here are read as one chunk
+
+
+@dataclass(frozen=True)
+class Group:
+    """What compiled programs depend on."""
+
+    kind: str
+    tree: Tree
+    prompts: int
+    n: int
+    long: bool
+    penalised: bool
+    least: bool
+    logprobs: int
+    drafters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One generation; lists are by prompt."""
+
+    group: Group
+    tree: Tree
+    drafter: str
+    prompts: list[list[int]]
+    sampling: list[Sampling]
+    key: int
+    limits: list[int]
+    least: list[int]
+    stop_tokens: list[list[int]] | tuple | None
+    stops: list[list[int]]  # the same, by prompt whatever the argument's form
+
+
+@cache
+def models() -> dict[str, stree_jax.Model]:
+    """The target, and drafters of which the first three share its programs."""
+    target = tiny(1)
+    return {
+        "right": target,
+        "half": target.replace(params=perturbed(target.params, 0.05, 3)),
+        "wrong": tiny(2),
+        "mamba": tiny(2, layers=("mamba", "mamba")),
+        "attention": tiny(4, layers=("attention", "mlp")),
+    }
+
+
+def sizes(tree: Tree) -> tuple[int, int, int, int]:
+    return tree.size, tree.depth, tree.width, tree.children
+
+
+def random_tree(rng: np.random.Generator) -> Tree:
+    """From bushes to chains."""
+    size, straight = int(rng.integers(2, 20)), rng.uniform(0, 0.7)
+    parents = [-1]
+    for t in range(1, size):
+        follows = rng.random() < straight
+        parents.append(t - 1 if follows else int(rng.integers(t)))
+    return make_tree(parents)
+
+
+def shuffled(tree: Tree, rng: np.random.Generator) -> Tree:
+    """Another topology of equal static sizes, by a walk over single parents."""
+    for _ in range(60):
+        parents = tree.parents.copy()
+        t = int(rng.integers(1, tree.size))
+        parents[t] = rng.integers(t)
+        other = make_tree(parents)
+        tree = other if sizes(other) == sizes(tree) else tree
+    return tree
+
+
+def draw_group(seed: int, number: int) -> Group:
+    rng = np.random.default_rng([seed, number])
+    kind = KINDS[(seed + number) % len(KINDS)]
+    own_kind = [("right", "half", "wrong")] * 4
+    drafters = [*own_kind, ("mamba",), ("attention",)][rng.integers(6)]
+    chained = kind.startswith("leviathan")
+    return Group(
+        kind=kind,
+        tree=chain(int(rng.integers(1, 7))) if chained else random_tree(rng),
+        prompts=int(rng.integers(1, MOST_PROMPTS + 1)),
+        n=int(rng.integers(1, MOST_SAMPLES + 1)),
+        long=rng.random() < 0.3,
+        penalised=kind != GREEDY and rng.random() < 0.5,
+        least=rng.random() < 0.5,
+        logprobs=int(rng.choice([0, 3])),
+        drafters=drafters,
+    )
+
+
+def draw_sampling(rng: np.random.Generator, penalised: bool) -> Sampling:
+    def maybe(chance: float, value: float, off: float) -> float:
+        return value if rng.random() < chance else off
+
+    return Sampling(
+        temperature=maybe(2 / 3, rng.uniform(0.3, 2), 0),
+        top_k=int(maybe(0.4, rng.choice([1, 2, 3, 5, 10, 20, REAL, REAL + 9]), 0)),
+        top_p=maybe(0.4, rng.uniform(0.05, 1), 1.0),
+        min_p=maybe(0.4, rng.uniform(0, 0.5), 0.0),
+        repetition_penalty=maybe(0.7, rng.uniform(0.7, 1.8), 1.0) if penalised else 1.0,
+        seed=int(rng.integers(2**32)) if rng.random() < 0.7 else None,
+    )
+
+
+def draw_stops(
+    rng: np.random.Generator, prompts: int
+) -> tuple[list[list[int]] | tuple | None, list[list[int]]]:
+    """The argument, and what it means for each prompt."""
+    form = rng.random()
+    if form < 0.25:
+        return None, [[STOP]] * prompts
+    if form < 0.35:
+        return (), [[]] * prompts
+    counts = rng.choice([0, 1, 2, 4, 8], prompts)
+    rows = [rng.choice(REAL, k, replace=False).tolist() for k in counts]
+    return rows, rows
+
+
+def draw_case(seed: int, number: int, i: int) -> Case:
+    group, rng = draw_group(seed, number), np.random.default_rng([seed, number, i])
+    P = group.prompts
+    lengths = rng.integers(1, SHORT + 1, P)
+    limits, least = rng.integers(1, MOST_NEW + 1, P), np.zeros(P, int)
+    sampling = [draw_sampling(rng, group.penalised) for _ in range(P)]
+    # Options that a group has must be there in each of its generations.
+    if group.long:
+        lengths[rng.integers(P)] = rng.integers(SHORT + 1, LONGEST + 1)
+    if group.least:
+        least = rng.integers(0, 16, P)
+        least[rng.integers(P)] = rng.integers(1, 16)
+    if group.penalised and all(s.repetition_penalty == 1 for s in sampling):
+        sampling[0] = Sampling(temperature=1.0, repetition_penalty=1.3)
+    if group.kind == GREEDY:
+        sampling = [Sampling(temperature=0.0)] * P
+    stop_tokens, stops = draw_stops(rng, P)
+    return Case(
+        group=group,
+        tree=shuffled(group.tree, rng),
+        drafter=str(rng.choice(group.drafters)),
+        prompts=[rng.integers(REAL, size=k).tolist() for k in lengths],
+        sampling=sampling,
+        key=int(rng.integers(2**31)),
+        limits=limits.tolist(),
+        least=least.tolist(),
+        stop_tokens=stop_tokens,
+        stops=stops,
+    )
