@@ -36,8 +36,7 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
             type=int,
             default=1,
             metavar="4|16",
-            help="so many times as wide a target, by zeros: its text, at a larger one's "
-            "cost",
+            help="the target among zeros, so many times as wide: same text, more work",
         )
 
     b = kind("decode", "plain, chain and trees on prompts (Table 2)", 3)

@@ -56,9 +56,9 @@ def measure_cost(
 
       "acceptance": the table p [D][R] of `cost.Acceptance`.
       "results": a row an arm, the fastest prediction first: "arm", "nodes", "depth",
-        "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau" (measured),
-        "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain decoding,
-        "error", predicted / speedup - 1.
+        "parents", "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau"
+        (measured), "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain
+        decoding, "error", predicted / speedup - 1.
 
     Raises:
       ValueError: an unknown tree.
@@ -213,8 +213,11 @@ def verdict(report: dict[str, Any]) -> str:
         f"{said['predicted']:.2f} times plain decoding (measured "
         f"{said['speedup']:.2f})."
     )
+    if said["arm"].startswith("optimal"):
+        parents = ",".join(map(str, said["parents"][1:]))
+        text += f" It is `--tree parents:{parents}`."
     if fastest is said:
-        return text + " It is the fastest of the measured ones."
+        return text + " None of the others was measured to be faster."
     return (
         text + f" Measured, {fastest['arm']} is: {fastest['speedup']:.2f} (predicted "
         f"{fastest['predicted']:.2f})."

@@ -115,7 +115,10 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
 def _arm_label(arm: str, temperature: float) -> str:
     """Greedy decoding knows no rules, only trees."""
     rule, _, tree = arm.rpartition("@")
-    name = tree.replace("chain:", "chain of ") if ":" in tree else f"tree {tree}"
+    kind, _, size = tree.partition(":")
+    name = {"chain": f"chain of {size}", "parents": f"{size.count(',') + 2} nodes"}.get(
+        kind, f"tree {tree}"
+    )
     return name if temperature == 0 or not rule else f"{name}, {rule}"
 
 
@@ -263,5 +266,5 @@ def draw_unrolled(report: dict[str, Any]) -> "Figure":
         ax.set_ylim(bottom=0)
     axes[0].set_title(f"{title}, {report['max_new_tokens']} new tokens", fontsize=10)
     axes[1].set_title("memory by the program's own analysis", fontsize=10)
-    axes[1].legend(fontsize=7, frameon=False)
+    axes[1].legend(fontsize=7, frameon=False, handlelength=4)
     return figure

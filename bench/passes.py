@@ -180,14 +180,16 @@ class Turns:
         return seconds / self.program.passes
 
 
-def time_cases(programs: Sequence[Program], repeats: int) -> list[dict[str, Any]]:
+def time_cases(
+    programs: Sequence[Program], repeats: int, skip_too_large: bool = False
+) -> list[dict[str, Any]]:
     """A raw record of each case; they take turns.
 
     Where all cases have one tree, they begin alike, and their last passes are compared.
-    A case that memory does not suffice for has no "seconds".
+    With `skip_too_large` a case that memory does not suffice for has no "seconds".
     """
     turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}
-    seconds, _ = take_turns(dict(turns), repeats, set(), skip_too_large=True)
+    seconds, _ = take_turns(dict(turns), repeats, set(), skip_too_large)
     same: list[float | None] = [None] * len(programs)
     if len({p.case.nodes for p in programs}) == 1:
         best = [turn.best for turn in turns.values()]

@@ -246,7 +246,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
     """A tree from itself, a list of parents, or a name.
 
     Names are those of `NAMED_TREES`, "chain:N" (N drafted tokens), "binary:L" (full, L
-    levels of nodes, the root's included) and "beam:WxD" (`Beam(W, D)`).
+    levels of nodes, the root's included), "beam:WxD" (`Beam(W, D)`), and
+    "parents:0,0,1" for the list [-1, 0, 0, 1].
     """
     if isinstance(tree, Topology):
         return tree
@@ -255,7 +256,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
     if tree in NAMED_TREES:
         return NAMED_TREES[tree]
     kind, _, size = tree.partition(":")
-    numbers = [int(n) if n.isdecimal() else -1 for n in size.split("x")]
+    separator = "," if kind == "parents" else "x"
+    numbers = [int(n) if n.isdecimal() else -1 for n in size.split(separator)]
     if -1 not in numbers:
         match kind, numbers:
             case "chain", [n]:
@@ -264,5 +266,7 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
                 return full_tree(2, levels - 1)
             case "beam", [width, depth]:
                 return Beam(width, depth)
-    known = f"{', '.join(NAMED_TREES)}, chain:N, binary:L, beam:WxD"
+            case "parents", _:
+                return make_tree([-1, *numbers])
+    known = f"{', '.join(NAMED_TREES)}, chain:N, binary:L, beam:WxD, parents:0,0,1"
     raise ValueError(f"tree: unknown name {tree!r}; known: {known}")

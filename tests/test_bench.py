@@ -331,6 +331,19 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
         assert measured()["units"] == before  # resumed: nothing is measured again
 
 
+def test_the_verdict_names_the_tree_and_what_was_faster():
+    def row(arm, predicted, speedup, parents):
+        numbers = {"predicted": predicted, "speedup": speedup}
+        return {"arm": arm, "parents": parents, **numbers}
+
+    optimal, chain = row("optimal:4", 2, 1.9, [-1, 0, 0, 1]), row("chain:1", 1, 1, [])
+    text = cost.verdict({"results": [optimal, chain]})
+    assert "optimal:4 is fastest, 2.00 times plain decoding (measured 1.90)" in text
+    assert "`--tree parents:0,0,1`" in text and "None of the others" in text
+    text = cost.verdict({"results": [chain | {"predicted": 3}, optimal]})
+    assert "Measured, optimal:4 is: 1.90" in text and "--tree" not in text
+
+
 def test_profile_adds_up_to_the_step(pair):
     prompts = {"HumanEval": ["def f(x):"]}
     report = profile.measure_profile(*pair, prompts, arms=["plain", "A"], run=Run(1))

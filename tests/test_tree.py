@@ -89,8 +89,12 @@ def test_unknown_names_and_bad_sizes():
     assert resolve_tree("chain:4").size == 5
     assert resolve_tree([-1, 0, 0]).width == 2
     assert resolve_tree(NAMED_TREES["A"]) is NAMED_TREES["A"]
-    with pytest.raises(ValueError, match="unknown name 'F'; known: A, B"):
-        resolve_tree("F")
+    assert resolve_tree("parents:0,0,1").parents.tolist() == [-1, 0, 0, 1]
+    for name in ("F", "parents:", "parents:0,-1", "parents:0x0"):
+        with pytest.raises(ValueError, match=f"unknown name '{name}'; known: A, B"):
+            resolve_tree(name)
+    with pytest.raises(ValueError, match=r"parents\[2\]: node 2 is its own parent"):
+        resolve_tree("parents:0,2")
     with pytest.raises(ValueError, match="chain"):
         chain(-1)
     with pytest.raises(ValueError, match="full_tree"):
