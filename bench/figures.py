@@ -116,9 +116,10 @@ def _arm_label(arm: str, temperature: float) -> str:
     """Greedy decoding knows no rules, only trees."""
     rule, _, tree = arm.rpartition("@")
     kind, _, size = tree.partition(":")
-    name = {"chain": f"chain of {size}", "parents": f"{size.count(',') + 2} nodes"}.get(
-        kind, f"tree {tree}"
-    )
+    name = {
+        "chain": f"chain of {size}",
+        "parents": f"tree of {size.count(',') + 2} nodes",
+    }.get(kind, f"tree {tree}")
     return name if temperature == 0 or not rule else f"{name}, {rule}"
 
 

@@ -352,7 +352,9 @@ def arms_table(report: dict[str, Any]) -> str:
             chain += f", {row['p_chain']:.2g}"
         equal = row["equal_to_plain"]
         cells = [row["pair"]] if many else []
-        cells += [row["set"], f"{row['temperature']:g}", row["arm"]]
+        greedy = row["temperature"] == 0  # which knows no rules
+        named = row["arm"].rpartition("@")[2] if greedy else row["arm"]
+        cells += [row["set"], f"{row['temperature']:g}", named]
         cells += [f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}"]
         cells += [f"{row['ms_per_call']:.2f}"]
         cells += [f"{s['median']:.2f} ({s['low']:.2f}..{s['high']:.2f})"]
