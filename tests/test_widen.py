@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench.widen import widened
+from stree_jax.bench import kinds
+from stree_jax.bench.report import arguments
+from stree_jax.bench.widen import sizes_of, widened
+from stree_jax.cli import build_parser
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
 from tests.tiny import REAL, perturbed, tiny
 
@@ -62,6 +65,22 @@ def test_it_is_speculated_with_like_the_small_one():
     assert small.tokens == wide.tokens and small.min_margin.min() > 1e-4
     assert small.target_calls.tolist() == wide.target_calls.tolist()
     assert small.acceptance_length.max() > 1.5
+
+
+def test_the_option_widens_targets(monkeypatch):
+    model = model_of()
+    monkeypatch.setattr(kinds, "load_pair", lambda args: (model, model))
+    monkeypatch.setattr(kinds, "load", lambda path, dtype: model)
+    parser, words = build_parser(), ["--prompts", "p.jsonl", "--widen", "4"]
+    args = parser.parse_args(["bench", "cost", *words])
+    target, drafter = kinds.pair(args)
+    assert target.config.d_model == 128 and drafter is model
+    named = kinds.named_pairs(["a=t:d"], "float32", args.widen)
+    assert named["a"][0].config.d_model == 128 and named["a"][1] is model
+    args = parser.parse_args(["bench", "all", "--out", "R", *words])
+    assert arguments(args, "unrolled").widen == 4
+    small, wide = sizes_of(model, widened(model, 4))
+    assert 10 < wide / small < 16
 
 
 def test_what_cannot_be_widened():
