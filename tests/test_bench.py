@@ -174,7 +174,7 @@ def test_statistics_of_an_arm():
     assert rows["chain:2"]["over_chain"] is None
 
 
-def test_decoding_is_measured_arm_by_arm(report):
+def test_decoding_is_measured_arm_by_arm(pair, report):
     assert report["complete"] and len(report["units"]) == 8
     for name, record in report["units"].items():
         greedy = "T=0" in name

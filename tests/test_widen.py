@@ -88,7 +88,9 @@ def test_what_cannot_be_widened():
         with pytest.raises(ValueError, match=f"power of four, got {factor}"):
             widened(model_of(), factor)
     groups = MambaConfig(4, 8, 16, n_groups=2)
-    for model in (tiny(1), tiny(1, ("parallel",)), model_of(norm="layer")):
+    inside = AttentionConfig(4, 2, 8, d_mlp=16)
+    models = [tiny(1), tiny(1, ("parallel",)), model_of(norm="layer")]
+    for model in (*models, model_of(attention=inside)):
         with pytest.raises(ValueError, match="--widen: want a target of Mamba2"):
             widened(model, 4)
     with pytest.raises(ValueError, match="one group"):
