@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from stree_jax.bench.figures import check_matplotlib, draw, save
 from stree_jax.bench.kinds import measure_kind, table_of
 from stree_jax.bench.method import Clock, machine, write_report
@@ -57,6 +59,8 @@ def write_all(args: argparse.Namespace) -> None:
             options.minutes = None if args.minutes is None else clock.left / 60
             print(f"bench {kind}", file=sys.stderr)
             report = measure_kind(options)
+            # Programs of all kinds together exhaust a process's memory maps.
+            jax.clear_caches()
             write_report(report, options.json)
         if report is None:
             sections.append(f"## {title}\n\nNot measured: the time was over.\n")
