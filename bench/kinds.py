@@ -111,6 +111,8 @@ def _pair_and_prompts(
         raise ValueError("bench unrolled: want either --prompts or --shape")
     if args.shape is None:
         return *pair(args), read_prompts(args.prompts, args.count)
+    if args.widen != 1:
+        raise ValueError("bench unrolled: --widen is for models, not for --shape")
     target, drafter = random_pair(args.shape, args.drafter_shape, args.dtype)
     ids = random_prompts(target.config, args.count, RANDOM_PROMPT)
     return target, drafter, {f"{args.shape}, {args.drafter_shape}": ids}

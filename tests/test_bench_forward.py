@@ -432,6 +432,8 @@ def test_random_weights_of_a_shape(small_shapes, capsys):
     for wrong in (["--shape", "tiny", "--prompts", "a.jsonl"], []):
         assert main(["bench", "unrolled", *wrong]) == 2
         assert "want either --prompts or --shape" in capsys.readouterr().err
+    assert main(["bench", "unrolled", "--shape", "other", "--widen", "4"]) == 2
+    assert "--widen is for models" in capsys.readouterr().err
 
 
 def test_a_drafter_shape_gets_the_vocabulary_of_the_target(small_shapes):
