@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stree_jax.options import add_pair_options
+from stree_jax.bench.options import add_pair_options
 
 # Imports beyond the package's own (jax, matplotlib) stay inside the functions.
 TEMPERATURES = (0, 0.25, 0.5, 0.75, 1.0)

@@ -27,9 +27,9 @@ from stree_jax.bench.speculation import (
 )
 from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
-from stree_jax.generate import encode_prompts
+from stree_jax.generation import encode_prompts
 from stree_jax.models import param_dtype
-from stree_jax.tree import Topology, Tree, resolve_tree
+from stree_jax.speculation.tree import Topology, Tree, resolve_tree
 
 ARMS = ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"]
 OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that the acceptance asks for

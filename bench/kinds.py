@@ -20,7 +20,7 @@ from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.widen import widened
 from stree_jax.checkpoint import Model, load
-from stree_jax.terminal import load_pair
+from stree_jax.pair import load_pair
 
 RANDOM_PROMPT = 128  # tokens
 # Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
@@ -97,7 +97,7 @@ def table_of(report: dict[str, Any]) -> str:
 
 
 def pair(args: argparse.Namespace) -> tuple[Model, Model]:
-    target, drafter = load_pair(args)
+    target, drafter = load_pair(args.model, args.drafter, args.dtype)
     if drafter is None:
         raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
     return widened(target, args.widen), drafter

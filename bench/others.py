@@ -9,8 +9,8 @@ from pathlib import Path
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
-from stree_jax.generate import encode_prompts
-from stree_jax.verify import quiet
+from stree_jax.generation import encode_prompts
+from stree_jax.parity import quiet
 
 
 def with_transformers(

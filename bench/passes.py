@@ -12,6 +12,7 @@ from jax import lax
 
 from stree_jax.bench.memory import compiled_bytes
 from stree_jax.bench.method import take_turns
+from stree_jax.bench.unroll import Unrolled, verify_unrolled
 from stree_jax.checkpoint import Model
 from stree_jax.models import (
     ModelConfig,
@@ -25,8 +26,7 @@ from stree_jax.models import (
     logits_of,
     param_dtype,
 )
-from stree_jax.tree import Layout, Tree, make_tree, tree_layout
-from stree_jax.unrolled import Unrolled, verify_unrolled
+from stree_jax.speculation.tree import Layout, Tree, make_tree, tree_layout
 
 CONTEXT = 1024
 
@@ -81,12 +81,9 @@ def verify(
 ) -> tuple[jax.Array, Records, State]:
     """Replay `pending` and run the tree: hidden states [1, T, d], records, state."""
     tokens, nodes, layout = given
-    config, params = model.config, model.params
     if case.unrolled is None:
-        return forward_hidden(config, params, state, tokens, nodes, pending=pending)
-    return verify_unrolled(
-        config, params, state, tokens, nodes, pending, layout, case.unrolled
-    )
+        return forward_hidden(model, state, tokens, nodes, pending=pending)
+    return verify_unrolled(model, state, tokens, nodes, pending, layout, case.unrolled)
 
 
 def tree_of(case: Case, config: ModelConfig) -> Given:
@@ -138,7 +135,7 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
             state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
             here = replace(model, params=params)
             hidden, records, state = verify(here, case, state, pending, given)
-            best = jnp.argmax(logits_of(model.config, params, hidden), axis=-1)
+            best = jnp.argmax(logits_of(here, hidden), axis=-1)
             return state, replace(pending, records=records), best.astype(jnp.int32)
 
         return lax.fori_loop(0, passes, once, carry)

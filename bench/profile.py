@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stree_jax import decode
 from stree_jax.bench.method import Run, measure
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model
-from stree_jax.generate import begin, strip
+from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.generation import begin
 from stree_jax.models import param_dtype
+from stree_jax.speculation import loop
 
 STEPS = 16
 # Scopes that `models` and `decode` name, by what a table calls them; the first that
@@ -140,17 +140,20 @@ def profile_step(
         drafter=drafter,
         tree=tree,
     )
-    bare = strip(target), None if drafter is None else strip(drafter)
+    bare = (
+        without_tokenizer(target),
+        None if drafter is None else without_tokenizer(drafter),
+    )
 
-    def args(decoding: decode.Decoding) -> tuple:
+    def args(decoding: loop.Decoding) -> tuple:
         return (*bare, plan.tree, decoding, jnp.int32(STEPS), plan.rule)
 
-    text = decode.advance_jit.lower(*args(decoding)).compile().as_text()
+    text = loop.advance_jit.lower(*args(decoding)).compile().as_text()
     operations = operations_of(text or "")
     scopes = scopes_of(operations)
-    decoding = jax.block_until_ready(decode.advance_jit(*args(decoding)))
+    decoding = jax.block_until_ready(loop.advance_jit(*args(decoding)))
     events, total = traced(
-        lambda: jax.block_until_ready(decode.advance_jit(*args(decoding)))
+        lambda: jax.block_until_ready(loop.advance_jit(*args(decoding)))
     )
     spent: dict[tuple[str, str], list[float]] = {}
     for event in events:

@@ -25,7 +25,7 @@ TITLES = {
 
 def arguments(args: argparse.Namespace, kind: str) -> argparse.Namespace:
     """The options of one kind: its defaults, and what `bench all` was given."""
-    from stree_jax.cli import build_parser
+    from stree_jax.cli.main import build_parser
 
     words = ["bench", kind, "--json", str(args.out / f"{kind}.json")]
     if kind == "forward":

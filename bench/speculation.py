@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax import decode
-from stree_jax.accept import resolve_rule
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.unroll import Unrolled
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model
-from stree_jax.decode import Decoding
-from stree_jax.generate import FOREVER, begin, encode_prompts, strip
+from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.generation import FOREVER, begin, encode_prompts
 from stree_jax.models import param_dtype
 from stree_jax.result import Generation, Plan, summarise
-from stree_jax.sampling import Sampling
-from stree_jax.score import first_difference
-from stree_jax.tree import resolve_tree
-from stree_jax.unrolled import Unrolled
+from stree_jax.sampling.distribution import Sampling
+from stree_jax.scoring import first_difference
+from stree_jax.speculation import loop
+from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.loop import Decoding
+from stree_jax.speculation.tree import resolve_tree
 
 TIE = {"float32": 1e-4, "bfloat16": 0.2}  # so close logits may change places
 PLAIN = "plain"
@@ -128,8 +128,11 @@ def decode_once(
     decoding, plan = begin_arm(work, arm, texts, temperature)
     jax.block_until_ready(decoding.count)
     began = time.perf_counter()
-    bare = strip(work.target), None if plan.drafter is None else strip(plan.drafter)
-    decoding = decode.advance_jit(
+    bare = (
+        without_tokenizer(work.target),
+        None if plan.drafter is None else without_tokenizer(plan.drafter),
+    )
+    decoding = loop.advance_jit(
         *bare, plan.tree, decoding, jnp.int32(FOREVER), plan.rule, arm.unrolled
     )
     jax.block_until_ready(decoding.count)

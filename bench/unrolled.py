@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import decode
-from stree_jax.accept import Rule
 from stree_jax.bench.memory import compiled_bytes, megabytes
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import Prompt
@@ -27,14 +25,16 @@ from stree_jax.bench.speculation import (
     decode_once,
     workload,
 )
+from stree_jax.bench.unroll import Unrolled
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model
-from stree_jax.decode import Decoding
-from stree_jax.generate import FOREVER, strip
+from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.generation import FOREVER
 from stree_jax.models import param_dtype
 from stree_jax.result import Generation
-from stree_jax.tree import Topology, resolve_tree
-from stree_jax.unrolled import Unrolled
+from stree_jax.speculation import loop
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.loop import Decoding
+from stree_jax.speculation.tree import Topology, resolve_tree
 
 PACKED = "packed"
 FIGURES = (
@@ -63,17 +63,21 @@ def leaves_of(parents: jax.Array) -> jax.Array:
 def _draft_leaves(
     drafter: Model, tree: Topology, rule: Rule, decoding: Decoding
 ) -> jax.Array:
-    return leaves_of(decode.propose(drafter, tree, rule, decoding)[0].parents)
+    return leaves_of(loop.propose(drafter, tree, rule, decoding)[0].parents)
 
 
 def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
     """Leaves of every draft of a text, decoded packed, a step at a time."""
     decoding, plan = begin_arm(work, arm, [text], 0)
-    target, drafter, counts = strip(work.target), strip(work.drafter), []
-    while (np.asarray(decoding.finish) == decode.RUNNING).any():
+    target, drafter, counts = (
+        without_tokenizer(work.target),
+        without_tokenizer(work.drafter),
+        [],
+    )
+    while (np.asarray(decoding.finish) == loop.RUNNING).any():
         leaves = _draft_leaves(drafter, plan.tree, plan.rule, decoding)
         counts.append(int(leaves[0]))
-        decoding = decode.advance_jit(
+        decoding = loop.advance_jit(
             target, drafter, plan.tree, decoding, jnp.int32(1), plan.rule, None
         )
     return counts
@@ -82,9 +86,9 @@ def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
 def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | None]:
     """`compiled_bytes` of the loop that decodes a text."""
     decoding, plan = begin_arm(work, arm, [text], 0)
-    bare = strip(work.target), strip(work.drafter)
+    bare = without_tokenizer(work.target), without_tokenizer(work.drafter)
     forever = jnp.int32(FOREVER)
-    lowered = decode.advance_jit.lower(
+    lowered = loop.advance_jit.lower(
         *bare, plan.tree, decoding, forever, plan.rule, arm.unrolled
     )
     return compiled_bytes(lowered.compile())

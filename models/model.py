@@ -1,11 +1,12 @@
-"""The hybrid stack and its pure functions: forward over a tree, commit, prefill."""
+"""The hybrid stack and its pure functions: a pass over a tree, and its logits."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
+from flax import struct
 
 from stree_jax.models.config import LayerKind, ModelConfig
 from stree_jax.models.layers import MLP, Attention, Mamba2Mixer, Norm, linear
@@ -17,12 +18,35 @@ from stree_jax.models.state import (
     LayerState,
     Pending,
     State,
-    commit,
     init_state,
 )
 
 Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
 Records = tuple[LayerRecord, ...]
+
+
+@struct.dataclass
+class Model:
+    """A model ready to run; a pytree whose only leaves are the parameters.
+
+    Attributes:
+      params: nested dictionary of arrays.
+      config: the architecture.
+    """
+
+    params: Params
+    config: ModelConfig = struct.field(pytree_node=False)
+
+    @property
+    def module(self) -> Any:
+        """The Flax module that the parameters belong to."""
+        return LanguageModel(self.config, param_dtype(self.params))
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        return f"{type(self).__name__}({count:,} parameters, {self.config})"
+
+
 _normal = nn.initializers.normal(0.02)
 
 
@@ -174,8 +198,7 @@ def param_dtype(params: Params) -> Any:
 
 
 def forward_hidden(
-    config: ModelConfig,
-    params: Params,
+    model: Model,
     state: State,
     tokens: jax.Array,
     nodes: Nodes,
@@ -198,75 +221,18 @@ def forward_hidden(
       hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
       state after `pending`.
     """
-    model = LanguageModel(config, param_dtype(params))
-    variables = {"params": params}
-    out: Any = model.apply(variables, tokens, nodes, state, records, rows, pending)
-    return out
+    args = (tokens, nodes, state, records, rows, pending)
+    return model.module.apply({"params": model.params}, *args)
 
 
-def logits_of(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+def logits_of(model: Model, hidden: jax.Array) -> jax.Array:
     """Logits [..., V] float32 of hidden states [..., d]."""
-    model = LanguageModel(config, param_dtype(params))
-    out: Any = model.apply({"params": params}, hidden, method="head")
-    return out
+    return model.module.apply({"params": model.params}, hidden, method="head")
 
 
 def forward_tree(
-    config: ModelConfig,
-    params: Params,
-    state: State,
-    tokens: jax.Array,
-    nodes: Nodes,
+    model: Model, state: State, tokens: jax.Array, nodes: Nodes
 ) -> tuple[jax.Array, Records]:
     """Logits [B, T, V] and records of a tree's nodes; `commit` takes the records."""
-    hidden, records, _ = forward_hidden(config, params, state, tokens, nodes)
-    return logits_of(config, params, hidden), records
-
-
-def extend(
-    config: ModelConfig,
-    params: Params,
-    state: State,
-    tokens: jax.Array,
-    length: jax.Array,
-) -> tuple[jax.Array, State]:
-    """Feed plain tokens: a chain whose first `length` nodes are all accepted.
-
-    Args:
-      tokens: [B, T] int32, padded on the right.
-      length: [B] int32, how many of them are real; 0 leaves a row as it was.
-
-    Returns:
-      hidden states [B, T, d] and the state after the tokens.
-    """
-    batch, T = tokens.shape
-    nodes = chain_nodes(batch, T, config.conv_taps)
-    hidden, records, _ = forward_hidden(config, params, state, tokens, nodes)
-    path = nodes.depth  # row j of a chain is its j-th token
-    return hidden, commit(state, records, path, length)
-
-
-def prefill(
-    config: ModelConfig,
-    params: Params,
-    state: State,
-    tokens: jax.Array,
-    length: jax.Array,
-    chunk: int,
-) -> State:
-    """`extend` by prompts of any length, `chunk` tokens a pass.
-
-    The number of passes is data, so one program serves every length up to S.
-
-    Args:
-      tokens: [B, S] int32, padded on the right; S is a multiple of `chunk`.
-      length: [B] int32.
-    """
-
-    def one_chunk(i: jax.Array, state: State) -> State:
-        part = lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
-        here = jnp.clip(length - i * chunk, 0, chunk)
-        return extend(config, params, state, part, here)[1]
-
-    passes = (jnp.max(length) + chunk - 1) // chunk
-    return lax.fori_loop(0, passes, one_chunk, state)
+    hidden, records, _ = forward_hidden(model, state, tokens, nodes)
+    return logits_of(model, hidden), records

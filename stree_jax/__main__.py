@@ -2,7 +2,7 @@
 
 import sys
 
-from stree_jax.cli import main
+from stree_jax.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import struct
 
+from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import read_checkpoint, source_dtype
 from stree_jax.convert.configs import read_config
@@ -23,7 +24,7 @@ from stree_jax.convert.store import (
 )
 from stree_jax.convert.tensors import FLOAT32_PARAMS, param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
-from stree_jax.models import ModelConfig, init_state
+from stree_jax.models import init_state
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,18 +34,23 @@ HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.jinja", "merges.txt"]
 
 
 @struct.dataclass
-class Model:
-    """A model ready to run; a pytree whose only leaves are the parameters.
+class Model(models.Model):
+    """A model and its tokenizer, as `load` returns it.
 
     Attributes:
-      params: nested dictionary of arrays.
+      params: nested dictionary of arrays, the only leaves.
       config: the architecture.
       tokenizer: or None, where the checkpoint has no tokenizer.json.
     """
 
-    params: Any
-    config: ModelConfig = struct.field(pytree_node=False)
     tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
+
+    __repr__ = models.Model.__repr__
+
+
+def without_tokenizer(model: models.Model) -> models.Model:
+    """The model as programs see it, so that tokenizers do not recompile them."""
+    return models.Model(model.params, model.config)
 
 
 def resolve(path_or_hub_id: str | Path) -> Path:

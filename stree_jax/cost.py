@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoint import Model
-from stree_jax.decode import PREFILL_CHUNK
-from stree_jax.score import checked_tokens, score
-from stree_jax.tree import Beam, Topology, Tree, make_tree
+from stree_jax.models import PREFILL_CHUNK
+from stree_jax.scoring import checked_tokens, score
+from stree_jax.speculation.tree import Beam, Topology, Tree, make_tree
 
 Size = TypeVar("Size", float, np.ndarray)
 Seconds = Callable[[float], float]  # of a pass over so many tokens

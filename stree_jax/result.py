@@ -5,19 +5,20 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from stree_jax import decode, stops
-from stree_jax.accept import Rule
 from stree_jax.checkpoint import Model
-from stree_jax.decode import Decoding
-from stree_jax.logprobs import LogProbs
 from stree_jax.models import State
-from stree_jax.tree import Topology
+from stree_jax.sampling import stop_strings as stops
+from stree_jax.sampling.logprobs import LogProbs
+from stree_jax.speculation import loop
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.loop import Decoding
+from stree_jax.speculation.tree import Topology
 
 FINISH_REASONS = {
-    decode.RUNNING: "running",
-    decode.STOP_TOKEN: "stop",
-    decode.STOP_STRING: "stop",
-    decode.OUT_OF_LENGTH: "length",
+    loop.RUNNING: "running",
+    loop.STOP_TOKEN: "stop",
+    loop.STOP_STRING: "stop",
+    loop.OUT_OF_LENGTH: "length",
 }
 
 
@@ -96,14 +97,14 @@ def _text_of(
     """A row's text, how many characters of it are final, and its stop string."""
     assert plan.model.tokenizer is not None  # the caller asks
     strings, reason = plan.stop_strings[row], None
-    if finish == decode.STOP_STRING:
+    if finish == loop.STOP_STRING:
         assert plan.pieces is not None  # there are stop strings
         text, reason = stops.cut_text(
             plan.model.tokenizer, plan.pieces, tokens, strings, plan.least[row]
         )
     else:
         text = plan.model.tokenizer.decode(tokens)
-    held = stops.held_back(text, strings) if finish == decode.RUNNING else 0
+    held = stops.held_back(text, strings) if finish == loop.RUNNING else 0
     return text, len(text) - held, reason
 
 
@@ -126,7 +127,7 @@ def summarise(
     lengths, finish = host["length"], host["finish"].tolist()
     tokens = [row[:n].tolist() for row, n in zip(host["tokens"], lengths, strict=True)]
     reasons: list[int | str | None] = [
-        row[-1] if f == decode.STOP_TOKEN else None
+        row[-1] if f == loop.STOP_TOKEN else None
         for row, f in zip(tokens, finish, strict=True)
     ]
     texts = new_texts = logprobs = past = None
@@ -146,7 +147,7 @@ def summarise(
     if plan.keep_past and not running:
         last = decoding.pending
         past = Past(
-            target=decode.commit_jit(
+            target=loop.commit_jit(
                 decoding.state, last.records, last.path, last.length
             ),
             drafter=decoding.drafter,

@@ -17,11 +17,11 @@ from scipy import stats
 
 import stree_jax
 from stree_jax import Sampling, accept, decode, draft
-from stree_jax.accept import Rule
 from stree_jax.models import MambaConfig, ModelConfig, init_params
-from stree_jax.sampling import ACCEPT, DRAFT, SamplingRows, sampling_rows
-from stree_jax.tree import Tree, make_tree
-from tests.tiny import perturbed
+from stree_jax.sampling.distribution import ACCEPT, DRAFT, SamplingRows, sampling_rows
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.tree import Tree, make_tree
+from tests.support.tiny import perturbed
 
 VOCAB, PLACES, PROMPT = 6, 3, 2
 ROWS, KEY = 4000, 0  # per setting; base of the random numbers

@@ -52,12 +52,12 @@ def program_case(nodes: int) -> tuple:
     import jax
     import jax.numpy as jnp
 
-    from stree_jax import decode
     from stree_jax.bench.shapes import config_of
     from stree_jax.checkpoint import Model
     from stree_jax.models import init_params
-    from stree_jax.requests import Requests
-    from stree_jax.tree import NAMED_TREES, chain
+    from stree_jax.sampling.requests import Requests
+    from stree_jax.speculation import loop
+    from stree_jax.speculation.tree import NAMED_TREES, chain
 
     def model(name: str) -> Any:
         config = config_of(name)
@@ -72,7 +72,7 @@ def program_case(nodes: int) -> tuple:
     def begin(target, drafter, text, lengths):
         stop = jnp.full((1, 8), -1, jnp.int32)
         requests = Requests(jnp.full((1,), 64), None, stop, None, None)
-        return decode.start(
+        return loop.start(
             target, drafter, tree, text, lengths, requests, max_new_tokens=64
         )
 
@@ -81,7 +81,7 @@ def program_case(nodes: int) -> tuple:
     decoding = jax.eval_shape(begin, target, drafter, text, lengths)
 
     def run(decoding, target, drafter):
-        return decode.advance(target, drafter, tree, decoding, jnp.int32(64))
+        return loop.advance(target, drafter, tree, decoding, jnp.int32(64))
 
     return run, (decoding, target, drafter), (0,)
 

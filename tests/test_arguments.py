@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models
 
 import stree_jax
 from stree_jax import Past, Sampling, decode, resolve_rule
-from stree_jax.text import train_tokenizer
-from stree_jax.tree import NAMED_TREES, chain, make_tree
-from tests.tiny import tiny
+from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree
+from stree_jax.training.corpus import train_tokenizer
+from tests.support.tiny import tiny
 
 TREE = "A"
 

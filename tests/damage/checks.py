@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 import stree_jax
-from stree_jax import cli
 from stree_jax.checkpoint import info
+from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
 from tests.damage.attempts import Outcome, attempt, watched

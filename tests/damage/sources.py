@@ -12,8 +12,12 @@ from tokenizers import Tokenizer, models
 from transformers.utils.logging import disable_progress_bar
 
 from stree_jax.convert import convert_checkpoint
-from tests.hf_checkpoints import HF_CASES
-from tests.native_checkpoints import NATIVE_CASES, write_mambainllama, write_native
+from tests.support.hf_checkpoints import HF_CASES
+from tests.support.native_checkpoints import (
+    NATIVE_CASES,
+    write_mambainllama,
+    write_native,
+)
 
 OWN = {"own-mamba2": "mamba2", "own-granite-moe": "granite-moe", "own-llama": "llama"}
 NATIVES = {f"native-{name}": name for name in NATIVE_CASES}

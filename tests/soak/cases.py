@@ -7,9 +7,9 @@ import numpy as np
 
 import stree_jax
 from stree_jax import Sampling, Tree, chain, make_tree
-from stree_jax.accept import UNBIASED
-from stree_jax.decode import PREFILL_CHUNK
-from tests.tiny import REAL, STOP, perturbed, tiny
+from stree_jax.models import PREFILL_CHUNK
+from stree_jax.speculation.accept import UNBIASED
+from tests.support.tiny import REAL, STOP, perturbed, tiny
 
 PLAIN, GREEDY = "plain", "greedy"  # no drafter; no sampling
 RULES = [f"{rule}/{draws}" for rule, kinds in UNBIASED.items() for draws in kinds]

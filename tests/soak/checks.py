@@ -9,7 +9,7 @@ import numpy as np
 from stree_jax import Generation, Sampling
 from tests.soak.cases import PLAIN, Case
 from tests.soak.scores import filtered, log_softmax
-from tests.tiny import REAL
+from tests.support.tiny import REAL
 
 TIE, CLOSE = 1e-5, 1e-4
 

@@ -4,9 +4,9 @@ import numpy as np
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.decode import PREFILL_CHUNK
+from stree_jax.models import PREFILL_CHUNK
 from tests.soak.cases import MOST_PROMPTS, MOST_SAMPLES, models
-from tests.tiny import REAL
+from tests.support.tiny import REAL
 
 SCORED = MOST_PROMPTS * MOST_SAMPLES, 2 * PREFILL_CHUNK  # one shape: one program
 

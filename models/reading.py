@@ -1,0 +1,89 @@
+"""Reading plain text into a state: chains of tokens, in chunks."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.models.model import Model, forward_hidden, param_dtype
+from stree_jax.models.nodes import chain_nodes
+from stree_jax.models.state import State, commit, grow, init_state
+
+PREFILL_CHUNK = 64  # tokens that a pass reads
+
+
+def extend(
+    model: Model,
+    state: State,
+    tokens: jax.Array,
+    length: jax.Array,
+) -> tuple[jax.Array, State]:
+    """Feed plain tokens: a chain whose first `length` nodes are all accepted.
+
+    Args:
+      tokens: [B, T] int32, padded on the right.
+      length: [B] int32, how many of them are real; 0 leaves a row as it was.
+
+    Returns:
+      hidden states [B, T, d] and the state after the tokens.
+    """
+    batch, T = tokens.shape
+    nodes = chain_nodes(batch, T, model.config.conv_taps)
+    hidden, records, _ = forward_hidden(model, state, tokens, nodes)
+    path = nodes.depth  # row j of a chain is its j-th token
+    return hidden, commit(state, records, path, length)
+
+
+def prefill(
+    model: Model,
+    state: State,
+    tokens: jax.Array,
+    length: jax.Array,
+    chunk: int,
+) -> State:
+    """`extend` by prompts of any length, `chunk` tokens a pass.
+
+    The number of passes is data, so one program serves every length up to S.
+
+    Args:
+      tokens: [B, S] int32, padded on the right; S is a multiple of `chunk`.
+      length: [B] int32.
+    """
+
+    def one_chunk(i: jax.Array, state: State) -> State:
+        part = lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
+        here = jnp.clip(length - i * chunk, 0, chunk)
+        return extend(model, state, part, here)[1]
+
+    passes = (jnp.max(length) + chunk - 1) // chunk
+    return lax.fori_loop(0, passes, one_chunk, state)
+
+
+def read_text(
+    model: Model,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    capacity: int,
+    past: State | None = None,
+) -> State:
+    """The state after all of each text but its last token.
+
+    Args:
+      token_ids: [P, S] int32, padded on the right.
+      lengths: [P] int32, at least 1.
+      capacity: rows of the attention caches.
+      past: a state that has read a beginning of each text; None: nothing was read.
+    """
+    if past is None:
+        dtype = param_dtype(model.params)
+        past = init_state(model.config, token_ids.shape[0], capacity, dtype)
+    unread = unread_text(token_ids, past.length)
+    amount = lengths - 1 - past.length
+    past = grow(past, capacity)
+    return prefill(model, past, unread, amount, PREFILL_CHUNK)
+
+
+def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:
+    """Text [P, S] from place `length` [P] on, in whole chunks, padded with 0."""
+    width = token_ids.shape[1] + -token_ids.shape[1] % PREFILL_CHUNK
+    place = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(token_ids, place, axis=1, mode="fill", fill_value=0)

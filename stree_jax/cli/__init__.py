@@ -1,0 +1,1 @@
+"""The `stree-jax` command."""

@@ -1,0 +1,137 @@
+"""Logits of a converted checkpoint against those of transformers on its source."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stree_jax.checkpoint import load
+from stree_jax.convert.configs import read_config
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.source import open_source
+from stree_jax.convert.store import config_from_json
+from stree_jax.convert.tensors import FLOAT32_PARAMS
+from stree_jax.scoring import score
+
+LIMIT = 1e-3  # of the difference of two logits in float32
+TOKENS = 32
+UNROUNDED = (*FLOAT32_PARAMS, "e_score_correction_bias")  # as transformers names them
+
+
+def check_verifiable(src: Path) -> str:
+    """The format of a checkpoint that transformers can run here.
+
+    Raises:
+      CheckpointError: its format has no class in transformers, or a package is missing.
+    """
+    if not src.is_dir():
+        raise CheckpointError(f"{src}: no such directory")
+    format, _ = read_config(src, open_source(src).tensors)
+    if format in ("native", "mambainllama"):
+        raise CheckpointError(
+            f"{src}: transformers has no class for {format} checkpoints to verify with"
+        )
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise CheckpointError(f"--verify needs {package}; pip install {package}")
+    return format
+
+
+def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> float:
+    """Between the logits of dst and of transformers on src, for random tokens.
+
+    Both compute in float32, on weights rounded to the dtype of dst. Both are in memory
+    at once. NaN anywhere makes it NaN.
+
+    Args:
+      src: the checkpoint that was converted.
+      dst: one of our directories.
+      dt_floor: what it was converted with.
+
+    Raises:
+      CheckpointError: transformers cannot run src, or one of them cannot be loaded.
+    """
+    format = check_verifiable(src)
+    config, dtype = config_from_json(dst / "config.json")
+    tokens = np.random.default_rng(0).integers(0, config.num_tokens, (1, TOKENS))
+    no_floor = format in ("nemotron_h", "zamba2") and not dt_floor
+    theirs = _their_logits(src, tokens, dtype, no_floor)
+    model = load(dst, dtype="float32")
+    with jax.default_matmul_precision("highest"):
+        ours = np.asarray(score(model, tokens))
+    real = slice(config.num_tokens)  # the rest pads the vocabulary
+    return float(np.abs(ours[..., real] - theirs[..., real]).max())
+
+
+def _their_logits(
+    src: Path, tokens: np.ndarray, dtype: np.dtype, no_floor: bool
+) -> np.ndarray:
+    """Logits [1, T, V] of transformers, from weights rounded to `dtype`.
+
+    Args:
+      no_floor: follow `time_step_limit` as the models' authors do; transformers puts
+        `time_step_min` in its place.
+    """
+    import torch
+
+    with quiet():
+        other = _load(src)
+        if no_floor:
+            limit = getattr(other.config, "time_step_limit", (0.0, math.inf))
+            for module in other.modules():
+                if hasattr(module, "time_step_limit"):
+                    module.time_step_limit = tuple(limit)
+        with torch.no_grad():
+            if dtype != np.float32:
+                for name, param in other.named_parameters():
+                    if name.rsplit(".", 1)[-1] not in UNROUNDED:
+                        param.copy_(param.to(torch.bfloat16))
+            return other(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+
+
+def _load(src: Path) -> Any:
+    """The model of transformers in float32; every one of its weights is in src."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM  # its annotations leave out the report
+    try:
+        other, report = loader.from_pretrained(
+            src,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises many kinds
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{src}: not loaded by transformers ({reason})") from (
+            error
+        )
+    if missing := report["missing_keys"]:
+        raise CheckpointError(f"{src}: transformers does not find {min(missing)}")
+    return other.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No advice of transformers' about kernels and no bars of its own."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

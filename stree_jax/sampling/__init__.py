@@ -1,0 +1,1 @@
+"""From logits to the distribution that each row's tokens are drawn from."""

@@ -1,0 +1,144 @@
+"""Logits of given tokens: along a sequence, or over a tree below a prefix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax import models
+from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.models import (
+    PREFILL_CHUNK,
+    ModelConfig,
+    State,
+    extend,
+    forward_tree,
+    init_state,
+    logits_of,
+    param_dtype,
+    prefill,
+)
+from stree_jax.speculation.tree import Tree, make_tree
+
+
+def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> jax.Array:
+    """`tokens` as int32 of `ndim` axes, every id below the vocabulary's size."""
+    table = np.asarray(tokens)
+    if table.size == 0:
+        table = table.astype(np.int32)
+    if table.ndim != ndim or not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(
+            f"{name}: want integers with {ndim} axes, got {table.dtype} {table.shape}"
+        )
+    if table.size and not 0 <= table.min() <= table.max() < config.vocab_size:
+        raise ValueError(
+            f"{name}: ids {table.min()}..{table.max()} "
+            f"are not all in the vocabulary 0..{config.vocab_size - 1}"
+        )
+    return jnp.asarray(table, jnp.int32)
+
+
+@jax.jit
+def _score(model: models.Model, tokens: jax.Array) -> jax.Array:
+    batch, T = tokens.shape
+    chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
+    full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
+
+    def one_chunk(state: State, part: jax.Array) -> tuple[State, jax.Array]:
+        hidden, state = extend(model, state, part, full)
+        return state, logits_of(model, hidden)
+
+    empty = init_state(model.config, batch, T, param_dtype(model.params))
+    _, logits = lax.scan(one_chunk, empty, chunks)
+    return logits.swapaxes(0, 1).reshape(batch, T, -1)
+
+
+def score(model: Model, tokens: Any) -> jax.Array:
+    """Logits after every token of plain sequences.
+
+    Args:
+      tokens: [B, T] ints below the vocabulary size; T >= 1.
+
+    Returns:
+      [B, T, V] float32; row t holds the prediction of token t + 1.
+
+    Raises:
+      ValueError: tokens of another shape, or ids outside the vocabulary.
+    """
+    tokens = checked_tokens("tokens", tokens, model.config, 2)
+    T = tokens.shape[1]
+    if tokens.size == 0:
+        raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
+    padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
+    return _score(without_tokenizer(model), padded)[:, :T]
+
+
+def first_difference(
+    model: Model, prompt: Sequence[int], tokens: Sequence[int], others: Sequence[int]
+) -> tuple[int, float] | None:
+    """Where two continuations part, and how decided the model was there.
+
+    A gap within rounding (about 1e-5 in float32) means that the two tokens tie: which
+    one is the argmax depends on the order of additions. A larger one means a defect.
+
+    Returns:
+      None if they are equal, else the position of the first difference and the gap
+      between the two tokens' logits.
+    """
+    if list(tokens) == list(others):
+        return None
+    pairs = zip(tokens, others, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:  # one is the beginning of the other
+        return min(len(tokens), len(others)), float("inf")
+    text = [*prompt, *tokens[:place]]
+    logits = np.asarray(score(model, [text]))[0, -1]
+    return place, float(abs(logits[tokens[place]] - logits[others[place]]))
+
+
+@jax.jit
+def _score_tree(
+    model: models.Model,
+    prefix: jax.Array,
+    length: jax.Array,
+    tokens: jax.Array,
+    tree: Tree,
+) -> jax.Array:
+    state = init_state(model.config, 1, prefix.shape[1], param_dtype(model.params))
+    state = prefill(model, state, prefix, length, PREFILL_CHUNK)
+    nodes = tree.nodes(1, model.config.conv_taps)
+    return forward_tree(model, state, tokens, nodes)[0][0]
+
+
+def score_tree(
+    model: Model, prefix: Any, tokens: Any, parents: Sequence[int]
+) -> jax.Array:
+    """Logits after every node of a token tree that continues a prefix.
+
+    Args:
+      prefix: [S] ints, the committed text; S may be 0.
+      tokens: [T] ints, the tree's tokens.
+      parents: [T] ints, parent row of each node, -1 for the root, parents first.
+
+    Returns:
+      [T, V] float32; row t equals the last row of scoring prefix + t's path.
+
+    Raises:
+      ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
+    """
+    prefix = checked_tokens("prefix", prefix, model.config, 1)
+    tokens = checked_tokens("tokens", tokens, model.config, 1)
+    tree = make_tree(parents)
+    if tokens.shape[0] != tree.size:
+        raise ValueError(
+            f"parents: {tree.size} nodes, but {tokens.shape[0]} tokens were given"
+        )
+    S = prefix.shape[0]
+    width = max(S + -S % PREFILL_CHUNK, PREFILL_CHUNK)
+    padded = jnp.pad(prefix, (0, width - S))[None]
+    length = jnp.full((1,), S, jnp.int32)
+    bare = without_tokenizer(model)
+    return _score_tree(bare, padded, length, tokens[None], tree)

@@ -1,0 +1,1 @@
+"""Draft a tree, verify it in one pass, accept what is right: STree's Algorithm 1."""

@@ -1,0 +1,1 @@
+"""How the bundled pair was made: text, recipes, training and distillation."""

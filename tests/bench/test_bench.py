@@ -1,0 +1,403 @@
+"""The method of the measurements: turns, resuming, statistics, tables, figures."""
+
+import dataclasses
+import gzip
+import json
+from unittest import mock
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.bench import cost, figures, kinds, method, profile, speculation
+from stree_jax.bench import report as report_module
+from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
+from stree_jax.bench.prompts import prompt_of, read_prompts
+from stree_jax.bench.speculation import parse_arm, summarise_arms
+from stree_jax.cli import main as cli
+from stree_jax.speculation import loop
+from stree_jax.training.corpus import train_tokenizer
+from tests.support.tiny import perturbed, tiny, too_much
+
+LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
+PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
+    size = tokenizer.get_vocab_size()
+    model = tiny(1, layers=("mamba", "mlp", "attention", "mlp"))
+    config = dataclasses.replace(model.config, vocab_size=size, num_tokens=size)
+    table = np.random.default_rng(1).standard_normal((size, config.d_model))
+    params = {**model.params, "embedding": table.astype(np.float32)}
+    target = model.replace(params=params, config=config, tokenizer=tokenizer)
+    return target, target.replace(params=perturbed(params, 0.05, 3))
+
+
+@pytest.fixture(scope="module")
+def report(pair, tmp_path_factory):
+    """Both sets have prompts of two lengths: an arm is traced once all the same."""
+    path = tmp_path_factory.mktemp("bench") / "r.json"
+    counted = chex.assert_max_traces(loop.advance, n=7)
+    program = jax.jit(counted, static_argnames=("rule", "unrolled"))
+    with mock.patch.object(loop, "advance_jit", program):
+        return measured(pair, Run(2, path))
+
+
+def measured(pair, run):
+    names = ["plain", "leviathan@chain:2", "mss@A", "naive/coupled@A"]
+    arms = [parse_arm(name) for name in names]
+    work = speculation.workload(*pair, arms, PROMPTS, 8)
+    return speculation.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
+
+
+def test_arms_take_turns_after_a_first_call_of_each():
+    calls, warm = [], {"c"}
+    arms = {name: (lambda n=name: calls.append(n) or len(calls)) for name in "abc"}
+    results, first = take_turns(arms, 2, warm)
+    assert "".join(calls) == "ab" + "abc" + "cba"
+    assert results == {"a": [3, 8], "b": [4, 7], "c": [5, 6]}
+    assert set(first) == {"a", "b"} and warm == set("abc")
+    take_turns(arms, 1, warm)
+    assert "".join(calls[8:]) == "abc"
+
+
+def test_an_arm_that_memory_does_not_suffice_for_takes_no_turns():
+    def wrong():
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    warm = set()
+    arms = {"huge": too_much, "fits": lambda: 1}
+    results, first = take_turns(arms, 2, warm, skip_too_large=True)
+    assert results == {"huge": [], "fits": [1, 1]}
+    assert set(first) == warm == {"fits"}
+    for arm, message in ((too_much, "RESOURCE_EXHAUSTED"), (wrong, "INTERNAL")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            take_turns({"a": arm}, 2, set(), skip_too_large=arm is wrong)
+
+
+def test_sign_test_and_spread():
+    assert sign_test([2.0] * 10) == pytest.approx(2 / 1024)
+    assert sign_test([0.5] * 10) == sign_test([2.0] * 10)
+    assert sign_test([2.0, 0.5]) == 1.0
+    assert sign_test([1.0, 1.0]) == 1.0  # ties say nothing
+    assert sign_test([2.0] * 5 + [1.0]) == pytest.approx(2 / 32)
+    assert spread([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0}
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "low": 2, "high": 4}
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    path, seen = tmp_path / "r.json", []
+
+    def work(name):
+        if name == "c" and len(seen) < 3:
+            seen.append("killed")
+            raise KeyboardInterrupt
+        seen.append(name)
+        return {"n": name}
+
+    with pytest.raises(KeyboardInterrupt):
+        measure({"kind": "k"}, "abcd", work, Run(1, path))
+    part = path.with_name("r.json.part")
+    with part.open("a") as lines:
+        lines.write('["c", {"n": "cut off')  # a write that a kill cut
+    report = measure({"kind": "k"}, "abcd", work, Run(1, path))
+    assert seen == ["a", "b", "killed", "c", "d"]
+    assert report["complete"] and list(report["units"]) == ["a", "b", "c", "d"]
+    method.write_report(report, path)
+    assert not part.exists()
+    assert json.loads(path.read_text()) == report
+
+
+def test_minutes_end_a_run_between_units(tmp_path):
+    path = tmp_path / "r.json"
+    report = measure({"kind": "k"}, "abc", str.upper, Run(1, path, minutes=0))
+    assert not report["complete"] and report["units"] == {}
+    method.write_report(report, path)
+    assert path.with_name("r.json.part").exists()  # to go on from
+    report = measure({"kind": "k"}, "abc", str.upper, Run(1, path))
+    assert report["units"] == {"a": "A", "b": "B", "c": "C"}
+
+
+def test_another_setting_does_not_go_on(tmp_path):
+    path = tmp_path / "r.json"
+    measure({"kind": "k", "count": 1}, "a", str.upper, Run(1, path))
+    before = path.with_name("r.json.part").read_text()
+    with pytest.raises(
+        ValueError, match="r.json.part: made with another count; delete"
+    ):
+        measure({"kind": "k", "count": 2}, "a", str.upper, Run(1, path))
+    with pytest.raises(ValueError, match="made with another repeats"):
+        measure({"kind": "k", "count": 1}, "a", str.upper, Run(2, path))
+    assert path.with_name("r.json.part").read_text() == before
+
+
+def test_machine_says_what_ran():
+    facts = method.machine()
+    assert facts["cores"] >= 1 and facts["device"] and facts["jax"]
+    line = method.machine_line({"machine": facts, "dtype": "f", "complete": False})
+    assert str(facts["commit"]) in line and line.endswith("stopped before the end")
+
+
+def cell(seconds, tokens=100, calls=50, equal=True):
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "calls": calls,
+        "gained": None,
+        "equal": equal,
+        "first_call_s": None,
+    }
+
+
+def test_statistics_of_an_arm():
+    units = {
+        f"/S/T=0/{i}": {
+            "plain": cell([2.0, 1.0, 3.0], calls=100),
+            "chain:2": cell([1.0, 1.0, 5.0]),
+            "A": cell([t, t, t], calls=calls, equal=i > 0),
+        }
+        for i, (t, calls) in enumerate([(0.5, 25), (1.0, 50), (4.0, 25)])
+    }
+    rows = {row["arm"]: row for row in summarise_arms(units)}
+    tree = rows["A"]
+    assert tree["tau"] == 3.0
+    assert tree["speedup"]["median"] == 2.0  # of 4, 2 and 0.5
+    assert tree["tokens_per_s"] == 100.0
+    assert tree["ms_per_call"] == 20.0
+    assert tree["over_chain"] == 1.0  # of 2, 1 and 0.25
+    assert (tree["faster_than_plain"], tree["equal_to_plain"]) == (2, 2)
+    assert tree["p_plain"] == 1.0 and tree["p_chain"] == 1.0
+    assert rows["plain"]["speedup"]["median"] == 1.0
+    assert rows["chain:2"]["over_chain"] is None
+
+
+def test_decoding_is_measured_arm_by_arm(pair, report):
+    assert report["complete"] and len(report["units"]) == 8
+    for name, record in report["units"].items():
+        greedy = "T=0" in name
+        trees = {arm.rpartition("@")[2] for arm in record}
+        assert trees == {"plain", "chain:2", "A"}
+        assert len(record) == (3 if greedy else 4)  # a rule makes no greedy difference
+        for arm, cell in record.items():
+            assert len(cell["seconds"]) == 2 and min(cell["seconds"]) > 0
+            assert cell["tokens"] == 8 and sum(cell["gained"]) == cell["calls"]
+            if arm == "plain":
+                assert cell["calls"] == 8
+            promised = greedy or "naive" in arm or arm == "plain"
+            assert cell["equal"] is (True if promised else None)
+    compiled = [
+        arm
+        for record in report["units"].values()
+        for arm, cell in record.items()
+        if cell["first_call_s"] is not None
+    ]
+    assert len(compiled) == 7  # every program once
+    table = kinds.table_of(report)
+    assert table.count("\n| GSM8K") == 7 and method.machine_line(report) in table
+    assert "| 0 | A |" in table and "| 0 | mss" not in table
+    assert "| 1 | mss@A |" in table
+    counts = speculation.sizes_of(*pair)
+    assert report["parameters"] == {"": counts}
+    assert f"{counts[0] / 1e6:.1f} + {counts[1] / 1e6:.1f} M parameters" in table
+
+
+@pytest.mark.parametrize("kind", ["decode", "temperature"])
+def test_figures_can_be_drawn(report, tmp_path, kind):
+    shown = {**report, "kind": kind, "temperatures": [0, 1]}
+    figure = figures.draw(shown)
+    figures.save(figure, tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 10_000
+    svg = (tmp_path / "f.svg").read_text()
+    assert svg.startswith("<?xml")
+    assert all(ax.get_ylabel() for ax in figure.axes)
+    texts = (
+        [t.get_text() for ax in figure.axes for t in ax.get_legend().get_texts()]
+        if kind == "decode"
+        else []
+    )
+    assert kind == "temperature" or "tree A, mss" in texts
+    assert "A" in kinds.table_of(shown)
+
+
+@pytest.mark.parametrize("arm", ["Q", "mss@Q", "foo@A", "leviathan@A", "mss@beam:2x2"])
+def test_wrong_arms_are_refused(arm):
+    with pytest.raises(ValueError, match="tree|rule"):
+        parse_arm(arm)
+
+
+def test_a_set_smaller_than_a_batch(pair):
+    with pytest.raises(ValueError, match="--count: 2 of HumanEval make no batch of 3"):
+        speculation.workload(*pair, [parse_arm("plain")], PROMPTS, 8, batch=3)
+
+
+def test_a_wrong_token_ends_the_run(pair):
+    """Arms whose greedy text is not plain decoding's are not timed silently."""
+    work = speculation.workload(*pair, [parse_arm("plain")], PROMPTS, 8)
+    plain = speculation.decode_once(work, work.arms[0], ["def f(x):"], 0)
+    (row,) = plain.tokens
+    wrong = dataclasses.replace(plain, tokens=[[(row[0] + 1) % 200, *row[1:]]])
+    with pytest.raises(RuntimeError, match="A: token 0 differs from plain decoding"):
+        results = {"plain": plain, "A": wrong}
+        speculation.check_ties(pair[0], ["def f(x):"], results)
+
+
+def test_prompt_files(tmp_path):
+    rows = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"question": "d", "answer": "e"}]
+    path = tmp_path / "HumanEval.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert read_prompts([path], 2) == {"HumanEval": ["a", "b\n"]}
+    assert prompt_of(rows[2], path) == "d\n"
+    with pytest.raises(ValueError, match="no prompt, turns or question"):
+        prompt_of({"x": 1}, path)
+
+
+@pytest.fixture(scope="module")
+def folder(pair, tmp_path_factory):
+    """The pair as directories, and a file of prompts."""
+    path = tmp_path_factory.mktemp("models")
+    stree_jax.save(pair[0], path / "target")
+    stree_jax.save(pair[1], path / "drafter")
+    lines = [json.dumps({"prompt": text}) for text in ("def f(x)", "x", "re", "f(")]
+    (path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def command(folder, kind, *options):
+    words = ["bench", kind, "--prompts", folder / "p.jsonl"]
+    words += ["--model", folder / "target", "--drafter", folder / "drafter"]
+    return cli.main([str(word) for word in (*words, *options)])
+
+
+def test_the_command_prints_and_writes(folder, capsys, tmp_path):
+    options = ["--count", "1", "--max-new-tokens", "6", "--repeats", "1"]
+    options += ["--arms", "chain:2", "--temperatures", "0", "--transformers"]
+    options += ["--json", tmp_path / "r.json", "--figure", tmp_path / "f.png"]
+    assert command(folder, "decode", *options) == 0
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "r.json").read_text())
+    rows = {row["arm"]: row for row in report["results"]}
+    assert rows["plain"]["tau"] == 1.0
+    assert set(rows) == {"plain", "chain:2", "transformers, plain"}
+    assert "| p.jsonl | 0 | chain:2 |" in out and report["complete"]
+    assert {p.name for p in tmp_path.iterdir()} == {"r.json", "f.png", "f.svg"}
+
+
+def test_pairs_side_by_side(folder, capsys):
+    spec = f"half={folder / 'target'}:{folder / 'drafter'}"
+    options = ["--count", "1", "--max-new-tokens", "4", "--repeats", "1", "--pairs"]
+    options += [spec, spec.replace("half", "none"), "--arms", "chain:2"]
+    assert command(folder, "attention", *options) == 0
+    out = capsys.readouterr().out
+    assert "| half | p.jsonl | 1 | chain:2 |" in out and "| none | p.jsonl" in out
+    assert command(folder, "attention", "--pairs", "a/b=x:y") == 2
+    assert "want NAME=TARGET:DRAFTER" in capsys.readouterr().err
+
+
+def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "OPTIMAL", (3,))
+    monkeypatch.setattr(cost, "PASSES", 2)
+    prompts = {"HumanEval": ["def f(x):", "return", "x = ", "f("]}
+
+    def measured():
+        run = Run(1, tmp_path / "c.json")
+        return cost.measure_cost(
+            *pair, prompts, arms=["chain:2"], max_new_tokens=12, run=run
+        )
+
+    report = measured()
+    assert list(report["units"]) == [
+        *("ranks", "target", "drafter"),
+        *(f"/HumanEval/T=0/{i}" for i in range(4)),
+    ]
+    assert set(report["units"]["target"]) == {"1", "3"}
+    rows = {row["arm"]: row for row in report["results"]}
+    assert set(rows) == {"plain", "chain:2", "optimal:3"}
+    speeds = [row["predicted"] for row in report["results"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert rows["plain"]["predicted"] == rows["plain"]["speedup"] == 1.0
+    # A step of plain decoding is predicted from itself, the others are not.
+    pass_ms = 1e3 * report["units"]["target"]["1"]
+    own = max(rows["plain"]["ms"], pass_ms)
+    assert rows["plain"]["predicted_ms"] == pytest.approx(own)
+    for arm in ("chain:2", "optimal:3"):  # the replayed walk is the loop's
+        assert rows[arm]["simulated_tau"] == rows[arm]["tau"]
+        assert 1 < rows[arm]["tau"] <= 3
+    text = kinds.table_of(report)
+    assert "With this target, drafter and machine" in text and "| 6 |" in text
+    labels = figures.draw(report).axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in labels][-1] == "optimal"
+
+    before = report["units"]
+    with mock.patch.object(cost, "decode_unit", side_effect=AssertionError):
+        assert measured()["units"] == before  # resumed: nothing is measured again
+
+
+def test_the_verdict_names_the_tree_and_what_was_faster():
+    def row(arm, predicted, speedup, parents):
+        numbers = {"predicted": predicted, "speedup": speedup}
+        return {"arm": arm, "parents": parents, **numbers}
+
+    optimal, chain = row("optimal:4", 2, 1.9, [-1, 0, 0, 1]), row("chain:1", 1, 1, [])
+    text = cost.verdict({"results": [optimal, chain]})
+    assert "optimal:4 is fastest, 2.00 times plain decoding (measured 1.90)" in text
+    assert "`--tree parents:0,0,1`" in text and "None of the others" in text
+    text = cost.verdict({"results": [chain | {"predicted": 3}, optimal]})
+    assert "Measured, optimal:4 is: 1.90" in text and "--tree" not in text
+
+
+def test_profile_adds_up_to_the_step(pair):
+    prompts = {"HumanEval": ["def f(x):"]}
+    report = profile.measure_profile(*pair, prompts, arms=["plain", "A"], run=Run(1))
+    for arm in ("plain", "A"):
+        rows = [row for row in report["results"] if row["arm"] == arm]
+        stages = {row["stage"] for row in rows}
+        assert "verify" in stages and ("draft" in stages) == (arm == "A")
+        parts = {row["part"] for row in rows if row["stage"] == "verify"}
+        assert parts >= {"products with weights", "scan and replay", "convolution"}
+        assert all(row["us"] >= 0 for row in rows if row["operations"])
+    text = profile.profile_table(report)
+    assert "plain: " in text and "| verify | products with weights |" in text
+
+
+def test_all_writes_one_report(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(report_module, "TITLES", {"decode": "Decoding", "trees": "T"})
+    monkeypatch.setattr(kinds, "ARMS", {"decode": ["chain:2"], "trees": ["mss@A"]})
+    options = ["--count", "1", "--max-new-tokens", "4", "--out", tmp_path / "all"]
+    with mock.patch.object(jax, "clear_caches", wraps=jax.clear_caches) as cleared:
+        assert command(folder, "all", *options) == 0
+    assert cleared.call_count == 2  # or many kinds exhaust a process's memory maps
+    names = {path.name for path in (tmp_path / "all").iterdir()}
+    figures_of = {f"{k}.{s}" for k in ("decode", "trees") for s in ("png", "svg")}
+    assert names == {"REPORT.md", "decode.json", "trees.json"} | figures_of
+    text = (tmp_path / "all" / "REPORT.md").read_text()
+    assert "![Decoding](decode.png)" in text and "| p.jsonl | 1 | mss@A |" in text
+    with mock.patch.object(report_module, "measure_kind", side_effect=AssertionError):
+        assert command(folder, "all", *options) == 0  # all of it is there
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("decode", ["--repeats", "0"], "--repeats: want at least 1"),
+        (
+            "decode",
+            ["--json", "/nowhere/r.json"],
+            "--json: /nowhere: no such directory",
+        ),
+        ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
+        ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
+        ("cost", ["--arms", "Q"], "unknown name 'Q'"),
+        ("unrolled", ["--widths", "0"], "beam"),
+        ("temperature", ["--batch", "9"], "make no batch of 9"),
+    ],
+)
+def test_wrong_options_are_one_line(folder, capsys, kind, options, message):
+    assert command(folder, kind, *options) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1

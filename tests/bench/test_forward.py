@@ -1,0 +1,485 @@
+"""Passes, unrolled decoding, kernels and memory: what their reports hold."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.bench import (
+    figures,
+    forward,
+    kernels,
+    memory,
+    passes,
+    shapes,
+    speculation,
+    unrolled,
+)
+from stree_jax.bench.method import Run
+from stree_jax.cli.main import main
+from stree_jax.convert.configs import read_config
+from stree_jax.convert.source import TensorInfo
+from stree_jax.models import init_records, init_state
+from stree_jax.models.state import Pending
+from stree_jax.speculation.tree import resolve_tree
+from tests.support.tiny import REAL, perturbed, tiny, too_much
+
+SIZED = {"memory_bytes", "temp_bytes"}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1, layers=("mamba",), d_model=16)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return target.replace(params=perturbed(target.params, 0.05, 3))
+
+
+def columns(table):
+    """How many cells the lines of each Markdown table have."""
+    rows = [line.count("|") for line in table.splitlines() if line.startswith("|")]
+    assert rows
+    return rows
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_at(call, n):
+    """`call`, which is killed the n-th time."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        if len(calls) == n:
+            raise Killed
+        return call(*args, **options)
+
+    return counted
+
+
+# --- memory ---------------------------------------------------------------------------
+
+
+def test_bytes_of_a_program_count_a_donated_buffer_once():
+    x = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    kept = jax.jit(lambda x: x + 1).lower(x).compile()
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
+    for compiled, size in ((kept, 8000), (donated, 4000)):
+        sizes = memory.compiled_bytes(compiled)
+        assert sizes["memory_bytes"] - sizes["temp_bytes"] == size
+
+
+def test_allocator_peaks_are_taken_in_ascending_order(monkeypatch):
+    called, peak = [], [100]
+
+    def arm(name, size):
+        def call():
+            called.append(name)
+            peak[0] = max(peak[0], size)
+
+        return call
+
+    arms = {
+        "big": (30, arm("big", 300)),
+        "small": (10, arm("small", 200)),
+        "hidden": (20, arm("hidden", 150)),  # the compiler thought it was bigger
+    }
+    monkeypatch.setattr(memory, "peak_in_use", lambda: peak[0])
+    peaks = memory.allocator_peaks(arms)
+    assert called == ["small", "hidden", "big"]
+    assert peaks == {"small": 200, "hidden": None, "big": 300}
+    monkeypatch.setattr(memory, "peak_in_use", lambda: None)
+    assert memory.allocator_peaks(arms) == dict.fromkeys(arms)
+    assert len(called) == 3  # nothing is run for no figure
+
+
+# --- shapes ---------------------------------------------------------------------------
+
+
+def configs(directory, config, tensors, mixer=None):
+    (directory / "config.json").write_text(json.dumps(config))
+    if mixer is not None:
+        (directory / "mamba_config.json").write_text(json.dumps(mixer))
+    found = {n: TensorInfo(Path("x"), shape, "BF16") for n, shape in tensors.items()}
+    return replace(read_config(directory, found)[1], stop_tokens=())
+
+
+def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):
+    # Fields as the authors' training code writes them for Llama-3-8B and half the
+    # layers: ssm_layers 0, 2, 4, ...
+    teacher = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128009,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    }
+    mixer = {
+        "d_model": 4096,
+        "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128},
+        "rms_norm_eps": 1e-05,
+        "vocab_size": None,
+        "d_inner": 4096,
+        "d_xb": 1024,
+        "intermediate_size": 14336,
+        "hidden_act": "silu",
+        "n_layer": 32,
+        "attn_layers": list(range(1, 32, 2)),
+    }
+    tensors = {
+        "model.embed_tokens.weight": (128256, 4096),
+        "model.layers.0.mamba.in_proj.weight": (10272, 4096),
+        "model.layers.0.mamba.conv1d.bias": (6144,),
+        "model.layers.1.self_attn.q_proj.weight": (4096, 4096),
+    }
+    read = configs(tmp_path, teacher, tensors, mixer)
+    assert read == shapes.config_of("mambainllama-8b")
+    assert read.mamba.d_in_proj == 10272 and read.mamba.d_xBC == 6144
+
+
+@pytest.mark.parametrize("name", shapes.MAMBA2_SIZES)
+def test_mamba2_is_what_its_checkpoint_is_read_as(tmp_path, name):
+    d_model, n_layer = shapes.MAMBA2_SIZES[name]
+    config = {
+        "d_model": d_model,
+        "d_intermediate": 0,
+        "n_layer": n_layer,
+        "vocab_size": 50277,
+        "ssm_cfg": {"layer": "Mamba2"},
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "pad_vocab_size_multiple": 16,
+        "tie_embeddings": True,
+    }
+    tensors = {
+        "backbone.embedding.weight": (50288, d_model),
+        "backbone.layers.0.mixer.conv1d.bias": (2 * d_model + 256,),
+        "backbone.layers.0.mixer.in_proj.weight": (
+            4 * d_model + 256 + 2 * d_model // 64,
+            d_model,
+        ),
+    }
+    assert configs(tmp_path, config, tensors) == shapes.config_of(name)
+
+
+# --- forward --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("levels", "leaves", "tokens"), [(4, 8, 32), (5, 16, 80), (6, 32, 192)]
+)
+def test_what_a_full_tree_unrolls_to(levels, leaves, tokens):
+    tree = resolve_tree(f"binary:{levels}")
+    packed, step = (passes.Case(tree.size, scan) for scan in ("packed", "step"))
+    assert packed.tree.parents.tolist() == tree.parents.tolist()
+    assert unrolled.leaves_of(tree.rows(2)).tolist() == [leaves] * 2
+    assert (packed.tokens, packed.states) == (2**levels - 1, 1)
+    assert (step.tokens, step.states) == (tokens, 1 + leaves)
+    assert step.unrolled.leaves == leaves
+
+
+@pytest.mark.parametrize("nodes", [15, 63])
+def test_the_ways_to_verify_agree(target, nodes):
+    model = target  # tests/test_unrolled.py has attention
+    rng = np.random.default_rng(0)
+
+    def noise(path, z):
+        value = rng.normal(size=z.shape).astype(z.dtype)
+        return jnp.asarray(-abs(value) if path[-1].name == "a" else value)
+
+    given = passes.tree_of(passes.Case(nodes, "packed"), model.config)
+    state = jax.eval_shape(lambda: init_state(model.config, 1, 24, jnp.float32))
+    layers = jax.tree_util.tree_map_with_path(noise, state.layers)
+    state = replace(state, layers=layers, length=jnp.asarray([9], jnp.int32))
+    records = jax.eval_shape(lambda: init_records(model.config, 1, nodes, jnp.float32))
+    records = jax.tree_util.tree_map_with_path(noise, records)
+    path = given[2].paths[:, -1]
+    pending = Pending(records, path, jnp.asarray([3], jnp.int32))
+
+    @jax.jit
+    def all_ways(model, *args):
+        return [
+            passes.verify(model, passes.Case(nodes, scan), *args)
+            for scan in passes.SCANS
+        ]
+
+    packed, *others = all_ways(model, state, pending, given)
+    for other in others:
+        chex.assert_trees_all_close(other, packed, atol=2e-4, rtol=1e-3)
+    assert float(jnp.std(packed[0])) > 0.1
+
+
+def test_forward_report(target, monkeypatch, tmp_path):
+    compiled, peak = [], [0]
+
+    def counted(model, case, passes_a_call):
+        compiled.append(case)
+        return passes.compile_case(model, case, passes_a_call)
+
+    def rising():
+        peak[0] += 1
+        return peak[0]
+
+    monkeypatch.setattr(forward, "config_of", lambda name: target.config)
+    monkeypatch.setattr(forward, "compile_case", counted)
+    monkeypatch.setattr(forward, "peak_in_use", rising)  # a backend with statistics
+    monkeypatch.setattr(memory, "peak_in_use", rising)
+
+    def measured():
+        run = Run(2, tmp_path / "r.json")
+        return forward.measure_forward("small", [1, 7], [3], "float32", run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "time_cases", killed_at(forward.time_cases, 2))
+        with pytest.raises(Killed):
+            measured()
+    assert len(compiled) == 4  # each case once, for all units
+    part = (tmp_path / "r.json.part").read_text().splitlines()
+    kept = dict(json.loads(line) for line in part[1:])
+    assert list(kept) == ["allocator", "bandwidth", "sizes"]
+    report = measured()
+    assert [case.nodes for case in compiled[4:]] == [7, 7, 7]
+    assert {name: report["units"][name] for name in kept} == kept
+    assert report["complete"] and json.loads(json.dumps(report)) == report
+
+    sizes, trees = report["results"][:2], report["results"][2:]
+    assert [row["nodes"] for row in sizes] == [1, 7]
+    assert [row["scan"] for row in trees] == list(passes.SCANS)
+    assert [row["tokens"] for row in trees] == [7, 12, 12]
+    assert [row["states"] for row in trees] == [1, 5, 5]
+    assert all(row["same_argmax"] == 1 for row in trees)
+    assert all(row["allocator_peak_bytes"] > 0 for row in trees)
+    packed, *others = trees
+    assert packed["over_packed"] == 1
+    for row in others:
+        assert row["temp_bytes"] > packed["temp_bytes"]
+        assert row["over_packed"] == pytest.approx(row["ms"] / packed["ms"])
+    for row in report["results"]:
+        assert row.keys() == packed.keys() > SIZED and "seconds" not in row
+        assert row["ms_low"] <= row["ms"] <= row["ms_high"]
+        assert row["memory_bytes"] > report["weight_bytes"] == report["read_bytes"]
+    table = forward.forward_table(report)
+    assert set(columns(table)) == {8, 13} and "t(N) = " in table
+
+    cut = report | {"results": [], "fit": None, "floor_ms": None}  # --minutes 0
+    assert forward.forward_table(cut).startswith("small, float32")
+
+
+def test_passes_that_memory_does_not_suffice_for(target, monkeypatch):
+    def compile_case(model, case, passes_a_call):
+        program = passes.compile_case(model, case, passes_a_call)
+        fits = case.scan == "packed" and case.nodes < 7
+        return program if fits else replace(program, run=too_much)
+
+    monkeypatch.setattr(forward, "config_of", lambda name: target.config)
+    monkeypatch.setattr(forward, "compile_case", compile_case)
+    report = forward.measure_forward("small", [1, 7], [2, 3], "float32", Run(2))
+    assert json.loads(json.dumps(report)) == report
+    found = [row["ms"] is not None for row in report["results"]]
+    assert found == [True, False, True, False, False, False, False, False]
+    for row in report["results"]:
+        compared = row["ms"] is not None
+        assert (row["over_packed"] == 1) is compared and row["memory_bytes"] > 0
+    assert report["fit"] is None  # of one size
+    assert forward.forward_table(report).count("OOM") == 6
+    assert set(columns(forward.forward_table(report))) == {8, 13}
+    figures.draw(report)
+
+
+def test_the_fit_is_in_milliseconds():
+    rows = [{"nodes": n, "ms": 2 + 3 * n + 0.5 * n * n} for n in (1, 4, 9, 16)]
+    fit = forward.fit_of(rows, 2)
+    assert [fit[k] for k in ("c_ms", "b_ms", "a_ms")] == pytest.approx([2, 3, 0.5])
+    assert fit["r2"] == pytest.approx(1) and fit["largest_error"] < 1e-6
+    assert forward.fit_of(rows[:2], 2) is None
+    report = {"shape": "s", "dtype": "d", "weight_bytes": 1e6, "floor_ms": None}
+    report |= {"results": [], "fit": forward.fit_of(rows, 2) | {"b_ms": -3}}
+    assert "t(N) = 2.00 - 3.000 N + 0.50000 N^2 ms" in forward.forward_table(report)
+
+
+def test_what_a_pass_reads(target):
+    tied, apart = (replace(target.config, tie_embeddings=t) for t in (True, False))
+    assert len(set(forward.bytes_of(tied, "float32"))) == 1
+    total, read = forward.bytes_of(apart, "float32")
+    assert total - read == apart.vocab_size * apart.d_model * 4
+    with pytest.raises(ValueError, match="--sizes: want at least 1, got 0"):
+        forward.measure_forward("mamba2-130m", [0], [], "float32", Run(1))
+    with pytest.raises(ValueError, match="--shape: unknown 'gpt'; known: mamba2-130m"):
+        forward.measure_forward("gpt", [1], [], "float32", Run(1))
+
+
+# --- unrolled -------------------------------------------------------------------------
+
+
+def test_leaves_by_row():
+    parents = jnp.asarray(
+        [[-1, 0, 0, 1, 2, 4], [-1, 0, 0, 0, 0, 0], [-1, 0, 1, 2, 3, 4]]
+    )
+    assert unrolled.leaves_of(parents.astype(jnp.int32)).tolist() == [2, 5, 1]
+
+
+def beam_report(target, drafter, run):
+    rng = np.random.default_rng(0)
+    return unrolled.measure_unrolled(
+        target,
+        drafter,
+        {"ids": [tuple(rng.integers(8, REAL, 5).tolist()) for _ in range(2)]},
+        widths=[2],
+        depths=[3],
+        scans=["step"],
+        max_new_tokens=12,
+        run=run,
+    )
+
+
+def test_unrolled_report(target, drafter, monkeypatch, tmp_path):
+    run = Run(2, tmp_path / "r.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(unrolled, "decode_text", killed_at(unrolled.decode_text, 2))
+        with pytest.raises(Killed):
+            beam_report(target, drafter, run)
+    part = (tmp_path / "r.json.part").read_text().splitlines()
+    (kept,) = (json.loads(line) for line in part[1:])
+    report = beam_report(target, drafter, run)
+    assert list(report["units"]) == ["2x3/ids/0", "2x3/ids/1"]
+    assert [kept[0], report["units"][kept[0]]] == kept
+    assert report["complete"] and json.loads(json.dumps(report)) == report
+
+    packed, step = report["results"]
+    assert [row["scan"] for row in report["results"]] == ["packed", "step"]
+    for row in report["results"]:
+        assert (row["set"], row["width"], row["depth"], row["nodes"]) == (
+            "ids",
+            2,
+            3,
+            7,
+        )
+        assert row["units"] == row["equal"] == 2
+        assert (
+            row["tokens_per_s_low"] <= row["tokens_per_s"] <= row["tokens_per_s_high"]
+        )
+        assert 1 <= row["leaves_mean"] <= row["leaves"] <= row["leaves_bound"] == 4
+        assert row.keys() == packed.keys() > SIZED
+    assert packed["tau"] == step["tau"] > 1
+    assert (packed["states"], step["states"]) == (1, 1 + step["leaves"])
+    assert (packed["tokens_per_call"], step["tokens_per_call"]) == (
+        7,
+        4 * step["leaves"],
+    )
+    assert step["temp_bytes"] > packed["temp_bytes"]
+    assert packed["over_packed"] is None and step["over_packed"] > 0
+    assert set(columns(unrolled.unrolled_table(report))) == {3, 14}
+
+
+def test_a_baseline_that_memory_does_not_suffice_for(target, drafter, monkeypatch):
+    def decode_once(work, arm, texts, temperature):
+        if arm.unrolled is not None:
+            too_much()
+        return speculation.decode_once(work, arm, texts, temperature)
+
+    monkeypatch.setattr(unrolled, "decode_once", decode_once)
+    report = beam_report(target, drafter, Run(1))
+    assert report["complete"] and json.loads(json.dumps(report)) == report
+    packed, step = report["results"]
+    assert (packed["units"], step["units"]) == (2, 0)
+    assert packed.keys() == step.keys() and step["tokens_per_s"] is None
+    assert step["memory_bytes"] > packed["memory_bytes"]
+    table = unrolled.unrolled_table(report)
+    assert table.count("OOM") == 2 and set(columns(table)) == {3, 14}
+    assert f"{packed['tokens_per_s']:.1f} / OOM;" in table
+    figures.draw(report)
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """ "tiny", and "other" with a smaller vocabulary."""
+    small = shapes.mamba2(64, 1)
+    found = {
+        "tiny": replace(small, vocab_size=128, num_tokens=120),
+        "other": replace(small, vocab_size=96, num_tokens=90),
+    }
+    monkeypatch.setattr(shapes, "config_of", found.__getitem__)
+
+
+def test_random_weights_of_a_shape(small_shapes, capsys):
+    options = ["--widths", "2", "--depths", "2", "--repeats", "1", "--count", "2"]
+    options += ["--max-new-tokens", "8", "--shape", "other"]
+    assert main(["bench", "unrolled", *options, "--drafter-shape", "tiny"]) == 0
+    assert "| other, tiny | 2 x 2 | step |" in capsys.readouterr().out
+    for wrong in (["--shape", "tiny", "--prompts", "a.jsonl"], []):
+        assert main(["bench", "unrolled", *wrong]) == 2
+        assert "want either --prompts or --shape" in capsys.readouterr().err
+    assert main(["bench", "unrolled", "--shape", "other", "--widen", "4"]) == 2
+    assert "--widen is for models" in capsys.readouterr().err
+
+
+def test_a_drafter_shape_gets_the_vocabulary_of_the_target(small_shapes):
+    target, drafter = shapes.random_pair("other", "tiny", "bfloat16")
+    assert (drafter.config.vocab_size, drafter.config.num_tokens) == (96, 90)
+    assert drafter.params["embedding"].shape == (96, 64)
+    assert drafter.params["embedding"].dtype == jnp.bfloat16
+    assert not (drafter.params["embedding"] == target.params["embedding"]).all()
+    prompts = shapes.random_prompts(target.config, 2, 5)
+    assert prompts == shapes.random_prompts(target.config, 2, 5)
+    assert len(set(prompts)) == 2 and {len(ids) for ids in prompts} == {5}
+
+
+def test_a_baseline_with_too_few_leaves_is_found_out(target, drafter, monkeypatch):
+    monkeypatch.setattr(unrolled, "count_leaves", lambda *args: [1])
+    with pytest.raises(RuntimeError, match="step: token .* differs from plain"):
+        beam_report(target, drafter, Run(1))
+
+
+# --- kernels --------------------------------------------------------------------------
+
+
+def test_kernels_report(monkeypatch):
+    small_shapes = {
+        "a scan": kernels.Scan(2, 1, 4, 8),
+        "attention": kernels.Attend(2, 1, 8, 16),
+    }
+    monkeypatch.setattr(kernels, "SHAPES", small_shapes)
+    monkeypatch.setattr(kernels, "implementations", lambda: ("xla", "triton"))
+    op_case = kernels.op_case
+
+    def refusing(shape, batch, T, dtype, implementation):
+        if implementation == "triton":
+            raise NotImplementedError("triton: not here\nand more")
+        return op_case(shape, batch, T, dtype, implementation)
+
+    monkeypatch.setattr(kernels, "op_case", refusing)
+    report = kernels.measure_kernels(
+        batches=[2], sizes=[3], dtype="float32", run=Run(2)
+    )
+    assert list(report["units"]) == ["bandwidth", "a scan/2/3", "attention/2/3"]
+    assert json.loads(json.dumps(report)) == report
+    xla, triton = report["results"][:2]
+    assert (xla["op"], xla["batch"], xla["T"]) == ("a scan", 2, 3)
+    assert xla["over_xla"] == 1 and xla["refused"] is None
+    assert xla["us_low"] <= xla["us"] <= xla["us_high"]
+    assert triton["refused"] == "triton: not here"
+    assert triton.keys() == xla.keys() and triton["us"] is None
+    assert set(columns(kernels.kernels_table(report))) == {10}

@@ -1,0 +1,98 @@
+"""A target among zeros: the same function, larger."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.bench import kinds
+from stree_jax.bench.report import arguments
+from stree_jax.bench.widen import sizes_of, widened
+from stree_jax.cli.main import build_parser
+from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
+from tests.support.tiny import REAL, perturbed, tiny
+
+BIASES = dict(proj_in_bias=True, proj_out_bias=True)
+
+
+def model_of(**options):
+    """Like `tiny`, one group a mixer, every bias, and norms whose epsilon matters."""
+    biased = AttentionConfig(4, 2, 8, Rope(1e4, 8), qkv_bias=True, out_bias=True)
+    every = dict(
+        mamba=MambaConfig(4, 8, 16, norm_eps=0.1, **BIASES),
+        attention=biased,
+        mlp=MLPConfig(48, bias=True),
+        norm_eps=0.2,
+    )
+    config = replace(tiny(0).config, **every | options)
+    params = init_params(config, jax.random.key(0), np.float32)
+    return stree_jax.Model(params=perturbed(params, 0.2, 0), config=config)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        model_of(),
+        model_of(tie_embeddings=False, mlp=MLPConfig(48, gated=False, bias=True)),
+    ],
+    ids=["gated", "not gated"],
+)
+def test_a_wider_model_is_the_same_function(model):
+    wide = widened(model, 4)
+    assert wide.config.d_model == 128
+    assert wide.params["embedding"].shape == (50, 128)
+    chex.assert_trees_all_equal_dtypes(wide.params, model.params)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(REAL, size=(2, 30)).astype(np.int32)
+    want = stree_jax.score(model, tokens)
+    assert float(want.std()) > 0.1
+    chex.assert_trees_all_close(stree_jax.score(wide, tokens), want, atol=1e-5)
+
+
+def test_it_is_speculated_with_like_the_small_one():
+    model = model_of()
+    drafter = model.replace(params=perturbed(model.params, 0.05, 3))
+    prompts = [np.random.default_rng(i).integers(REAL, size=5) for i in range(2)]
+    prompts = [row.tolist() for row in prompts]
+    options = dict(max_new_tokens=12, drafter=drafter, tree="A")
+    small, wide = (
+        stree_jax.generate(target, prompts, **options)
+        for target in (model, widened(model, 4))
+    )
+    assert small.tokens == wide.tokens and small.min_margin.min() > 1e-4
+    assert small.target_calls.tolist() == wide.target_calls.tolist()
+    assert small.acceptance_length.max() > 1.5
+
+
+def test_the_option_widens_targets(monkeypatch):
+    model = model_of()
+    monkeypatch.setattr(kinds, "load_pair", lambda args: (model, model))
+    monkeypatch.setattr(kinds, "load", lambda path, dtype: model)
+    parser, words = build_parser(), ["--prompts", "p.jsonl", "--widen", "4"]
+    args = parser.parse_args(["bench", "cost", *words])
+    target, drafter = kinds.pair(args)
+    assert target.config.d_model == 128 and drafter is model
+    named = kinds.named_pairs(["a=t:d"], "float32", args.widen)
+    assert named["a"][0].config.d_model == 128 and named["a"][1] is model
+    args = parser.parse_args(["bench", "all", "--out", "R", *words])
+    assert arguments(args, "unrolled").widen == 4
+    small, wide = sizes_of(model, widened(model, 4))
+    assert 10 < wide / small < 16
+
+
+def test_what_cannot_be_widened():
+    for factor in (0, 2, 3, 8, -4):
+        with pytest.raises(ValueError, match=f"power of four, got {factor}"):
+            widened(model_of(), factor)
+    groups = MambaConfig(4, 8, 16, n_groups=2)
+    inside = AttentionConfig(4, 2, 8, d_mlp=16)
+    models = [tiny(1), tiny(1, ("parallel",)), model_of(norm="layer")]
+    for model in (*models, model_of(attention=inside)):
+        with pytest.raises(ValueError, match="--widen: want a target of Mamba2"):
+            widened(model, 4)
+    with pytest.raises(ValueError, match="one group"):
+        config = replace(model_of().config, mamba=groups)
+        widened(stree_jax.Model(params=model_of().params, config=config), 4)

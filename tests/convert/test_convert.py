@@ -1,0 +1,267 @@
+"""Checkpoints in: equal tensors from every file format and spelling."""
+
+import json
+import math
+import shutil
+import sys
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import stree_jax
+from stree_jax.checkpoint import info
+from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.tensors import param_shapes
+from stree_jax.models import init_params
+from tests.support.checkpoints import (
+    CASES,
+    HF_CASES,
+    VOCAB,
+    assert_same,
+    edit_json,
+    edit_tensors,
+    small_tokenizer,
+    sources,
+)
+
+convert = partial(convert_checkpoint, progress=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return sources(tmp_path_factory.mktemp("sources"))
+
+
+def write_shards(directory, tensors, suffix):
+    """The tensors in three files and an index, in place of the one file."""
+    weight_map = {}
+    for i in range(3):
+        name = f"part-{i}.{suffix}"
+        part = dict(list(tensors.items())[i::3])
+        weight_map |= dict.fromkeys(part, name)
+        (save_file if suffix == "safetensors" else torch.save)(part, directory / name)
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    index = directory / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_converted_is_loaded_directly(source, tmp_path, name):
+    direct = stree_jax.load(source(name))
+    convert(source(name), tmp_path / "converted")
+    converted = stree_jax.load(tmp_path / "converted")
+    assert_same(converted, direct)
+    stree_jax.save(converted, tmp_path / "saved")
+    assert_same(stree_jax.load(tmp_path / "saved"), direct)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["converted", "saved"]
+    expected = init_params(direct.config, jax.random.key(0), jnp.float32)
+    chex.assert_trees_all_equal_shapes_and_dtypes(direct.params, expected)
+
+
+def test_shapes_of_a_deep_model_are_those_of_its_init(source):
+    config = stree_jax.load(source("granite")).config
+    params = init_params(config, jax.random.key(0), jnp.float32)
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    expected = {tuple(k.key for k in path): leaf.shape for path, leaf in flat}
+    assert param_shapes(config) == expected
+
+
+# Numbers and files
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama", "granite"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_sixteen_bits(tmp_path, name, stored):
+    """bfloat16 stays as it is, bit for bit; float16 becomes float32."""
+    other = HF_CASES[name]().to(getattr(torch, stored))
+    other.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "converted")
+    model = stree_jax.load(tmp_path / "converted")
+    assert_same(model, stree_jax.load(tmp_path / "source"))
+    kept = "bfloat16" if stored == "bfloat16" else "float32"
+    assert model.params["embedding"].dtype == kept
+    embedding = other.get_input_embeddings().weight.detach().float().numpy()
+    np.testing.assert_array_equal(model.params["embedding"], embedding.astype(kept))
+    if model.config.mamba is not None:
+        mixer = model.params["layers_0"]["mamba"]
+        assert {mixer[k].dtype.name for k in ("A_log", "dt_bias", "D")} == {"float32"}
+
+
+def test_dtype_asked_for(source, tmp_path):
+    exact = stree_jax.load(source("mamba2"))
+    convert(source("mamba2"), tmp_path / "rounded", dtype="bfloat16")
+    rounded = stree_jax.load(tmp_path / "rounded")
+    assert_same(rounded, stree_jax.load(source("mamba2"), dtype=jnp.bfloat16))
+    table = np.asarray(exact.params["embedding"]).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(rounded.params["embedding"], table)
+    back = stree_jax.load(tmp_path / "rounded", dtype="float32")
+    assert back.params["embedding"].dtype == "float32"
+    for wrong in ("float16", "int8", "nonsense"):
+        with pytest.raises(CheckpointError, match="dtype: want float32 or bfloat16"):
+            stree_jax.load(tmp_path / "rounded", dtype=wrong)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards(source, tmp_path, suffix):
+    shutil.copytree(source("granite"), tmp_path / "shards")
+    file = tmp_path / "shards" / "model.safetensors"
+    write_shards(tmp_path / "shards", load_file(file), suffix)
+    file.unlink()
+    assert_same(stree_jax.load(tmp_path / "shards"), stree_jax.load(source("granite")))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickles_new_and_old(source, tmp_path, zipped):
+    """.bin files of today and of torch before 1.6, with parameters in them."""
+    shutil.copytree(source("mamba2"), tmp_path / "pickled")
+    file = tmp_path / "pickled" / "model.safetensors"
+    tensors = {k: torch.nn.Parameter(t) for k, t in load_file(file).items()}
+    bin_file = file.with_name("pytorch_model.bin")
+    torch.save(tensors, bin_file, _use_new_zipfile_serialization=zipped)
+    file.unlink()
+    assert_same(stree_jax.load(tmp_path / "pickled"), stree_jax.load(source("mamba2")))
+
+
+def test_bin_without_torch_is_one_line(source, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CheckpointError, match="pytorch_model.bin.*needs torch"):
+        stree_jax.load(source("plain"))
+
+
+# config.json
+
+
+def old_spelling(values):
+    """As transformers 4 and the hub spell it."""
+    rope = values.pop("rope_parameters", None)
+    if rope is not None:
+        values["rope_theta"] = rope.pop("rope_theta")
+        rope["type"] = rope.pop("rope_type")
+        values["rope_scaling"] = None if rope["type"] == "default" else rope
+    values["torch_dtype"] = values.pop("dtype", "float32")
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    if "layer_types" in values:
+        kinds = values.pop("layer_types")
+        values["layers_block_type"] = [names.get(kind, kind) for kind in kinds]
+
+
+@pytest.mark.parametrize("name", HF_CASES)
+def test_both_spellings(source, tmp_path, name):
+    shutil.copytree(source(name), tmp_path / "old")
+    edit_json(tmp_path / "old" / "config.json", old_spelling)
+    assert_same(stree_jax.load(tmp_path / "old"), stree_jax.load(source(name)))
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [None, [0, math.inf], [0.0, "Infinity"], [0.0, {"__float__": "Infinity"}]],
+    ids=str,
+)
+def test_spellings_of_no_limit(source, tmp_path, spelled):
+    shutil.copytree(source("mamba2"), tmp_path / "open")
+    file = tmp_path / "open" / "config.json"
+    edit_json(file, lambda values: values.update(time_step_limit=spelled))
+    assert stree_jax.load(tmp_path / "open").config.mamba.dt_limit == (0, math.inf)
+
+
+def test_rows_win_over_vocab_size(source, tmp_path):
+    native = stree_jax.load(source("plain")).config
+    assert (native.vocab_size, native.num_tokens) == (64, VOCAB)
+    shutil.copytree(source("llama"), tmp_path / "resized")
+    file = tmp_path / "resized" / "config.json"
+    edit_json(file, lambda values: values.update(vocab_size=VOCAB - 7))
+    resized = stree_jax.load(tmp_path / "resized").config
+    assert (resized.vocab_size, resized.num_tokens) == (VOCAB, VOCAB)
+
+
+def test_the_other_spelling_of_mamba2_embeddings(source, tmp_path):
+    shutil.copytree(source("mamba2"), tmp_path / "renamed")
+
+    def rename(tensors):
+        table = tensors.pop("backbone.embeddings.weight")
+        tensors["backbone.embedding.weight"] = table
+
+    edit_tensors(tmp_path / "renamed", rename)
+    assert_same(stree_jax.load(tmp_path / "renamed"), stree_jax.load(source("mamba2")))
+
+
+@pytest.mark.parametrize(
+    "config, generation, stops",
+    [
+        (7, None, (7,)),
+        ([7, 9], None, (7, 9)),
+        (None, None, ()),
+        (None, 4, (4,)),
+        ([-1, 3, 1 << 40], None, (3,)),
+        (7, [4, 7], (4, 7)),
+    ],
+)
+def test_stop_tokens(source, tmp_path, config, generation, stops):
+    shutil.copytree(source("llama"), tmp_path / "source")
+    file = tmp_path / "source" / "config.json"
+    edit_json(file, lambda values: values.update(eos_token_id=config))
+    text = json.dumps({"eos_token_id": generation})
+    (tmp_path / "source" / "generation_config.json").write_text(text)
+    assert info(tmp_path / "source")["stop_tokens"] == list(stops)
+
+
+def test_tokenizer_goes_along(source, tmp_path):
+    """It is copied, and gives a native checkpoint its stop token."""
+    shutil.copytree(source("plain"), tmp_path / "source")
+    small_tokenizer().save(str(tmp_path / "source" / "tokenizer.json"))
+    (tmp_path / "source" / "chat_template.jinja").write_text("{{ messages }}")
+    convert(tmp_path / "source", tmp_path / "out")
+    model = stree_jax.load(tmp_path / "out")
+    assert model.config.stop_tokens == (2,)
+    assert model.tokenizer.encode("b", add_special_tokens=False).ids == [1]
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    stree_jax.save(model, tmp_path / "again")
+    assert stree_jax.load(tmp_path / "again").tokenizer.to_str() == (
+        model.tokenizer.to_str()
+    )
+
+
+@pytest.mark.parametrize("name", ["mamba2-tied", "plain"])
+def test_tied_head_may_be_stored(source, tmp_path, name):
+    shutil.copytree(source(name), tmp_path / "source")
+
+    def store_head(tensors):
+        table = next(t for k, t in tensors.items() if "backbone.embedding" in k)
+        tensors["lm_head.weight"] = table.clone()
+        tensors["model.rotary_emb.inv_freq"] = torch.ones(3)
+
+    edit_tensors(tmp_path / "source", store_head)
+    assert_same(stree_jax.load(tmp_path / "source"), stree_jax.load(source(name)))
+
+    def change_head(tensors):
+        tensors["lm_head.weight"][3, 5] += 1
+
+    edit_tensors(tmp_path / "source", change_head)
+    with pytest.raises(CheckpointError, match="lm_head.weight differs"):
+        stree_jax.load(tmp_path / "source")
+
+
+def test_info_reads_no_weights(source, tmp_path):
+    """The same figures from a checkpoint, from ours, and without any numbers."""
+    convert(source("granite"), tmp_path / "ours")
+    for file in (tmp_path / "ours" / "params").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    ours, theirs = info(tmp_path / "ours"), info(source("granite"))
+    differ = {key for key in ours if ours[key] != theirs[key]}
+    assert differ == {"path", "format"}
+    model = stree_jax.load(source("granite"))
+    leaves = jax.tree.leaves(model.params)
+    assert ours["parameters"] == sum(leaf.size for leaf in leaves)
+    assert ours["weight_bytes"] == sum(leaf.nbytes for leaf in leaves)
+    assert ours["layers"] == {"mamba": 2, "attention": 1, "mlp": 3}
+    assert ours["cache_bytes_per_token"] == 2 * 2 * 8 * 4  # k, v; heads; width; bytes
+    ssm, conv = 8 * 8 * 5, 4 * (8 * 8 + 2 * 2 * 5)
+    assert ours["state_bytes_per_sequence"] == 2 * 4 * (ssm + conv) + 4

@@ -1,0 +1,303 @@
+"""Bad checkpoints: one line names file and field or tensor; nothing is left behind."""
+
+import json
+import math
+import shutil
+from functools import partial
+
+import pytest
+import torch
+
+import stree_jax
+from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.configs import read_config
+from stree_jax.convert.source import open_source
+from stree_jax.convert.tensors import check_tensors, rows_of
+from tests.support.checkpoints import edit_json, edit_tensors, sources
+
+convert = partial(convert_checkpoint, progress=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return sources(tmp_path_factory.mktemp("sources"))
+
+
+def config_with(**changes):
+    return lambda d: edit_json(d / "config.json", lambda v: v.update(changes))
+
+
+def ssm_with(**changes):
+    return lambda d: edit_json(
+        d / "config.json", lambda v: v["ssm_cfg"].update(changes)
+    )
+
+
+def mixer_with(**changes):
+    return lambda d: edit_json(d / "mamba_config.json", lambda v: v.update(changes))
+
+
+def tensors_with(change):
+    return lambda d: edit_tensors(d, change)
+
+
+def rename_mamba1(tensors):
+    for name in [n for n in tensors if n.endswith("mamba.in_proj.weight")]:
+        tensors[name.replace("in_proj", "in_proj_x")] = tensors.pop(name)
+
+
+def truncate(name, keep=0.5):
+    def change(directory):
+        data = (directory / name).read_bytes()
+        (directory / name).write_bytes(data[: int(len(data) * keep)])
+
+    return change
+
+
+def huge_header(directory):
+    header = (1 << 62).to_bytes(8, "little")
+    (directory / "model.safetensors").write_bytes(header + b"{}")
+
+
+def shards_at(name):
+    """An index that points outside the directory, or at nothing."""
+
+    def change(directory):
+        (directory / "model.safetensors").rename(directory.parent / "loot.safetensors")
+        index = directory / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+
+    return change
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (self.file.touch, ())
+
+
+def pickle_code(directory):
+    trap = Touch(directory / "trap")
+    torch.save({"lm_head.weight": trap}, directory / "pytorch_model.bin")
+
+
+def hollow_tensor(directory):
+    """A huge table that is one number seen a hundred million times."""
+
+    def change(tensors):
+        tensors["backbone.embedding.weight"] = torch.zeros(1).expand(1 << 22, 24)
+
+    edit_tensors(directory, change)
+
+
+def as_text(name, text):
+    return lambda d: (d / name).write_text(text)
+
+
+def quantized(tensors):
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+
+
+IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
+REFUSALS = {
+    # Other architectures
+    "native mamba-1 by absence": (
+        "plain",
+        lambda d: edit_json(d / "config.json", lambda v: v["ssm_cfg"].pop("layer")),
+        ["config.json", "ssm_cfg.layer", "Mamba1"],
+    ),
+    "native mamba-1": ("plain", ssm_with(layer="Mamba1"), ["ssm_cfg.layer", "Mamba1"]),
+    "native mamba-3": ("plain", ssm_with(layer="Mamba3"), ["ssm_cfg.layer", "Mamba3"]),
+    "native attention ahead": (
+        "plain",
+        config_with(attn_layer_idx=[1], attn_cfg={"num_heads": 4}),
+        ["config.json", "attn_cfg.causal", "looks ahead"],
+    ),
+    **{
+        kind: ("mamba2", config_with(model_type=kind), ["model_type", kind, "Mamba-1"])
+        for kind in ("mamba", "falcon_mamba", "jamba")
+    },
+    "unknown": (
+        "mamba2",
+        config_with(model_type="qwen3_next"),
+        ["config.json", "model_type", "qwen3_next", "mamba2", "llama"],
+    ),
+    "no architecture": (
+        "mamba2",
+        lambda d: edit_json(d / "config.json", lambda v: v.pop("model_type")),
+        ["config.json", "model_type"],
+    ),
+    "mambainllama mamba-1": (
+        "mambainllama",
+        tensors_with(rename_mamba1),
+        ["model.safetensors", "mamba.in_proj_x.weight", "Mamba-1"],
+    ),
+    "repeat_kv_before_conv": (
+        "mambainllama",
+        mixer_with(ssm_cfg={"ngroups": 6, "d_state": 4, "repeat_kv_before_conv": True}),
+        ["mamba_config.json", "ssm_cfg.repeat_kv_before_conv"],
+    ),
+    "experts": (
+        "granite",
+        config_with(num_local_experts=4, num_experts_per_tok=5),
+        ["config.json", "moe: 5 experts a token from"],
+    ),
+    "quantized": (
+        "llama",
+        config_with(quantization_config={"bits": 4}),
+        ["config.json", "quantization_config"],
+    ),
+    "rope type": (
+        "llama",
+        config_with(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        ["config.json", "rope_parameters.rope_type", "yarn"],
+    ),
+    "old rope type": (
+        "llama",
+        config_with(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2}),
+        ["config.json", "rope_scaling.type", "linear"],
+    ),
+    # Fields
+    **{
+        f"{field} {value!r}": (name, config_with(**{field: value}), [field])
+        for name, field, value in [
+            ("mamba2", "hidden_size", -24),
+            ("mamba2", "hidden_size", 0),
+            ("mamba2", "hidden_size", "24"),
+            ("mamba2", "state_size", 1 << 60),
+            ("mamba2", "conv_kernel", 1 << 20),
+            ("mamba2", "num_hidden_layers", 1 << 40),
+            ("mamba2", "n_groups", 5),
+            ("mamba2", "num_heads", 7),
+            ("mamba2", "time_step_limit", [1, 0]),
+            ("mamba2", "time_step_limit", 3),
+            ("mamba2", "layer_norm_epsilon", math.nan),
+            ("llama", "num_key_value_heads", 3),
+            ("llama", "head_dim", 1.5),
+            ("llama", "hidden_act", "gelu"),
+            ("llama", "eos_token_id", "two"),
+            ("llama", "tie_word_embeddings", "yes"),
+            ("granite", "layer_types", ["mamba"]),
+            ("granite", "layer_types", ["mamba", "moe", "mamba"]),
+            ("granite", "logits_scaling", 0),
+            ("plain", "n_layer", True),
+            ("plain", "ssm_cfg", []),
+        ]
+    },
+    "d_xb": ("mambainllama", mixer_with(d_xb=9), ["mamba_config.json", "d_xb"]),
+    "attn_layers": ("mambainllama", mixer_with(attn_layers=[3]), ["attn_layers"]),
+    "d_ssm": ("plain", ssm_with(d_ssm=480), ["ssm_cfg.d_ssm"]),
+    # Tensors
+    "missing": (
+        "mamba2",
+        tensors_with(lambda t: t.pop(IN_PROJ)),
+        ["mamba2", IN_PROJ, "missing"],
+    ),
+    "untied without a head": (
+        "mamba2",
+        tensors_with(lambda t: t.pop("lm_head.weight")),
+        ["lm_head.weight", "missing"],
+    ),
+    "unexpected": (
+        "mamba2",
+        tensors_with(lambda t: t.update({"extra.weight": torch.ones(2)})),
+        ["model.safetensors", "extra.weight", "unexpected"],
+    ),
+    "misshapen": (
+        "mamba2",
+        tensors_with(lambda t: t.update({IN_PROJ: t[IN_PROJ].T.contiguous()})),
+        ["model.safetensors", IN_PROJ, "shape"],
+    ),
+    "no embedding": (
+        "mamba2",
+        tensors_with(lambda t: t.pop("backbone.embeddings.weight")),
+        ["backbone.embeddings.weight"],
+    ),
+    "integers": (
+        "mamba2",
+        tensors_with(quantized),
+        ["model.safetensors", "lm_head.weight", "I8"],
+    ),
+    # Files
+    "json": ("llama", as_text("config.json", "{"), ["config.json", "JSON"]),
+    "json list": ("llama", as_text("config.json", "[]"), ["config.json", "object"]),
+    "no config": ("llama", lambda d: (d / "config.json").unlink(), ["config.json"]),
+    "no weights": ("llama", lambda d: (d / "model.safetensors").unlink(), ["llama"]),
+    "truncated": ("llama", truncate("model.safetensors"), ["model.safetensors"]),
+    "empty": ("llama", truncate("model.safetensors", 0), ["model.safetensors"]),
+    "huge header": ("llama", huge_header, ["model.safetensors"]),
+    "truncated bin": ("plain", truncate("pytorch_model.bin"), ["pytorch_model.bin"]),
+    "empty bin": ("plain", truncate("pytorch_model.bin", 0), ["pytorch_model.bin"]),
+    "pickled code": ("plain", pickle_code, ["pytorch_model.bin", "refused"]),
+    "hollow tensor": ("plain", hollow_tensor, ["embedding.weight", "whole tensor"]),
+    "shard above": ("llama", shards_at("../loot.safetensors"), ["weight_map", "loot"]),
+    "shard at root": ("llama", shards_at("/loot.safetensors"), ["weight_map", "loot"]),
+    "shard missing": ("llama", shards_at("none.safetensors"), ["weight_map", "none"]),
+    "tokenizer": ("llama", as_text("tokenizer.json", "{}"), ["tokenizer.json"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(source, tmp_path, case):
+    name, change, parts = REFUSALS[case]
+    shutil.copytree(source(name), tmp_path / "in" / name)
+    change(tmp_path / "in" / name)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "in" / name, tmp_path / "out" / "model")
+    message = str(caught.value)
+    assert all(part in message for part in parts), message
+    assert str(tmp_path / "in" / name) in message
+    assert "\n" not in message and len(message) < 600
+    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "in" / name / "trap").exists()
+
+
+ODD_VALUES = [-1, 7, 1.5, 1e308, 1 << 63, math.nan, "x", [-1], {"a": 1}, True]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama", "granite", "options"])
+def test_odd_fields_never_crash(source, tmp_path, name):
+    """Any field with any value: refused in one line, or of no consequence."""
+    shutil.copytree(source(name), tmp_path / name)
+    file = tmp_path / name / "config.json"
+    opened = open_source(tmp_path / name)
+    values, refused = json.loads(file.read_text()), 0
+    for holder in (values, values.get("rope_parameters"), values.get("ssm_cfg")):
+        for field, value in (holder or {}).items():
+            for odd in ODD_VALUES:
+                holder[field] = odd
+                file.write_text(json.dumps(values))
+                try:
+                    format, config = read_config(tmp_path / name, opened.tensors)
+                    check_tensors(opened, rows_of(format, config), config)
+                except CheckpointError as error:
+                    refused += 1
+                    assert "\n" not in str(error)
+            holder[field] = value
+    assert refused > 50
+
+
+def test_destination_must_be_new(source, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("kept")
+    for taken in ("there", "file"):
+        with pytest.raises(CheckpointError, match=f"{taken}: exists already"):
+            convert(source("mamba2"), tmp_path / taken)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        convert(source("mamba2"), tmp_path / "nowhere" / "model")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        convert(tmp_path / "nothing", tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "there"]
+    assert list((tmp_path / "there").iterdir()) == []
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_unreachable_hub_is_one_line(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="nobody/nothing: no such directory, and"):
+        stree_jax.load("nobody/nothing")

@@ -1,0 +1,292 @@
+"""Conversion: its memory and disk, the weights it warns of, and --verify."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import stree_jax
+from stree_jax import parity as verify
+from stree_jax.cli import main as cli
+from stree_jax.convert import CheckpointError, convert_checkpoint, store
+from stree_jax.convert.export import export_hf
+from tests.support.checkpoints import HF_CASES, write_mambainllama, write_native
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A function: the name of a case -> a new copy of its directory."""
+    root = tmp_path_factory.mktemp("sources")
+    count = 0
+
+    def make(name):
+        nonlocal count
+        count += 1
+        if not (root / name).exists():
+            HF_CASES[name]().save_pretrained(root / name)
+        return shutil.copytree(root / name, root / f"{name}-{count}")
+
+    return make
+
+
+def edit(directory, change):
+    """Apply `change` to the tensors of a checkpoint, in place."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def run(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    return code, capsys.readouterr().err
+
+
+# Disk
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_full_disk_is_told_first(source, tmp_path, monkeypatch, command):
+    src, asked = source("mamba2"), []
+    model = stree_jax.load(src)
+
+    def usage(path):
+        asked.append(path)
+        assert not any(file.is_file() for file in tmp_path.rglob("*"))
+        return Usage(2**40, 2**40 - 10**7, 10**7)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(CheckpointError) as caught:
+        if command == "convert":
+            convert_checkpoint(src, tmp_path / "full", progress=False)
+        else:
+            export_hf(model.config, model.params, None, tmp_path / "full")
+    assert str(caught.value) == (
+        f"{tmp_path / 'full'}: needs 0.07 GB on the disk, where 0.01 GB are free"
+    )
+    assert asked == [tmp_path] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_need_follows_the_dtype(source, tmp_path, monkeypatch, dtype):
+    """The parameters in the new dtype, a hundredth of them, and the margin."""
+    model = stree_jax.load(source("mamba2"), dtype=dtype)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    need = int(1.01 * size) + store.SPACE_MARGIN
+    arguments = (tmp_path / "new", model.config, store.DTYPES[dtype])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need))
+    store.check_space(*arguments)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need - 1))
+    with pytest.raises(CheckpointError, match="new: needs 0.07 GB on the disk"):
+        store.check_space(*arguments)
+
+
+# Weights that are not finite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_told(source, tmp_path, value):
+    src, name = source("llama"), "model.layers.1.self_attn.k_proj.weight"
+
+    def change(tensors):
+        tensors[name][3, 2] = value
+
+    edit(src, change)
+    with pytest.warns(UserWarning) as caught:
+        convert_checkpoint(src, tmp_path / "ours", progress=False)
+    text = f"{src / 'model.safetensors'}: {name} holds NaN or infinity; kept as it is"
+    assert [str(w.message) for w in caught] == [text]
+    model = stree_jax.load(tmp_path / "ours")
+    qkv = model.params["layers_2"]["attention"]["qkv"]
+    assert np.argwhere(~np.isfinite(qkv)).tolist() == [[40 + 3, 2]]
+
+
+def test_the_warning_is_one_line_of_the_command(source, tmp_path, capsys):
+    src = source("mamba2")
+    edit(src, lambda tensors: tensors["backbone.norm_f.weight"].fill_(torch.nan))
+    code, err = run(capsys, "convert", src, tmp_path / "ours")
+    lines = [line for line in err.splitlines() if ": warning: " in line]
+    assert code == 0 and len(lines) == 1
+    assert lines[0].startswith("stree-jax: warning: ")
+    assert "model.safetensors: backbone.norm_f.weight holds NaN" in lines[0]
+
+
+def test_a_cast_that_overflows_is_told(source, tmp_path):
+    src = source("llama")
+    edit(src, lambda tensors: tensors["model.norm.weight"].fill_(3.4e38))
+    convert_checkpoint(src, tmp_path / "float32", progress=False)
+    with pytest.warns(UserWarning, match=r"model\.norm\.weight holds NaN or infinity"):
+        convert_checkpoint(src, tmp_path / "b", dtype="bfloat16", progress=False)
+
+
+# --verify
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mamba2", []),
+        ("granite", []),
+        ("granite", ["--dtype", "bfloat16"]),
+        ("nemotron-h", []),
+        ("nemotron-h", ["--dt-floor"]),
+    ],
+)
+def test_verify_finds_the_logits_equal(source, tmp_path, capsys, name, options):
+    src = source(name)
+    if name == "nemotron-h":  # a floor that shows
+        config = json.loads((src / "config.json").read_text())
+        config["time_step_min"] = 0.7
+        (src / "config.json").write_text(json.dumps(config))
+    code, err = run(capsys, "convert", src, tmp_path / "ours", "--verify", *options)
+    assert code == 0
+    told, difference = err.splitlines()[-1].rsplit(" ", 1)
+    assert told == "largest difference to transformers' logits:"
+    assert 0 < float(difference) < 1e-4
+
+
+@pytest.mark.parametrize("factor", [1.5, float("nan")])
+def test_verify_notices_a_changed_tensor(source, tmp_path, capsys, monkeypatch, factor):
+    src, name = source("mamba2"), "backbone.layers.1.mixer.in_proj.weight"
+    original = verify.largest_difference
+
+    def change_first(src, *args):  # the source is another one than was converted
+        edit(src, lambda tensors: tensors[name][5].mul_(factor))
+        return original(src, *args)
+
+    monkeypatch.setattr(verify, "largest_difference", change_first)
+    code, err = run(capsys, "convert", src, tmp_path / "ours", "--verify")
+    assert code == 1
+    assert not float(err.splitlines()[-1].rsplit(" ", 1)[1]) <= verify.LIMIT
+    assert (tmp_path / "ours").is_dir()
+
+
+@pytest.mark.parametrize("name", ["native", "mambainllama"])
+def test_verify_without_a_class_says_so_first(tmp_path, capsys, name):
+    {"native": write_native, "mambainllama": write_mambainllama}[name](tmp_path / name)
+    code, err = run(capsys, "convert", tmp_path / name, tmp_path / "ours", "--verify")
+    assert code == 2 and err.count("\n") == 1
+    assert f"{name}: transformers has no class for {name} checkpoints" in err
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_verify_without_a_package_says_so_first(
+    source, tmp_path, capsys, monkeypatch, package
+):
+    src = source("mamba2")
+    monkeypatch.setitem(sys.modules, package, None)
+    code, err = run(capsys, "convert", src, tmp_path / "ours", "--verify")
+    assert code == 2 and not (tmp_path / "ours").exists()
+    assert err == f"stree-jax: --verify needs {package}; pip install {package}\n"
+
+
+def test_verify_wants_every_weight_in_the_source(source, tmp_path):
+    """What transformers would fill with random numbers is not compared."""
+    src = source("mamba2")
+    convert_checkpoint(src, tmp_path / "ours", progress=False)
+    name = "backbone.layers.0.mixer.dt_bias"
+    tensors = load_file(src / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"transformers does not find {name}"):
+        verify.largest_difference(src, tmp_path / "ours")
+
+
+# Memory
+
+PEAK = """
+import re, sys
+from pathlib import Path
+import jax.numpy as jnp
+import orbax.checkpoint
+import torch
+from stree_jax.convert import convert_checkpoint
+
+def peak():  # getrusage would count what the parent process had at the fork
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])
+
+jnp.zeros(3) + 1
+before = peak()
+convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], progress=False)
+print(peak() - before)
+"""
+
+
+def write_large(directory, layers, dtype, suffix):
+    """A Llama with a shard for every layer; returns the number of its weights."""
+    d, hidden, vocab = 768, 3072, 64
+    config = {
+        "model_type": "llama",
+        "hidden_size": d,
+        "intermediate_size": hidden,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    parts = {f"self_attn.{letter}_proj": (d, d) for letter in "qkvo"} | {
+        "mlp.gate_proj": (hidden, d),
+        "mlp.up_proj": (hidden, d),
+        "mlp.down_proj": (d, hidden),
+        "input_layernorm": (d,),
+        "post_attention_layernorm": (d,),
+    }
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shapes):  # random, so that it shrinks little when written
+        return {
+            f"model.{name}.weight": torch.randn(shape, generator=generator).to(dtype)
+            for name, shape in shapes.items()
+        }
+
+    layer = normal(parts)
+    shards = [normal({"embed_tokens": (vocab, d), "norm": (d,)})]
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        shards.append({k.replace("model.", prefix): v for k, v in layer.items()})
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = f"part-{i}.{suffix}"
+        weight_map |= dict.fromkeys(shard, file)
+        (save_file if suffix == "safetensors" else torch.save)(shard, directory / file)
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    index = directory / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return sum(tensor.numel() for shard in shards for tensor in shard.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="wants Linux")
+@pytest.mark.parametrize(
+    ("dtype", "suffix", "layers"),
+    [(torch.bfloat16, "safetensors", 16), (torch.float32, "bin", 8)],
+)
+def test_memory(tmp_path, dtype, suffix, layers):
+    """The parameters in bfloat16 once, and what does not grow with the model.
+
+    A second copy, made by the writer or of the mapped files, would be over the limit.
+    """
+    size = 2 * write_large(tmp_path / "source", layers, dtype, suffix)
+    paths = [str(tmp_path / name) for name in ("source", "ours")]
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK, *paths, "bfloat16"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(result.stdout) < size + 2.8e8

@@ -1,0 +1,360 @@
+"""A tiny hybrid model: trees against chains, commits against plain feeding."""
+
+from functools import cache, partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax import models
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    Pending,
+    Rope,
+    commit,
+    extend,
+    forward_hidden,
+    init_params,
+    init_records,
+    init_state,
+    layers,
+    prefill,
+    tree_nodes,
+)
+from stree_jax.models.state import AttentionState, MambaState
+from tests.support.reference import (
+    MODEL_TOLERANCE,
+    assert_near,
+    depth_of,
+    path_to,
+    random_parents,
+    random_tree,
+)
+
+TOLERANCE = MODEL_TOLERANCE["float32"]
+assert_close = partial(assert_near, tolerance=TOLERANCE)
+BATCH, T, M, CAPACITY = 2, 8, 5, 64
+
+CONFIGS = {
+    "mamba2 hybrid": ModelConfig(
+        vocab_size=32,
+        num_tokens=31,
+        d_model=16,
+        layers=("mamba", "attention", "mlp", "mamba"),
+        mamba=MambaConfig(num_heads=4, head_dim=4, d_state=6, n_groups=2, d_mlp=4),
+        attention=AttentionConfig(4, 2, 4, rope=Rope(theta=20.0, dim=4)),
+        mlp=MLPConfig(d_hidden=12),
+        embedding_multiplier=3.0,
+    ),
+    "grouped x heads": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("attention", "mamba"),
+        mamba=MambaConfig(
+            *(4, 4, 6),
+            n_groups=4,
+            d_conv=3,
+            x_heads=2,
+            D_per_channel=True,
+            norm="norm_first",
+            norm_groups=2,
+        ),
+        attention=AttentionConfig(4, 1, 4, rope=Rope(theta=20.0, dim=2)),
+    ),
+}
+
+
+class Runner:
+    """A config, loud random parameters, and its functions compiled once."""
+
+    def __init__(self, config, dtype):
+        self.config = config
+        rng = np.random.default_rng(0)
+
+        def loud(path, leaf):
+            noise = rng.standard_normal(leaf.shape)
+            name = path[-1].key
+            if name == "A_log":
+                value = np.log(rng.uniform(0.1, 4.0, leaf.shape))
+            elif name == "dt_bias":
+                value = noise - 1.0
+            elif name in ("scale", "norm", "D"):
+                value = 1.0 + 0.3 * noise
+            elif name == "conv_weight":
+                value = 0.6 * noise
+            elif leaf.ndim == 2 and name != "embedding":
+                value = noise / np.sqrt(leaf.shape[-1])
+            else:
+                value = 0.5 * noise
+            return jnp.asarray(value, leaf.dtype)
+
+        shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))
+        self.params = jax.tree_util.tree_map_with_path(loud, shapes)
+        self.empty = init_state(config, BATCH, CAPACITY, dtype)
+        self.extend = partial(jax.jit(extend), models.Model(self.params, config))
+        self.forward = partial(
+            jax.jit(forward_hidden), models.Model(self.params, config)
+        )
+        self.commit = jax.jit(commit)
+
+    def nodes(self, parents):
+        return tree_nodes(jnp.asarray(parents), self.config.conv_taps)
+
+    def feed(self, state, rows_of_tokens):
+        """Plainly feed each row its own tokens; the last real hidden state of each."""
+        tokens = np.zeros((BATCH, T), np.int32)
+        for b, row in enumerate(rows_of_tokens):
+            tokens[b, : len(row)] = row
+        length = np.array([len(row) for row in rows_of_tokens], np.int32)
+        hidden, state = self.extend(state, tokens, length)
+        return np.asarray(hidden)[np.arange(BATCH), length - 1], state
+
+    def prefix(self, rng):
+        """A state with 5 and 8 tokens committed."""
+        tokens = random_tokens(rng)
+        return self.feed(self.empty, [tokens[0, :5], tokens[1]])[1]
+
+
+def random_tokens(rng, T=T):
+    return rng.integers(0, 31, (BATCH, T)).astype(np.int32)
+
+
+def random_accepted(rng, parents, lengths=None):
+    """A path [B, M] from the context down each tree, and how much of it counts."""
+    path = np.zeros((BATCH, M), np.int32)
+    length = np.zeros(BATCH, np.int32)
+    for b in range(BATCH):
+        down = path_to(parents[b], rng.integers(T))[:M]
+        path[b, : len(down)] = down
+        # Entries past the length may point anywhere.
+        path[b, len(down) :] = rng.integers(0, T, M - len(down))
+        wanted = rng.integers(0, len(down) + 1) if lengths is None else lengths[b]
+        length[b] = min(len(down), wanted)
+    return path, length
+
+
+def assert_same_state(actual, expected, tolerance=TOLERANCE):
+    """Equal where a state means something: caches up to the committed length."""
+    np.testing.assert_array_equal(actual.length, expected.length)
+    for mine, other in zip(actual.layers, expected.layers, strict=True):
+        if isinstance(other, MambaState):
+            assert mine.ssm.dtype == jnp.float32
+            assert_near(mine.ssm, other.ssm, tolerance)
+            assert_near(mine.conv, other.conv, tolerance)
+        elif isinstance(other, AttentionState):
+            for b, n in enumerate(np.asarray(expected.length)):
+                assert_near(mine.k[b, :, :n], other.k[b, :, :n], tolerance)
+                assert_near(mine.v[b, :, :n], other.v[b, :, :n], tolerance)
+        else:
+            assert mine is None and other is None
+
+
+@cache
+def model_of(name, dtype="float32"):
+    return Runner(CONFIGS[name], jnp.dtype(dtype))
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    return model_of(request.param)
+
+
+@pytest.fixture
+def hybrid():
+    return model_of("mamba2 hybrid")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_node_equals_the_end_of_its_path(model, seed):
+    rng = np.random.default_rng(seed)
+    state = model.prefix(rng)
+    parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+    hidden = model.forward(state, tokens, model.nodes(parents))[0]
+    for t in range(T):
+        paths = [tokens[b, path_to(parents[b], t)] for b in range(BATCH)]
+        alone, _ = model.feed(state, paths)
+        assert_near(hidden[:, t], alone, TOLERANCE)
+
+
+def test_tree_without_a_prefix(hybrid):
+    rng = np.random.default_rng(10)
+    parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+    hidden = hybrid.forward(hybrid.empty, tokens, hybrid.nodes(parents))[0]
+    for t in range(T):
+        paths = [tokens[b, path_to(parents[b], t)] for b in range(BATCH)]
+        assert_near(hidden[:, t], hybrid.feed(hybrid.empty, paths)[0], TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_commit_equals_feeding_the_accepted_tokens(model, seed):
+    """Over several steps, each from the committed state of the one before."""
+    rng = np.random.default_rng(seed)
+    state = plain = model.prefix(rng)
+    for lengths in [None, (0, M), None, (2, 0), (1, 1)]:
+        parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+        _, records, same = model.forward(state, tokens, model.nodes(parents))
+        chex.assert_trees_all_equal(same, state)
+        path, length = random_accepted(rng, parents, lengths)
+        accepted = [tokens[b, path[b, : length[b]]] for b in range(BATCH)]
+        before, state = state, model.commit(state, records, path, length)
+        _, plain = model.feed(plain, accepted)
+        assert_same_state(state, plain, 2 * TOLERANCE)
+        for b in np.flatnonzero(length == 0):
+            assert_row_unchanged(state, before, b)
+
+
+def test_bfloat16_nodes_and_commit():
+    """Records, caches and windows in bfloat16; the SSM state stays float32."""
+    model, tolerance = (
+        model_of("mamba2 hybrid", "bfloat16"),
+        MODEL_TOLERANCE["bfloat16"],
+    )
+    rng = np.random.default_rng(70)
+    state = model.prefix(rng)
+    parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+    hidden, records, _ = model.forward(state, tokens, model.nodes(parents))
+    for t in range(T):
+        paths = [tokens[b, path_to(parents[b], t)] for b in range(BATCH)]
+        assert_near(hidden[:, t], model.feed(state, paths)[0], tolerance)
+    path, length = random_accepted(rng, parents)
+    accepted = [tokens[b, path[b, : length[b]]] for b in range(BATCH)]
+    committed = model.commit(state, records, path, length)
+    empty_records = init_records(model.config, BATCH, T, jnp.bfloat16)
+    chex.assert_trees_all_equal_shapes_and_dtypes(records, empty_records)
+    chex.assert_trees_all_equal_dtypes(committed, state)
+    ssm = np.asarray(committed.layers[0].ssm)
+    assert (ssm != ssm.astype(jnp.bfloat16).astype(np.float32)).any()
+    assert_same_state(committed, model.feed(state, accepted)[1], tolerance)
+
+
+def assert_row_unchanged(state, before, b):
+    n = int(before.length[b])
+    assert int(state.length[b]) == n
+    for new, old in zip(state.layers, before.layers, strict=True):
+        if isinstance(old, MambaState):
+            np.testing.assert_array_equal(new.ssm[b], old.ssm[b])
+            np.testing.assert_array_equal(new.conv[b], old.conv[b])
+        elif isinstance(old, AttentionState):
+            np.testing.assert_array_equal(new.k[b, :, :n], old.k[b, :, :n])
+            np.testing.assert_array_equal(new.v[b, :, :n], old.v[b, :, :n])
+
+
+def test_pending_is_commit_then_forward(model):
+    rng = np.random.default_rng(20)
+    state = model.prefix(rng)
+    for lengths in [(3, 1), (0, 2), None]:
+        parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+        _, records, _ = model.forward(state, tokens, model.nodes(parents))
+        path, length = random_accepted(rng, parents, lengths)
+        committed = model.commit(state, records, path, length)
+
+        nodes, tokens = model.nodes(random_parents(rng, BATCH, T)), random_tokens(rng)
+        pending = Pending(records, jnp.asarray(path), jnp.asarray(length))
+        hidden, new, state = model.forward(state, tokens, nodes, pending=pending)
+        expected, expected_new, _ = model.forward(committed, tokens, nodes)
+        assert_near(hidden, expected, TOLERANCE)
+        assert_same_state(state, committed)
+        jax.tree.map(assert_close, new, expected_new)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_level_by_level_is_the_tree_in_one_pass(model, seed):
+    """Each call adds up to 3 nodes, rows >= T standing for none."""
+    rng = np.random.default_rng(seed)
+    state = model.prefix(rng)
+    parents, tokens = random_parents(rng, BATCH, T), random_tokens(rng)
+    parents[1] = parents[0]  # the rows of a call are shared by the batch
+    nodes = model.nodes(parents)
+    hidden, records, _ = model.forward(state, tokens, nodes)
+
+    mine = init_records(model.config, BATCH, T, jnp.float32)
+    depth = depth_of(parents[0])
+    for level in range(depth.max() + 1):
+        at = np.flatnonzero(depth == level)
+        for start in range(0, len(at), 3):
+            rows = np.full(3, T, np.int32)
+            rows[: len(at[start : start + 3])] = at[start : start + 3]
+            real = rows < T
+            asked = np.where(real, tokens[:, rows % T], 0)
+            out, mine, _ = model.forward(state, asked, nodes, records=mine, rows=rows)
+            assert_near(out[:, real], hidden[:, rows[real]], TOLERANCE)
+    chex.assert_trees_all_equal_shapes_and_dtypes(mine, records)
+    jax.tree.map(assert_close, mine, records)
+
+
+def test_siblings_may_change_places(hybrid):
+    rng = np.random.default_rng(30)
+    state = hybrid.prefix(rng)
+    parents = np.stack([random_tree(rng, T) for _ in range(BATCH)]).astype(np.int32)
+    tokens = random_tokens(rng)
+    hidden = hybrid.forward(state, tokens, hybrid.nodes(parents))[0]
+    for _ in range(3):
+        moved, order = np.zeros_like(parents), np.zeros_like(parents)
+        for b in range(BATCH):
+            # Any order with parents before children: here by depth, shuffled within.
+            order[b] = np.lexsort([rng.random(T), depth_of(parents[b])])
+            row_of = np.argsort(order[b])
+            above = parents[b, order[b]]
+            moved[b] = np.where(above < 0, -1, row_of[above])
+        again = hybrid.forward(
+            state, np.take_along_axis(tokens, order, 1), hybrid.nodes(moved)
+        )[0]
+        expected = np.take_along_axis(np.asarray(hidden), order[..., None], 1)
+        assert_near(again, expected, TOLERANCE)
+
+
+def test_prefill_by_any_chunk_is_one_pass(hybrid, monkeypatch):
+    """Also with the causal scan by chunks, whose size does not divide the pass."""
+    rng = np.random.default_rng(40)
+    tokens = random_tokens(rng, 24)
+    length = np.array([23, 10], np.int32)
+
+    def run(chunk):
+        fill = jax.jit(partial(prefill, chunk=chunk))
+        model = models.Model(hybrid.params, hybrid.config)
+        return fill(model, hybrid.empty, tokens, length)
+
+    whole = hybrid.extend(hybrid.empty, tokens, length)[1]
+    assert_same_state(run(4), whole)
+    assert_same_state(run(8), whole)
+    monkeypatch.setattr(layers, "CHUNK", 7)
+    assert_same_state(run(24), whole)
+
+
+def test_extend_is_one_token_at_a_time(hybrid):
+    rng = np.random.default_rng(50)
+    tokens = random_tokens(rng)
+    start = hybrid.prefix(rng)
+    hidden, whole = hybrid.extend(start, tokens, np.full(BATCH, T, np.int32))
+    state = start
+    for t in range(T):
+        one = np.ones(BATCH, np.int32)
+        out, state = hybrid.extend(state, tokens[:, t : t + 1], one)
+        assert_near(hidden[:, t : t + 1], out, TOLERANCE)
+    assert_same_state(state, whole)
+
+
+def test_padding_leaves_no_trace(hybrid):
+    rng = np.random.default_rng(60)
+    start = hybrid.prefix(rng)
+    tokens, other = random_tokens(rng), random_tokens(rng)
+    length = np.array([0, 5], np.int32)
+    real = np.arange(T)[None] < length[:, None]
+    first, state = hybrid.extend(start, tokens, length)
+    second, again = hybrid.extend(start, np.where(real, tokens, other), length)
+    np.testing.assert_array_equal(np.asarray(first)[real], np.asarray(second)[real])
+    assert_same_state(again, state, 0.0)
+    assert_row_unchanged(state, start, 0)
+    # What lies past the committed length is never read.
+    following = random_tokens(rng)
+    nodes = hybrid.nodes(random_parents(rng, BATCH, T))
+    np.testing.assert_array_equal(
+        hybrid.forward(state, following, nodes)[0],
+        hybrid.forward(again, following, nodes)[0],
+    )

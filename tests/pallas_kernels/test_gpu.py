@@ -1,0 +1,127 @@
+"""On a GPU: kernels against float64, and decoding against plain decoding.
+
+`make gpu-test` runs these. Without a GPU they are skipped; STREE_INTERPRET=1 tries the
+tests themselves on a CPU, by the kernels' interpreters.
+"""
+
+import os
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling
+from stree_jax.pallas_kernels import mosaic_scan, triton_attention, triton_scan
+from tests.pallas_kernels.test_ops import Shape, masks_of, normal
+from tests.pallas_kernels.test_triton_scan import definition, replay_inputs
+from tests.support.reference import (
+    OP_TOLERANCE,
+    assert_near,
+    attend_tree,
+    random_parents,
+)
+
+INTERPRET = os.environ.get("STREE_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu" and not INTERPRET, reason="wants a GPU"
+    ),
+]
+# bf16x3 and tf32x3 products lose at most 2^-16 of each factor; see the kernels.
+TOLERANCE = {"float32": 1e-4, "bfloat16": OP_TOLERANCE["bfloat16"]}
+SHAPES = {
+    "mamba2": Shape(1, 16, 24, 1, 64, 128),
+    "two rows, groups": Shape(2, 33, 16, 8, 64, 128),
+    "wide state": Shape(1, 64, 8, 1, 64, 256),
+    "square": Shape(2, 7, 8, 8, 128, 128),
+}
+if INTERPRET:
+    SHAPES = {"small": Shape(1, 16, 2, 1, 64, 64)}
+REPEATS = 2 if INTERPRET else 100
+SCANS = {"triton": partial(triton_scan.replay_tree_scan, interpret=INTERPRET)}
+if not INTERPRET:  # its interpreter takes seconds a head
+    SCANS["mosaic_gpu"] = mosaic_scan.replay_tree_scan
+scans = pytest.mark.parametrize("kernel", SCANS)
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def run_scan(kernel, inputs):
+    """The kernel's results, or a skip where it cannot take these arguments."""
+    module = {"triton": triton_scan, "mosaic_gpu": mosaic_scan}[kernel]
+    *_, x, _, _, B, _, _, mask = inputs
+    reason = module.unsupported(x, B, mask, inputs[2])
+    if reason is not None:
+        pytest.skip(f"{kernel}: {reason}")
+    return jax.jit(SCANS[kernel])
+
+
+def poison(size):
+    """Leave freed memory full of NaN, so that what is not written shows."""
+    blocks = [jnp.full((size,), jnp.nan) for _ in range(4)]
+    jax.block_until_ready(blocks)
+
+
+@scans
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_scan_is_the_recurrence(kernel, dtype, shape, seed):
+    rng = np.random.default_rng(seed)
+    parents = random_parents(rng, shape.batch, shape.T)
+    inputs = replay_inputs(rng, shape, parents, dtype=dtype, extreme=seed == 2)
+    run = run_scan(kernel, inputs)
+    poison(1 << 16)
+    for got, wanted in zip(run(*inputs), definition(inputs, parents), strict=True):
+        assert_near(got, wanted, TOLERANCE[dtype])
+
+
+@scans
+def test_scan_repeats_to_the_bit(kernel):
+    shape = next(iter(SHAPES.values()))
+    rng = np.random.default_rng(5)
+    inputs = replay_inputs(rng, shape, random_parents(rng, shape.batch, shape.T))
+    run = run_scan(kernel, inputs)
+    first = jax.tree.map(np.asarray, run(*inputs))
+    for _ in range(REPEATS):
+        jax.tree.map(np.testing.assert_array_equal, run(*inputs), first)
+
+
+@dtypes
+@pytest.mark.parametrize(("Hq", "Hk", "S"), [(8, 2, 1000), (4, 4, 37), (32, 8, 5003)])
+def test_attention_is_the_softmax(dtype, Hq, Hk, S):
+    if INTERPRET and S > 1000:
+        pytest.skip("slow to interpret")
+    rng = np.random.default_rng(S)
+    T, hd = 16, 64
+    parents = random_parents(rng, 2, T)
+    q, k, v = (normal(rng, 2, T, heads, hd) for heads in (Hq, Hk, Hk))
+    k_cache, v_cache = normal(rng, 2, Hk, S, hd), normal(rng, 2, Hk, S, hd)
+    args = [jnp.asarray(z, dtype) for z in (q, k, v, k_cache, v_cache)]
+    length, mask = np.array([S - 7, S // 3], np.int32), masks_of(parents)
+    run = jax.jit(partial(triton_attention.tree_attention, interpret=INTERPRET))
+    poison(1 << 16)
+    got = run(*args, length, mask, 0.125)
+    exact = [np.asarray(z, np.float64) for z in args]
+    assert_near(got, attend_tree(*exact, length, mask, 0.125), TOLERANCE[dtype])
+    for _ in range(REPEATS):
+        np.testing.assert_array_equal(run(*args, length, mask, 0.125), got)
+
+
+@pytest.mark.skipif(INTERPRET, reason="plain JAX decodes on a CPU")
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8, seed=3)], ids=["greedy", "T"])
+def test_the_bundled_pair_decodes_exactly(sampling):
+    """Float32 text is plain decoding's, but for ties of the logits."""
+    target = stree_jax.load("demo", dtype="float32")
+    drafter = stree_jax.load("demo-drafter", dtype="float32")
+    prompts = ["def fibonacci(n):\n", "import os\n", "for", "A baker has 12 trays"]
+    options = dict(max_new_tokens=64, sampling=sampling)
+    plain = stree_jax.generate(target, prompts, **options)
+    fast = stree_jax.generate(target, prompts, drafter=drafter, tree="E", **options)
+    for row, (ours, theirs) in enumerate(zip(fast.tokens, plain.tokens, strict=True)):
+        assert ours == theirs or plain.min_margin[row] < 1e-3
+    assert sum(map(list.__eq__, fast.tokens, plain.tokens)) >= 3
+    assert fast.acceptance_length.mean() > 1.5

@@ -1,0 +1,161 @@
+"""Sampled text has the target's distribution, and every classic mistake would show."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from stree_jax import Sampling, sampling_rows
+from stree_jax.sampling.distribution import NOISE, gumbel, keys_at, processed
+from tests import distribution
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return distribution.Experiment()
+
+
+@pytest.mark.parametrize(("rule", "tree"), distribution.RULES)
+def test_the_joint_distribution_is_the_targets(experiment, rule, tree):
+    assert experiment.p_value(rule, tree) > 0.01
+
+
+@pytest.mark.parametrize("name", distribution.MISTAKES)
+def test_a_planted_mistake_is_found(experiment, name):
+    assert experiment.p_value_of(distribution.MISTAKES[name]) < 1e-6
+
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.3),
+    Sampling(temperature=1e-30),
+    Sampling(top_k=1),
+    Sampling(top_k=7, temperature=2.0),
+    Sampling(top_k=10_000),
+    Sampling(top_p=0.5),
+    Sampling(top_p=0.95, top_k=20),
+    Sampling(top_p=1e-6),
+    Sampling(min_p=0.1),
+    Sampling(min_p=0.05, top_p=0.9, top_k=30, temperature=0.7),
+    Sampling(repetition_penalty=1.3),
+    Sampling(repetition_penalty=0.7, top_k=5, temperature=1.5),
+]
+
+
+def warped(logits, text, s):
+    """transformers' processors in transformers' order; logits [V], text [S]."""
+    chain = LogitsProcessorList()
+    if s.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+    chain.append(TemperatureLogitsWarper(max(s.temperature, 1e-20)))
+    if s.top_k:
+        chain.append(TopKLogitsWarper(s.top_k))
+    if s.top_p < 1:
+        chain.append(TopPLogitsWarper(s.top_p))
+    if s.min_p:
+        chain.append(MinPLogitsWarper(s.min_p))
+    z = chain(torch.tensor(text)[None], torch.tensor(logits)[None].double())
+    return torch.log_softmax(z[0], dim=-1).numpy()
+
+
+def test_processed_distributions_are_those_of_transformers():
+    rng = np.random.default_rng(0)
+    V, Q = 50, 3
+    rows = sampling_rows(SETTINGS)
+    logits = (3 * rng.standard_normal((len(SETTINGS), Q, V))).astype(np.float32)
+    text = rng.integers(0, V, (len(SETTINGS), 12))
+    seen = np.zeros((len(SETTINGS), 1, V), bool)
+    for row, ids in zip(seen[:, 0], text, strict=True):
+        row[ids] = True
+    seen = np.broadcast_to(seen, logits.shape)
+    ours = np.asarray(jax.jit(processed)(rows, logits, jnp.asarray(seen)))
+    for b, s in enumerate(SETTINGS):
+        for q in range(Q):
+            theirs = warped(logits[b, q], text[b], s)
+            kept = np.isfinite(theirs)
+            assert (np.isfinite(ours[b, q]) == kept).all() or s.temperature == 1e-30
+            np.testing.assert_allclose(
+                np.exp(ours[b, q]), np.exp(theirs), rtol=1e-4, atol=1e-6
+            )
+
+
+def test_ties_stay_together():
+    """Tokens as probable as the k-th are kept, whatever their number."""
+    rows = sampling_rows([Sampling(top_k=2), Sampling(top_p=0.5)])
+    logits = jnp.asarray([[[0.0, 1.0, 1.0, 1.0, -1.0]]] * 2, jnp.float32)
+    kept = np.isfinite(processed(rows, logits, None))[:, 0]
+    assert kept.tolist() == [[False, True, True, True, False]] * 2
+
+
+def test_forbidden_tokens_stay_forbidden():
+    logits = jnp.full((len(SETTINGS), 1, 9), -jnp.inf).at[:, :, 3].set(-7.0)
+    p = np.exp(processed(sampling_rows(SETTINGS[:11]), logits[:11], None))
+    assert (p[:, 0, 3] == 1).all() and p.sum() == 11
+
+
+def test_a_rows_noise_is_its_own():
+    """It depends on seed, sample and place, and not on the rest of the batch."""
+
+    def noise(settings, samples, place):
+        rows = sampling_rows(settings, jax.random.key(3), samples)
+        places = jnp.full((len(settings) * samples,), place, jnp.int32)
+        return np.asarray(gumbel(rows, keys_at(rows, NOISE, places), 8))
+
+    a, b = Sampling(seed=11), Sampling(seed=5)
+    alone = noise([a], 2, 4)
+    np.testing.assert_array_equal(noise([b, a], 2, 4)[2:], alone)
+    np.testing.assert_array_equal(noise([a], 3, 4)[:2], alone)
+    everything = np.concatenate(
+        [alone, noise([b], 2, 4), noise([a], 2, 5), noise([Sampling()], 1, 4)]
+    )
+    assert len(np.unique(everything)) == everything.size
+    assert (noise([Sampling(temperature=0)], 1, 4) == 0).all()
+
+
+def test_keys_of_other_generators_are_refused():
+    with pytest.raises(ValueError, match="want a key of jax.random.key, got 3"):
+        sampling_rows([Sampling()], 3)
+    with pytest.raises(ValueError, match="one threefry key"):
+        sampling_rows([Sampling()], jax.random.key(0, impl="rbg"))
+    with pytest.raises(ValueError, match="one threefry key"):
+        sampling_rows([Sampling()], jax.random.split(jax.random.key(0)))
+    old = sampling_rows([Sampling()], jax.random.PRNGKey(0))
+    new = sampling_rows([Sampling()], jax.random.key(0))
+    assert (
+        jax.random.key_data(old.key).tolist() == jax.random.key_data(new.key).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: want 0 or more, got -1.0"),
+        ({"temperature": 1e300}, "temperature: want"),
+        ({"temperature": "1"}, "temperature: want"),
+        ({"top_p": 1e-40}, "top_p: want"),
+        ({"top_k": 2**31}, "top_k: want"),
+        ({"top_k": 1.5}, "top_k: want"),
+        ({"seed": 1.5}, "seed: want"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty: want"),
+        ({"temperature": float("nan")}, "temperature: want"),
+        ({"top_k": -1}, "top_k: want"),
+        ({"top_p": 0.0}, "top_p: want"),
+        ({"top_p": 1.1}, "top_p: want"),
+        ({"min_p": 1.0}, "min_p: want"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: want"),
+        ({"seed": -1}, "seed: want"),
+        ({"seed": 2**32}, "seed: want"),
+    ],
+)
+def test_wrong_settings_are_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**option)

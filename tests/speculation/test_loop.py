@@ -1,0 +1,317 @@
+"""Speculative greedy decoding is plain decoding, token for token, in float32."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.generation import begin
+from stree_jax.models import commit
+from stree_jax.speculation import loop
+from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree, resolve_tree
+from tests.support.tiny import REAL, perturbed, tiny
+
+NEW = 24
+LENGTHS = [1, 5, 70, 33]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1)
+
+
+@pytest.fixture(scope="module")
+def drafters(target):
+    """Always right, sometimes right, (almost) always wrong, and another kind."""
+    noisy = target.replace(params=perturbed(target.params, 0.05, 3))
+    return {
+        "right": target,
+        "half": noisy,
+        "wrong": tiny(2, layers=("mamba", "mamba")),
+        "attention": tiny(4, layers=("attention", "mlp")),
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return stree_jax.generate(target, prompts, max_new_tokens=NEW)
+
+
+def oracle(model, prompt, count):
+    """Greedy text from whole-sequence scores: no state, no loop."""
+    text = list(prompt)
+    while len(text) < len(prompt) + count:
+        logits = stree_jax.score(model, [text])[0, -1, : model.config.num_tokens]
+        text.append(int(logits.argmax()))
+        if text[-1] in model.config.stop_tokens:
+            break
+    return text[len(prompt) :]
+
+
+def test_plain_decoding_is_the_argmax_of_the_scores(target, prompts, plain):
+    for prompt, tokens in zip(prompts, plain.tokens, strict=True):
+        assert tokens == oracle(target, prompt, NEW)
+
+
+def test_padded_vocabulary_never_wins(target, prompts):
+    config, params = target.config, dict(target.params)
+    params["embedding"] = params["embedding"].at[REAL:].mul(50.0)
+    loud = stree_jax.Model(params=params, config=config)
+    result = stree_jax.generate(loud, prompts, max_new_tokens=4, drafter=loud, tree="A")
+    assert max(map(max, result.tokens)) < REAL
+    best = stree_jax.score(loud, prompts[1:2])[0].argmax(axis=-1)
+    assert int(best.max()) >= REAL, "the padding is not loud enough to prove it"
+
+
+@pytest.mark.parametrize("kind", ["right", "half", "wrong", "attention"])
+@pytest.mark.parametrize("tree", ["A", "chain:3"])
+def test_tree_output_is_plain_output(target, drafters, prompts, plain, kind, tree):
+    result = stree_jax.generate(
+        target, prompts, max_new_tokens=NEW, drafter=drafters[kind], tree=tree
+    )
+    assert result.tokens == plain.tokens
+    assert result.finish_reasons == plain.finish_reasons
+    calls = np.asarray(result.target_calls)
+    gained = np.asarray(result.gained)
+    assert (gained.sum(axis=1) == calls).all()
+    assert (gained @ np.arange(gained.shape[1]) == result.lengths).all()
+    depth = resolve_tree(tree).depth
+    if kind == "right":  # every call but the last gains a whole path
+        assert (calls == -(-np.asarray(result.lengths) // (depth + 1))).all()
+
+
+def test_random_trees_of_equal_size_share_a_program(target, drafters, prompts, plain):
+    rng = np.random.default_rng(1)
+    begun, plan = begin(
+        target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
+    )
+    counted = chex.assert_max_traces(loop.advance, n=1)
+    step = jax.jit(counted)
+    trees = [NAMED_TREES["A"]]
+    while len(trees) < 4:  # relabel: same static sizes, other topology
+        parents = [-1, 0, 0, 0]
+        for level in range(1, 4):
+            first = 3 * level - 2
+            parents += sorted(int(p) for p in rng.integers(first, first + 3, 3))
+        tree = make_tree(parents)
+        if (tree.size, tree.depth, tree.width, tree.children) == (13, 4, 3, 3):
+            trees.append(tree)
+    for tree in trees:
+        done = step(target, drafters["half"], tree, begun, jnp.int32(1000))
+        rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
+        assert [row[:n].tolist() for row, n in rows] == plain.tokens
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_never_a_token_more(target, drafters, prompts, plain, limit):
+    """max_new_tokens in the middle of an accepted run."""
+    result = stree_jax.generate(
+        target, prompts, max_new_tokens=limit, drafter=drafters["right"], tree="A"
+    )
+    assert result.tokens == [tokens[:limit] for tokens in plain.tokens]
+
+
+def test_stop_in_the_middle_of_an_accepted_run(target, drafters, prompts):
+    free = stree_jax.generate(target, prompts, max_new_tokens=NEW, stop_tokens=())
+    assert free.finish_reasons == ["length"] * len(prompts)
+    for place in (2, 3, 8):
+        stop = free.tokens[2][place]
+        cut = [
+            row[: row.index(stop) + 1] if stop in row else row for row in free.tokens
+        ]
+        result = stree_jax.generate(
+            target,
+            prompts,
+            max_new_tokens=NEW,
+            drafter=drafters["right"],
+            tree="A",
+            stop_tokens=[stop],
+        )
+        assert result.tokens == cut
+        assert result.finish_reasons[2] == "stop"
+
+
+def test_default_stop_tokens_are_the_models(target, prompts, plain):
+    """A model whose most frequent choice is made its stop token."""
+    counts = np.bincount(sum(plain.tokens, []))
+    stop = int(counts.argmax())
+    config = dataclasses.replace(target.config, stop_tokens=(stop,))
+    result = stree_jax.generate(
+        target.replace(config=config), prompts, max_new_tokens=NEW
+    )
+    for row, tokens in zip(result.tokens, plain.tokens, strict=True):
+        assert row == (tokens[: tokens.index(stop) + 1] if stop in tokens else tokens)
+    assert "stop" in result.finish_reasons
+
+
+def test_rows_do_not_depend_on_their_neighbours(target, drafters, prompts, plain):
+    for prompt, tokens in zip(prompts, plain.tokens, strict=True):
+        alone = stree_jax.generate(
+            target, [prompt], max_new_tokens=NEW, drafter=drafters["half"], tree="A"
+        )
+        assert alone.tokens == [tokens]
+
+
+def test_state_after_decoding_is_the_state_of_the_text(target, drafters, prompts):
+    """After several steps, the committed state is that of feeding the text plainly."""
+    begun, plan = begin(
+        target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
+    )
+    done = loop.advance_jit(target, drafters["half"], plan.tree, begun, jnp.int32(5))
+    # The last accepted path is still pending; one more step would replay it first.
+
+    state = commit(
+        done.state, done.pending.records, done.pending.path, done.pending.length
+    )
+    text = [
+        prompt + np.asarray(done.tokens)[b, : int(done.length[b])].tolist()
+        for b, prompt in enumerate(prompts)
+    ]
+    plainly, _ = begin(target, text, max_new_tokens=NEW)
+    for b, row in enumerate(text):
+        assert int(state.length[b]) == int(plainly.state.length[b]) == len(row) - 1
+    chex.assert_trees_all_close(
+        [s.ssm for s in state.layers if hasattr(s, "ssm")],
+        [s.ssm for s in plainly.state.layers if hasattr(s, "ssm")],
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    for ours, theirs in zip(state.layers, plainly.state.layers, strict=True):
+        if hasattr(ours, "k"):
+            for b, row in enumerate(text):
+                n = len(row) - 1
+                np.testing.assert_allclose(
+                    ours.k[b, :, :n], theirs.k[b, :, :n], rtol=1e-4, atol=1e-4
+                )
+
+
+def test_inside_the_users_own_jit(target, drafters, prompts, plain):
+    """`generate_tokens` is a pure function: here below jit, with a post-process."""
+    width = max(LENGTHS)
+    padded = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+
+    @jax.jit
+    def pipeline(target, drafter, tokens, lengths):
+        done = stree_jax.generate_tokens(
+            target, drafter, NAMED_TREES["A"], tokens, lengths, max_new_tokens=NEW
+        )
+        return done.tokens.sum(axis=1), done.length
+
+    sums, lengths = pipeline(
+        target,
+        drafters["half"],
+        jnp.asarray(padded),
+        jnp.asarray(LENGTHS, jnp.int32),
+    )
+    assert lengths.tolist() == [len(tokens) for tokens in plain.tokens]
+    assert sums.tolist() == [sum(tokens) for tokens in plain.tokens]
+
+
+def test_other_prompts_and_limits_trace_nothing(target, prompts):
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def loop(tree, begun, steps):
+        return loop.advance(target, None, tree, begun, steps)
+
+    for batch, limit in ((prompts, NEW), (prompts[::-1], 5)):
+        begun, plan = begin(target, batch, max_new_tokens=limit)
+        loop(plan.tree, begun, jnp.int32(3))
+
+
+def test_the_stream_ends_with_the_same_text(target, drafters, prompts, plain):
+    parts = list(
+        stree_jax.stream(
+            target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
+        )
+    )
+    assert len(parts) > 1
+    assert parts[-1].tokens == plain.tokens
+    for part in parts:
+        for tokens, whole in zip(part.tokens, plain.tokens, strict=True):
+            assert tokens == whole[: len(tokens)]
+
+
+def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
+    """No copy of the caches: what the loop takes and gives back is aliased."""
+    begun, plan = begin(
+        target, prompts, max_new_tokens=512, drafter=drafters["half"], tree="A"
+    )
+    program = jax.jit(loop.advance, donate_argnums=3)
+    compiled = program.lower(
+        target, drafters["half"], plan.tree, begun, jnp.int32(9)
+    ).compile()
+    memory = compiled.memory_analysis()
+    caches = sum(s.k.nbytes + s.v.nbytes for s in begun.state.layers if hasattr(s, "k"))
+    assert memory.alias_size_in_bytes > caches
+
+
+def test_errors_come_before_anything_runs(target, drafters):
+    ids = [[8, 9]]
+    other = drafters["wrong"]
+    small = other.replace(config=dataclasses.replace(other.config, num_tokens=40))
+    cases = [
+        (dict(max_new_tokens=0), "max_new_tokens: want at least 1"),
+        (dict(max_new_tokens=4, tree="A"), "tree: a tree needs a drafter"),
+        (dict(max_new_tokens=4, drafter=other, tree="Z"), "unknown name 'Z'"),
+        (dict(max_new_tokens=4, drafter=small), "its vocabulary has 40 tokens"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            stree_jax.generate(target, ids, **options)
+    for prompts, message in [
+        ([], "at least one prompt"),
+        ([[]], r"prompts\[0\]: want at least one token"),
+        ([[1, 99]], "not all in the vocabulary"),
+        ("text", "no tokenizer.json"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            stree_jax.generate(target, prompts, max_new_tokens=4)
+    with pytest.raises(ValueError, match="parents: 2 nodes, but 1 tokens"):
+        stree_jax.score_tree(target, [1], [2], [-1, 0])
+    with pytest.raises(ValueError, match="want integers with 2 axes"):
+        stree_jax.score(target, [1, 2])
+
+
+def test_capacity_can_be_shared(target, prompts, plain):
+    result = stree_jax.generate(target, prompts, max_new_tokens=NEW, capacity=400)
+    assert result.tokens == plain.tokens
+
+
+def test_margin_is_the_top2_gap(target, prompts, plain):
+    for b, (prompt, tokens) in enumerate(zip(prompts, plain.tokens, strict=True)):
+        logits = np.asarray(stree_jax.score(target, [prompt + tokens]))[0, :, :REAL]
+        rows = np.sort(logits[len(prompt) - 1 : len(prompt) - 1 + len(tokens)])
+        gap = (rows[:, -1] - rows[:, -2]).min()
+        assert abs(plain.min_margin[b] - gap) < 1e-4
+
+
+def test_chain_zero_is_plain(target, prompts, plain):
+    assert chain(0).size == 1
+    assert plain.target_calls.tolist() == [len(t) for t in plain.tokens]
+
+
+def test_first_difference_says_where_and_how_far(target, prompts, plain):
+    prompt, tokens = prompts[1], plain.tokens[1]
+    assert stree_jax.first_difference(target, prompt, tokens, tokens) is None
+    other = (tokens[3] + 1) % REAL
+    changed = [*tokens[:3], other, *tokens[4:]]
+    place, gap = stree_jax.first_difference(target, prompt, tokens, changed)
+    logits = stree_jax.score(target, [prompt + tokens[:3]])[0, -1]
+    assert place == 3
+    assert gap == pytest.approx(float(logits[tokens[3]] - logits[other]), abs=1e-5)
+    longer = stree_jax.first_difference(target, prompt, tokens, tokens[:5])
+    assert longer == (5, float("inf"))

@@ -1,0 +1,105 @@
+"""Topologies: sizes, derived layouts, and errors that say what is wrong."""
+
+import numpy as np
+import pytest
+
+from stree_jax.speculation.tree import (
+    NAMED_TREES,
+    chain,
+    from_child_counts,
+    full_tree,
+    layered,
+    make_tree,
+    resolve_tree,
+    tree_layout,
+)
+from tests.support.reference import depth_of, path_to
+
+PAPER_TABLE_3 = {  # max width, depth, tokens
+    "A": (3, 4, 13),
+    "B": (16, 3, 29),
+    "C": (6, 3, 16),
+    "D": (4, 4, 13),
+    "E": (3, 5, 16),
+}
+
+
+@pytest.mark.parametrize("name", PAPER_TABLE_3)
+def test_named_trees_have_the_papers_sizes(name):
+    tree = NAMED_TREES[name]
+    assert (tree.width, tree.depth, tree.size) == PAPER_TABLE_3[name]
+
+
+def test_constructors():
+    assert np.asarray(chain(3).parents).tolist() == [-1, 0, 1, 2]
+    assert np.asarray(chain(0).parents).tolist() == [-1]
+    binary = full_tree(2, 2)
+    assert np.asarray(binary.parents).tolist() == [-1, 0, 0, 1, 1, 2, 2]
+    assert (binary.depth, binary.width, binary.children) == (2, 4, 2)
+    assert full_tree(2, 3).size == 15
+    assert np.asarray(layered(2, 2).parents).tolist() == [-1, 0, 0, 1, 2]
+    assert np.asarray(layered(1, 3).parents).tolist() == [-1, 0, 1, 2]
+
+
+def test_layout_against_walking_the_tree():
+    rng = np.random.default_rng(0)
+    for T in (1, 2, 9, 14):
+        parents = [-1] + [int(rng.integers(0, t)) for t in range(1, T)]
+        tree = make_tree(parents)
+        layout = tree_layout(tree, tree.rows(2))
+        depth = depth_of(parents)
+        assert np.asarray(layout.depth).tolist() == depth.tolist()
+        assert tree.depth == depth.max()
+        for level, rows in enumerate(np.asarray(layout.levels), start=1):
+            expected = np.flatnonzero(depth == level).tolist()
+            assert rows[: len(expected)].tolist() == expected
+            assert (rows[len(expected) :] == T).all()
+            slots = np.asarray(layout.slot)[expected]
+            assert slots.tolist() == list(range(len(expected)))
+        for t in range(T):
+            path = path_to(parents, t)
+            padded = path + [0] * (tree.depth + 1 - len(path))
+            assert np.asarray(layout.paths)[:, t].tolist() == [padded] * 2
+            siblings = [s for s in range(1, T) if parents[s] == parents[t]]
+            if t:
+                rank = siblings.index(t)
+                assert np.asarray(layout.rank)[:, t].tolist() == [rank] * 2
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([], "shape"),
+        ([[-1, 0]], "shape"),
+        ([-1.0, 0.0], "integers"),
+        ([0, 0], r"parents\[0\]: the root's parent is -1"),
+        ([-1, 0, -1], r"parents\[2\]: a second root"),
+        ([-1, 1], r"parents\[1\]: node 1 is its own parent"),
+        ([-1, 2, 0], r"parents\[1\]: parent 2 comes after its child"),
+        ([-1, 0, 7], r"parents\[2\]: no node 7 in a tree of 3"),
+        ([-1, 0, -2], r"parents\[2\]: no node -2"),
+    ],
+)
+def test_errors_name_the_node(parents, message):
+    with pytest.raises(ValueError, match=message):
+        make_tree(parents)
+
+
+def test_unknown_names_and_bad_sizes():
+    assert resolve_tree("chain:4").size == 5
+    assert resolve_tree([-1, 0, 0]).width == 2
+    assert resolve_tree(NAMED_TREES["A"]) is NAMED_TREES["A"]
+    assert resolve_tree("parents:0,0,1").parents.tolist() == [-1, 0, 0, 1]
+    for name in ("F", "parents:", "parents:0,-1", "parents:0x0"):
+        with pytest.raises(ValueError, match=f"unknown name '{name}'; known: A, B"):
+            resolve_tree(name)
+    with pytest.raises(ValueError, match=r"parents\[2\]: node 2 is its own parent"):
+        resolve_tree("parents:0,2")
+    with pytest.raises(ValueError, match="chain"):
+        chain(-1)
+    with pytest.raises(ValueError, match="full_tree"):
+        full_tree(0, 2)
+    with pytest.raises(ValueError, match="layered"):
+        layered(2, 0)
+    with pytest.raises(ValueError, match="child counts"):
+        from_child_counts([[2], [1]])
