@@ -183,7 +183,7 @@ def time_cases(
     """A raw record of each case; they take turns.
 
     Where all cases have one tree, they begin alike, and their last passes are compared.
-    With `skip_too_large` a case that memory does not suffice for has no "seconds".
+    With `skip_too_large` a case that runs out of memory has no "seconds".
     """
     turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}
     seconds, _ = take_turns(dict(turns), repeats, set(), skip_too_large)

@@ -288,7 +288,7 @@ def test_forward_report(target, monkeypatch, tmp_path):
     assert forward.forward_table(cut).startswith("small, float32")
 
 
-def test_passes_that_memory_does_not_suffice_for(target, monkeypatch):
+def test_passes_that_run_out_of_memory(target, monkeypatch):
     def compile_case(model, case, passes_a_call):
         program = passes.compile_case(model, case, passes_a_call)
         fits = case.scan == "packed" and case.nodes < 7
@@ -394,7 +394,7 @@ def test_unrolled_report(target, drafter, monkeypatch, tmp_path):
     assert set(columns(unrolled.unrolled_table(report))) == {3, 14}
 
 
-def test_a_baseline_that_memory_does_not_suffice_for(target, drafter, monkeypatch):
+def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
     def decode_once(work, arm, texts, temperature):
         if arm.unrolled is not None:
             too_much()
