@@ -15,12 +15,12 @@ from stree_jax.bench.method import Run, measure
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.speculation import PLAIN, settings_of
 from stree_jax.bench.tables import table
-from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.checkpoint import Model
 from stree_jax.generation import begin
 from stree_jax.speculation import loop
 
 STEPS = 16
-# Scopes that `models` and `decode` name, by what a table calls them; the first that
+# Scopes that `models` and `step` name, by what a table calls them; the first that
 # occurs in an operation's name counts.
 PARTS = {
     "products with weights": ("in_proj", "out_proj", "qkv", "mlp", "moe", "linear"),
@@ -140,20 +140,13 @@ def profile_step(
         drafter=drafter,
         tree=tree,
     )
-    bare = (
-        without_tokenizer(target),
-        None if drafter is None else without_tokenizer(drafter),
-    )
-
-    def args(decoding: loop.Decoding) -> tuple:
-        return (*bare, plan.tree, decoding, jnp.int32(STEPS), plan.rule)
-
-    text = loop.advance_jit.lower(*args(decoding)).compile().as_text()
+    spec, steps = plan.spec, jnp.int32(STEPS)
+    text = loop.advance_jit.lower(spec, decoding, steps).compile().as_text()
     operations = operations_of(text or "")
     scopes = scopes_of(operations)
-    decoding = jax.block_until_ready(loop.advance_jit(*args(decoding)))
+    decoding = jax.block_until_ready(loop.advance_jit(spec, decoding, steps))
     events, total = traced(
-        lambda: jax.block_until_ready(loop.advance_jit(*args(decoding)))
+        lambda: jax.block_until_ready(loop.advance_jit(spec, decoding, steps))
     )
     spent: dict[tuple[str, str], list[float]] = {}
     for event in events:

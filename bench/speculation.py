@@ -19,18 +19,18 @@ from stree_jax.bench.method import (
 )
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.tables import shown, table
-from stree_jax.bench.unroll import Unrolled
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model, without_tokenizer
-from stree_jax.generation import FOREVER, begin, encode_prompts
+from stree_jax.checkpoint import Model
+from stree_jax.generation import begin, encode_prompts
 from stree_jax.models import param_dtype
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
-from stree_jax.speculation.loop import Decoding
-from stree_jax.speculation.tree import resolve_tree
+from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.step import Verify, packed
+from stree_jax.speculation.tree import chain, resolve_tree
 
 TIE = {"float32": 1e-4, "bfloat16": 0.2}  # so close logits may change places
 PLAIN = "plain"
@@ -44,13 +44,20 @@ class Arm:
       name: as in tables.
       tree: a name or parents, as `generate` takes them; None: plain decoding.
       rule: a name; None: the default.
-      unrolled: how to verify if not packed.
+      verify: how trees are verified, see `stree_jax.speculation.step`.
     """
 
     name: str
     tree: str | tuple[int, ...] | None
     rule: str | None = None
-    unrolled: Unrolled | None = None
+    verify: Verify = packed
+
+    @property
+    def promises_tokens(self) -> bool:
+        """Whether its sampled text is plain decoding's, as the default rule's is."""
+        return (
+            self.rule is None or resolve_rule(self.rule, chain(0)).promise == "tokens"
+        )
 
 
 def tree_of(arm: str) -> str:
@@ -140,16 +147,12 @@ def decode_once(
 ) -> Generation:
     """One generation, the decoding timed."""
     decoding, plan = begin_arm(work, arm, texts, temperature)
-    jax.block_until_ready(decoding.count)
+    jax.block_until_ready(decoding)
     began = time.perf_counter()
-    bare = (
-        without_tokenizer(work.target),
-        None if plan.drafter is None else without_tokenizer(plan.drafter),
-    )
     decoding = loop.advance_jit(
-        *bare, plan.tree, decoding, jnp.int32(FOREVER), plan.rule, arm.unrolled
+        plan.spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )
-    jax.block_until_ready(decoding.count)
+    jax.block_until_ready(decoding)
     seconds = time.perf_counter() - began
     return summarise(plan, decoding, [0] * len(plan.text), (0.0, seconds), False)
 
@@ -184,9 +187,7 @@ def decode_unit(
         check_ties(work.target, texts, last)
     record: dict[str, Any] = {}
     for name, arm in names.items():
-        # The other rules keep the distribution, not the very tokens.
-        promised = temperature == 0 or (arm.rule or "naive").startswith("naive")
-        same = last[PLAIN] if promised else None
+        same = last[PLAIN] if temperature == 0 or arm.promises_tokens else None
         record[arm.name] = record_of(results[name], same, first.get(name))
     for name in others:
         seconds = {"seconds": results[name], "first_call_s": first.get(name)}
@@ -303,7 +304,7 @@ def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
     """One arm a tree and way to verify."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
-        kept.setdefault((arm.tree, arm.unrolled), arm)
+        kept.setdefault((arm.tree, arm.verify), arm)
     return tuple(kept.values())
 
 

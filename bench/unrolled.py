@@ -6,7 +6,7 @@ verification: one packed pass with one state, or a sequence and a state per leaf
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from statistics import median
 from typing import Any, Literal
 
@@ -36,14 +36,13 @@ from stree_jax.bench.tables import (
     table,
     with_quartiles,
 )
-from stree_jax.bench.unroll import Unrolled
-from stree_jax.checkpoint import Model, without_tokenizer
-from stree_jax.generation import FOREVER
+from stree_jax.bench.unroll import Unrolled, is_leaf
+from stree_jax.checkpoint import Model
 from stree_jax.result import Generation
 from stree_jax.speculation import loop
-from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.loop import Decoding
-from stree_jax.speculation.tree import Topology, resolve_tree
+from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.step import Spec
+from stree_jax.speculation.tree import resolve_tree
 
 PACKED = "packed"
 FIGURES = (
@@ -61,45 +60,32 @@ FIGURES = (
 
 def leaves_of(parents: jax.Array) -> jax.Array:
     """Leaves [B] int32 of trees with parents [B, T], -1 for the root."""
-    T = parents.shape[1]
-    row = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
-    inner = jnp.zeros(parents.shape, bool)
-    inner = inner.at[row, jnp.where(parents < 0, T, parents)].set(True, mode="drop")
-    return (~inner).sum(axis=1, dtype=jnp.int32)
+    return is_leaf(parents).sum(axis=1, dtype=jnp.int32)
 
 
-@partial(jax.jit, static_argnames="rule")
-def _draft_leaves(
-    drafter: Model, tree: Topology, rule: Rule, decoding: Decoding
-) -> jax.Array:
-    return leaves_of(loop.propose(drafter, tree, rule, decoding)[0].parents)
+@jax.jit
+def _draft_leaves(spec: Spec, d: Decoding) -> jax.Array:
+    dist = d.distribution(spec.target.config.num_tokens)
+    (tree,) = spec.policy.menu
+    draft, _ = spec.drafter.propose(d.drafting, d.root, tree, dist, spec.rule)
+    return leaves_of(draft.layout.parents)
 
 
 def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
     """Leaves of every draft of a text, decoded packed, a step at a time."""
     decoding, plan = begin_arm(work, arm, [text], 0)
-    target, drafter, counts = (
-        without_tokenizer(work.target),
-        without_tokenizer(work.drafter),
-        [],
-    )
-    while (np.asarray(decoding.finish) == loop.RUNNING).any():
-        leaves = _draft_leaves(drafter, plan.tree, plan.rule, decoding)
-        counts.append(int(leaves[0]))
-        decoding = loop.advance_jit(
-            target, drafter, plan.tree, decoding, jnp.int32(1), plan.rule, None
-        )
+    counts = []
+    while (np.asarray(decoding.finish) == RUNNING).any():
+        counts.append(int(_draft_leaves(plan.spec, decoding)[0]))
+        decoding = loop.advance_jit(plan.spec, decoding, jnp.int32(1))
     return counts
 
 
 def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | None]:
     """`compiled_bytes` of the loop that decodes a text."""
     decoding, plan = begin_arm(work, arm, [text], 0)
-    bare = without_tokenizer(work.target), without_tokenizer(work.drafter)
-    forever = jnp.int32(FOREVER)
-    lowered = loop.advance_jit.lower(
-        *bare, plan.tree, decoding, forever, plan.rule, arm.unrolled
-    )
+    steps = jnp.int32(loop.FOREVER)
+    lowered = loop.advance_jit.lower(plan.spec, decoding, steps, verify=arm.verify)
     return compiled_bytes(lowered.compile())
 
 
@@ -134,7 +120,7 @@ def prepare(
     leaves = [n for text in texts for n in count_leaves(work, packed, text)]
     arms = {PACKED: packed}
     for scan in scans:
-        arms[scan] = Arm(scan, packed.tree, unrolled=Unrolled(max(leaves), scan))
+        arms[scan] = Arm(scan, packed.tree, verify=Unrolled(max(leaves), scan))
     memory = {name: program_bytes(work, arm, texts[0]) for name, arm in arms.items()}
     return Prepared(arms, leaves, memory)
 

@@ -50,7 +50,7 @@ def report(pair, tmp_path_factory):
     """Both sets have prompts of two lengths: an arm is traced once all the same."""
     path = tmp_path_factory.mktemp("bench") / "r.json"
     counted = chex.assert_max_traces(loop.advance, n=7)
-    program = jax.jit(counted, static_argnames=("rule", "unrolled"))
+    program = jax.jit(counted, static_argnames=("verify",))
     with mock.patch.object(loop, "advance_jit", program):
         return measured(pair, Run(2, path))
 
