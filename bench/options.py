@@ -1,10 +1,11 @@
 """The options of `stree-jax bench`, and those of a pair of models, which others share.
 
-Imports argparse and pathlib alone, so that `stree-jax --help` is quick.
+Imports nothing heavier than argparse, so that `stree-jax --help` is quick.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,24 @@ def add_dtype(p: argparse.ArgumentParser, default: str) -> None:
     add(p, "--dtype", str, default, "of weights and caches", choices=DTYPES)
 
 
+def add_benchmark(
+    benchmarks: Any, name: str, text: str, repeats: int
+) -> argparse.ArgumentParser:
+    """The command of one benchmark, with the options that all of them have."""
+    b = benchmarks.add_parser(name, help=text, description=text)
+    add(b, "--repeats", int, repeats, "turns of each arm after its first call")
+    json = "write the report here; a killed run resumes (default: nowhere)"
+    b.add_argument("--json", type=Path, help=json)
+    figure = "write FIGURE.png and FIGURE.svg (default: no figure)"
+    b.add_argument("--figure", type=Path, help=figure)
+    add_minutes(b)
+    return b
+
+
 def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     """A command for every benchmark, and `all`."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True)
-
-    def benchmark(name: str, text: str, repeats: int) -> argparse.ArgumentParser:
-        b = benchmarks.add_parser(name, help=text, description=text)
-        add(b, "--repeats", int, repeats, "turns of each arm after its first call")
-        json = "write the report here; a killed run resumes (default: nowhere)"
-        b.add_argument("--json", type=Path, help=json)
-        figure = "write FIGURE.png and FIGURE.svg (default: no figure)"
-        b.add_argument("--figure", type=Path, help=figure)
-        add_minutes(b)
-        return b
+    benchmark = partial(add_benchmark, benchmarks)
 
     b = benchmark("decode", "plain, chain and trees on prompts (Table 2)", 3)
     add_prompts(b, 20)
