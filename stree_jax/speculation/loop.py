@@ -227,7 +227,8 @@ def generate_tokens(
         sampling=sampling,
     )
     tree = resolve_tree(tree)
-    spec = make_spec(target, drafter, tree, resolve_rule(rule, tree))
+    rule = resolve_rule(rule, tree) if isinstance(rule, str) else rule
+    spec = make_spec(target, drafter, tree, rule)
     decoding = init_decoding(
         spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
     )
