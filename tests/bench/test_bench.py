@@ -263,12 +263,11 @@ def test_a_wrong_token_ends_the_run(pair):
 
 
 def test_prompts_go_round_the_sets():
-    prompts = {"a": [1, 2, 3, 4, 5], "b": [6, 7]}
+    prompts = {"a": [1, 2, 3, 4, 5], "b": [6, 7, 8]}
     first, second = {"a": [1, 2], "b": [6, 7]}, {"a": [3, 4]}
-    assert rounds(prompts, 2) == [first, second]
-    assert [list(groups) for groups in rounds(prompts)] == [["a", "b"]] * 2 + [
-        ["a"]
-    ] * 3
+    assert rounds(prompts, 2) == [first, second]  # whole batches alone
+    sets = [list(groups) for groups in rounds(prompts)]
+    assert sets == [["a", "b"]] * 3 + [["a"]] * 2
 
 
 def test_prompt_files(tmp_path):
