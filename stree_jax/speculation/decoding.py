@@ -166,6 +166,9 @@ def record_step(
     if seen is not None:
         text = jnp.where(counts, tokens, seen.shape[1])
         seen = seen.at[row, text].set(True, mode="drop")
+    def write(old: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[place].set(new, mode="drop")  # by row: shardings stay
+
     last = jnp.maximum(length - 1, 0)[:, None]
     root = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
     ran = (d.finish == RUNNING).astype(jnp.int32)
@@ -173,7 +176,7 @@ def record_step(
     return replace(
         d,
         root=jnp.where(length > 0, root, d.root),
-        tokens=d.tokens.at[row, places].set(tokens, mode="drop"),
+        tokens=jax.vmap(write)(d.tokens, places, tokens),
         length=d.length + length,
         seen=seen,
         stop_state=stop.state,
