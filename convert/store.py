@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
 from stree_jax.convert.source import read_json
-from stree_jax.convert.tensors import FLOAT32_PARAMS, nest, param_shapes
-from stree_jax.convert.tensors import Path as ParamPath
-from stree_jax.models import ModelConfig
+from stree_jax.models import ModelConfig, by_path, nest, param_shapes, stored_dtype
+from stree_jax.models.params import FLOAT32_PARAMS
+from stree_jax.models.params import Path as ParamPath
 
 FORMAT, VERSION = "stree-jax", 1
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
@@ -315,7 +314,7 @@ def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def abstract(path: ParamPath, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        kept = jnp.float32 if path[-1] in FLOAT32_PARAMS else dtype
+        kept = stored_dtype(path[-1], dtype)
         return jax.ShapeDtypeStruct(shape, kept, sharding=device)
 
     shapes = param_shapes(config)
@@ -336,8 +335,7 @@ def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
 def _check_shapes(
     folder: Path, wanted: Mapping[ParamPath, tuple[int, ...]], stored: Any
 ) -> None:
-    leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
-    found = {tuple(k.key for k in path): tuple(leaf.shape) for path, leaf in leaves}
+    found = {path: tuple(leaf.shape) for path, leaf in by_path(stored).items()}
     for path in sorted(wanted.keys() | found.keys()):
         if found.get(path) != wanted.get(path):
             raise CheckpointError(

@@ -22,7 +22,7 @@ from stree_jax.models import (
     init_params,
     init_records,
     init_state,
-    layers,
+    mamba2,
     prefill,
     tree_nodes,
 )
@@ -323,7 +323,7 @@ def test_prefill_by_any_chunk_is_one_pass(hybrid, monkeypatch):
     whole = hybrid.extend(hybrid.empty, tokens, length)[1]
     assert_same_state(run(4), whole)
     assert_same_state(run(8), whole)
-    monkeypatch.setattr(layers, "CHUNK", 7)
+    monkeypatch.setattr(mamba2, "CHUNK", 7)
     assert_same_state(run(24), whole)
 
 
