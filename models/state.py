@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from stree_jax.models.config import LayerKind, ModelConfig, given
@@ -216,10 +217,11 @@ def append_rows(
     and are overwritten by the next step, so S must leave M rows of room.
     """
     chosen = jax.vmap(lambda z, p: z[p])(rows, path).swapaxes(1, 2)
+    zero = np.int32(0)
     for b in range(cache.shape[0]):  # one in-place slice update a row
-        cache = jax.lax.dynamic_update_slice(
-            cache, chosen[b : b + 1].astype(cache.dtype), (b, 0, start[b], 0)
-        )
+        place = (np.int32(b), zero, start[b], zero)
+        row = chosen[b : b + 1].astype(cache.dtype)
+        cache = jax.lax.dynamic_update_slice(cache, row, place)
     return cache
 
 

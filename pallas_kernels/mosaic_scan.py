@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs, exact_split
 
 pl: Any
@@ -283,6 +284,7 @@ def _scratch(count: int, Q: int, past: Replayed, *parts: Parts) -> dict[str, Any
     }
 
 
+@int32_inside
 def replay_tree_scan(
     h0: Array,
     past: Replayed,

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from stree_jax.pallas_kernels.dispatch import int32_inside
 from stree_jax.pallas_kernels.scan import FORGOTTEN, Replayed, ScanInputs
 
 try:
@@ -286,6 +287,7 @@ def _specs(past: Replayed | None, tree: _Tree, head: int) -> tuple[Any, _Tree]:
     return Replayed(*tokens(past), whole(past.path), whole(past.length)), tree_specs
 
 
+@int32_inside
 def _call(
     h0: jax.Array,
     past: Replayed | None,
