@@ -14,6 +14,7 @@ from stree_jax.models.config import ModelConfig as ModelConfig
 from stree_jax.models.config import MoEConfig as MoEConfig
 from stree_jax.models.config import Rope as Rope
 from stree_jax.models.config import SharedConfig as SharedConfig
+from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.model import Model as Model
 from stree_jax.models.model import forward_hidden as forward_hidden
 from stree_jax.models.model import forward_tree as forward_tree
