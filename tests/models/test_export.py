@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -20,7 +22,7 @@ from stree_jax.models import (
 )
 from tests.models.test_state import CONFIGS
 
-CONFIG = CONFIGS["two mixers a layer"]
+CONFIG = replace(CONFIGS["two mixers a layer"], layers=("parallel",))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -37,10 +39,11 @@ def run(model, state, tokens, nodes):
 def test_an_exported_program_computes_the_same(tmp_path):
     """Also in another process, which registers the types by importing the package."""
     pytest.importorskip("flatbuffers", reason="jax.export writes with flatbuffers")
-    make = jax.jit(lambda: init_params(CONFIG, jax.random.key(0), jnp.float32))
+    made = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0), jnp.float32))
+    params = jax.tree.map(lambda p: np.full(p.shape, 0.1, p.dtype), made)
     state = init_state(CONFIG, 1, 8, jnp.float32)
     tokens = jnp.array([[3, 1, 2]], jnp.int32)
-    args = (Model(make(), CONFIG), state, tokens, chain_nodes(1, 3, CONFIG.conv_taps))
+    args = (Model(params, CONFIG), state, tokens, chain_nodes(1, 3, CONFIG.conv_taps))
     written = export.export(jax.jit(run))(*args).serialize()
     found, wanted = export.deserialize(written).call(*args), jax.jit(run)(*args)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
