@@ -20,7 +20,7 @@ from stree_jax.cli.chat import (
 from stree_jax.generation import DEFAULT_RULE, encode_prompts, generate, stream
 from stree_jax.pair import load_pair
 from stree_jax.result import Generation, Past
-from stree_jax.sampling.distribution import Sampling
+from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation.accept import NAIVE, resolve_rule
 from stree_jax.speculation.tree import chain
