@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.command import add_bench_parsers
-from stree_jax.bench.options import add_pair_options
+from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.version import __version__
 
 # Imports beyond the package's own (jax, flax) stay inside the functions that need them.
