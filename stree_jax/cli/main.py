@@ -227,7 +227,7 @@ def unescape(text: str) -> str:
     try:  # two halves of a character become it
         return joined.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        problem = f"half a character (a lone surrogate) in {text!a}"
+        problem = f"not UTF-8, or half a character: {text!a}"
         raise argparse.ArgumentTypeError(problem) from error
 
 

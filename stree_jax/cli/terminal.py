@@ -69,8 +69,6 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Options of `generate` that plain decoding has too."""
-    for text in args.stop:
-        check_text("--stop", text)
     return {
         "max_new_tokens": args.max_new_tokens,
         "min_new_tokens": args.min_new_tokens,
