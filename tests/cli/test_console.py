@@ -1,6 +1,7 @@
 """The command as a process: its pipes, and the programs that it keeps."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,8 +62,9 @@ def test_folders_that_cannot_be_written(case, environment, tmp_path, monkeypatch
     elif case == "read-only":
         monkeypatch.setattr(os, "access", lambda *args: False)
     else:
-        usage = lambda path: (1, 1, 0)  # noqa: E731
-        monkeypatch.setattr(compile_cache.shutil, "disk_usage", usage)
+        (tmp_path / "kept").mkdir()
+        used = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
     compile_cache.keep_programs()
     assert compile_cache.kept_programs() is None
     assert not [name for name in environment if name.startswith("JAX")]
