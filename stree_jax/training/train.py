@@ -258,15 +258,7 @@ def fit(
             _evaluate(config, train, loss, run.state.params, jnp.asarray(w), teacher)
             for w in batches
         ]
-        step, seen, held = int(run.state.step), run.recent, jax.device_get(losses)
-        run.recent = []
-        means = [float(np.mean(values)) for values in (jax.device_get(seen), held)]
-        run.history.append(
-            {"step": step, "train_loss": means[0], "heldout_loss": means[1]}
-        )
-        tqdm.write(
-            f"step {step}: train {means[0]:.4f}, held out {means[1]:.4f} nats/token"
-        )
+        _note(run, losses)
 
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with (
@@ -315,6 +307,18 @@ def fit(
             say(f"stopped by --minutes, after step {done} of {train.steps}")
         manager.wait_until_finished()
     return run.state.params, run.history
+
+
+def _note(run: Progress, heldout_losses: list[jax.Array]) -> None:
+    """Add the mean losses to the history, and print them."""
+    step = int(run.state.step)
+    seen, held = (
+        float(np.mean(jax.device_get(losses)))
+        for losses in (run.recent, heldout_losses)
+    )
+    run.history.append({"step": step, "train_loss": seen, "heldout_loss": held})
+    run.recent = []
+    tqdm.write(f"step {step}: train {seen:.4f}, held out {held:.4f} nats/token")
 
 
 @contextlib.contextmanager
