@@ -166,6 +166,7 @@ def record_step(
     if seen is not None:
         text = jnp.where(counts, tokens, seen.shape[1])
         seen = seen.at[row, text].set(True, mode="drop")
+
     def write(old: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[place].set(new, mode="drop")  # by row: shardings stay
 

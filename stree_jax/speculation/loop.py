@@ -27,10 +27,10 @@ from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
-from stree_jax.speculation.beam_drafter import BeamDrafter
+from stree_jax.speculation.beam_drafter import beam_drafter
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING, Decoding
-from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter
-from stree_jax.speculation.model_drafter import ModelDrafter
+from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter, Prompts
+from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.policy import FixedTree, Policy
 from stree_jax.speculation.step import Spec, Verify, packed, step
 from stree_jax.speculation.tree import Beam, Topology, resolve_tree
@@ -51,7 +51,8 @@ def make_spec(
         drafter = NoDrafter()
     elif isinstance(drafter, Model):
         model = Model(drafter.params, drafter.config)
-        drafter = BeamDrafter(model) if isinstance(tree, Beam) else ModelDrafter(model)
+        beam = isinstance(tree, Beam)
+        drafter = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
     return Spec(target, drafter, FixedTree(tree), rule)
 
 
@@ -103,10 +104,10 @@ def init_decoding(
         width = token_ids.shape[1]
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
     read, drafted = (None, None) if past is None else past
-    prompts = token_ids, lengths, capacity
+    prompts = Prompts(token_ids, lengths, capacity, M + 1)
     states = (
-        read_text(target, *prompts, read),
-        spec.drafter.init(*prompts, M + 1, drafted),
+        read_text(target, token_ids, lengths, capacity, read),
+        spec.drafter.init(prompts, drafted),
         jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0],
     )
     repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), states)

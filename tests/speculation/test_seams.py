@@ -166,10 +166,10 @@ class Told:
 
     width: int = struct.field(pytree_node=False)
 
-    def init(self, token_ids, lengths, capacity, news_width, past):
-        hidden = jnp.zeros((token_ids.shape[0], news_width, self.width), jnp.float32)
-        tokens = jnp.zeros((token_ids.shape[0], news_width), jnp.int32)
-        return tokens, jnp.zeros_like(lengths), hidden
+    def init(self, prompts, past):
+        shape = prompts.token_ids.shape[0], prompts.news_width
+        hidden = jnp.zeros((*shape, self.width), jnp.float32)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros_like(prompts.lengths), hidden
 
     def propose(self, state, root, tree, dist, rule):
         layout = tree_layout(tree, tree.rows(root.shape[0]))
