@@ -1,6 +1,6 @@
 """A batch in the middle of being decoded, and how a step's gain is written down.
 
-Letters: B rows, T nodes, M depth of the deepest tree, N room for output, V tokens of
+Letters: B rows, T nodes, M depth of the deepest tree, O room for output, V tokens of
 the vocabulary.
 """
 
@@ -38,7 +38,7 @@ class Decoding:
       policy: the policy's state.
       choice: [] int32, place in the policy's menu of the next tree.
       root: [B] int32, the last token of the text, which the target reads next.
-      tokens: [B, N] int32, the output so far, padded with 0.
+      tokens: [B, O] int32, the output so far, padded with 0.
       length: [B] int32, valid tokens in it.
       seen: [B, V] bool, tokens in prompt and output; None without a penalty.
       stop_state: [B] int32, state of the automaton of stop strings, or None.

@@ -1,6 +1,6 @@
 """What proposes a tree of tokens: the protocol of drafters, and none at all.
 
-Letters: B rows (P prompts before samples are made of them), T nodes, M depth of the
+Letters: B rows (Bp prompts before samples are made of them), T nodes, M depth of the
 tree, V tokens of the vocabulary, d width of the target's hidden states.
 """
 
@@ -22,8 +22,8 @@ class Prompts:
     """Texts to be continued; their last tokens are the first trees' roots.
 
     Attributes:
-      token_ids: [P, S] int32, padded on the right.
-      lengths: [P] int32, at least 1.
+      token_ids: [Bp, S] int32, padded on the right.
+      lengths: [Bp] int32, at least 1.
       capacity: tokens of text that there has to be room for.
       news_width: most tokens that one `Drafter.commit` brings.
     """

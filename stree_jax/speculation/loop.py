@@ -1,6 +1,6 @@
 """The loop around the steps: one `lax.while_loop` from prompts to finished texts.
 
-Letters: B rows, P prompts, S width of the prompts, N room for output, V tokens of the
+Letters: B rows, Bp prompts, S width of the prompts, O room for output, V tokens of the
 vocabulary.
 """
 
@@ -88,10 +88,10 @@ def init_decoding(
     """Read the texts, all but their last tokens, which are the first trees' roots.
 
     Args:
-      token_ids: [P, S] int32, P prompts, padded on the right.
-      lengths: [P] int32, at least 1.
-      requests: of B = P * `samples` rows, prompt by prompt.
-      max_new_tokens: N, size of the output buffer.
+      token_ids: [Bp, S] int32, padded on the right.
+      lengths: [Bp] int32, at least 1.
+      requests: of B = Bp * `samples` rows, prompt by prompt.
+      max_new_tokens: O, size of the output buffer.
       capacity: rows of the attention caches, `cache_capacity` at least (default).
       samples: rows per prompt; they share its reading.
       top_logprobs: how many of the best log-probabilities to keep a token (0: only the
@@ -143,7 +143,7 @@ def init_decoding(
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
-    """Which tokens [P, V] are in the first `lengths` of texts [P, S]."""
+    """Which tokens [Bp, V] are in the first `lengths` of texts [Bp, S]."""
     row = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     token = jnp.where(place < lengths[:, None], token_ids, vocab_size)
