@@ -1,8 +1,23 @@
-"""Settings of every test: CPU unless told otherwise, and JAX at its strictest."""
+"""Settings of every test: CPU unless told otherwise, and JAX at its strictest.
 
+Compiling takes most of the suite's time. So programs are compiled with little
+optimisation, unless a test asks for `optimised`, and each is compiled once in a run:
+what one module, worker or subprocess compiled, the others load.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch: the workers share the cores
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
+    PROGRAMS = tempfile.mkdtemp(prefix="stree-jax-programs-")
+    atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -11,12 +26,28 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+# A GPU's programs are tested as they are used.
+jax.config.update(
+    "jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu"
+)
 
 # No deadline: an example's first run compiles. The same examples on every run.
 hypothesis.settings.register_profile(
     "stree", deadline=None, derandomize=True, max_examples=12, database=None
 )
 hypothesis.settings.load_profile("stree")
+
+
+@pytest.fixture
+def optimised():
+    """From here on a test's programs are compiled as users get them.
+
+    For what runs longer than it compiles, and where the program itself is looked at.
+    """
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@ to one set of options and sizes: they share their programs.
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,14 +21,6 @@ from tests.generation.batch import (
     spelled,
 )
 from tests.support.tiny import REAL, perturbed, tiny
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
-    """Less optimised programs: most of these run once or twice."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

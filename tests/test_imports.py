@@ -1,0 +1,164 @@
+"""Imports run one way, and no module hides behind a name: read from the sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {  # of pyproject's package-dir; `stree_jax/` itself holds the others
+    "stree_jax": ROOT / "stree_jax",
+    "stree_jax.models": ROOT / "models",
+    "stree_jax.pallas_kernels": ROOT / "pallas_kernels",
+    "stree_jax.convert": ROOT / "convert",
+    "stree_jax.bench": ROOT / "bench",
+}
+LIBRARY = {
+    "stree_jax.pallas_kernels",
+    "stree_jax.models",
+    "stree_jax.convert",
+    "stree_jax.checkpoint",
+    "stree_jax.sampling",
+    "stree_jax.speculation",
+    "stree_jax.training",
+    "stree_jax.version",
+    "stree_jax",
+}
+# What each room may import besides itself. A module is in the room of the longest name;
+# `stree_jax` is the modules at its top: generation, scoring, result and so on.
+MAY_IMPORT = {
+    "stree_jax.version": set(),
+    "stree_jax.pallas_kernels": set(),
+    "stree_jax.models": {"stree_jax.pallas_kernels"},
+    "stree_jax.convert": {"stree_jax.models"},
+    "stree_jax.checkpoint": {"stree_jax.models", "stree_jax.convert"},
+    "stree_jax.sampling": {"stree_jax.models"},
+    "stree_jax.speculation": {"stree_jax.models", "stree_jax.sampling"},
+    "stree_jax.training": {
+        "stree_jax.models",
+        "stree_jax.convert",
+        "stree_jax.checkpoint",
+    },
+    "stree_jax": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
+    "stree_jax.bench": {"stree_jax.cli.main", *LIBRARY},
+    "stree_jax.cli": LIBRARY,
+    "stree_jax.cli.main": {"stree_jax.cli", "stree_jax.bench", *LIBRARY},
+    "stree_jax.__main__": {"stree_jax.cli.main"},
+}
+
+
+def name_of(file):
+    """The module that a file is."""
+    package, folder = next(
+        (name, folder)
+        for name, folder in FOLDERS.items()
+        if file.is_relative_to(folder)
+    )
+    parts = file.relative_to(folder).with_suffix("").parts
+    return ".".join((package, *(part for part in parts if part != "__init__")))
+
+
+FILES = {
+    name_of(file): file
+    for folder in FOLDERS.values()
+    for file in sorted(folder.rglob("*.py"))  # which follows no links
+}
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def imports_of(file, modules=FILES, deep=True):
+    """(line, module) of every import; `deep`: of those inside functions too."""
+    found, todo = [], [ast.parse(file.read_text())]
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            if isinstance(node, ast.Import):
+                found += [(node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}:{node.lineno}: a relative import"
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    found.append(
+                        (node.lineno, inner if inner in modules else node.module)
+                    )
+            elif deep or not isinstance(node, ast.FunctionDef):
+                todo.append(node)
+    return sorted(found)
+
+
+def room_of(module):
+    rooms = [r for r in MAY_IMPORT if module == r or module.startswith(f"{r}.")]
+    return max(rooms, key=len)
+
+
+def test_every_room_has_its_rule():
+    packages = {name for name, file in FILES.items() if file.name == "__init__.py"}
+    rooms = {name for name in packages if name.count(".") < 2}
+    assert len(rooms) > 8 and rooms <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_run_one_way(room):
+    wrong = []
+    for module, file in FILES.items():
+        if room_of(module) != room:
+            continue
+        for line, other in imports_of(file):
+            ours = other == "stree_jax" or other.startswith("stree_jax.")
+            if ours and room_of(other) not in {room, *MAY_IMPORT[room]}:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_in_the_end():
+    """No circle among the imports that run when a module is loaded."""
+    graph = {
+        name: {m for _, m in imports_of(file, deep=False)} & set(FILES)
+        for name, file in FILES.items()
+    }
+    while graph:
+        needed = set.union(*graph.values())
+        done = {m for m, needs in graph.items() if not needs or m not in needed}
+        assert done, f"they import each other: {sorted(graph)}"
+        graph = {m: graph[m] - done for m in graph.keys() - done}
+
+
+def test_no_module_is_hidden_by_a_name():
+    """`import stree_jax.generate` gives the module, not a function of the package."""
+    for package, file in FILES.items():
+        if file.name != "__init__.py":
+            continue
+        names = set()
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    names.add(name)
+                case ast.Assign():
+                    names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+                case ast.ImportFrom(module=module) if module != package:
+                    names |= {alias.asname or alias.name for alias in node.names}
+        hidden = {f"{package}.{name}" for name in names} & set(FILES)
+        assert not hidden, hidden
+
+
+def test_code_imports_no_tests():
+    for file in FILES.values():
+        assert not {m for _, m in imports_of(file) if m.split(".")[0] == "tests"}, file
+
+
+LENT = {  # until the helpers are in `tests/support`
+    "tests.pallas_kernels.test_ops",
+    "tests.pallas_kernels.test_triton_scan",
+}
+
+
+def test_no_test_module_is_imported():
+    """What several of them need is in `tests/support`, or in a module of the room."""
+    modules = {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in TESTS}
+    for file in TESTS:
+        for line, module in imports_of(file, modules):
+            leaf = module.split(".")[-1]
+            ours = module in modules and (
+                leaf.startswith("test_") or leaf == "conftest"
+            )
+            where = f"{file.relative_to(ROOT)}:{line}"
+            assert not ours or module in LENT, f"{where} imports {module}"
