@@ -316,6 +316,19 @@ def test_level_by_level_is_the_tree_in_one_pass(model, seed):
     jax.tree.map(assert_close, mine, records)
 
 
+def test_rows_with_a_pending_path_are_refused(hybrid):
+    records = init_records(hybrid.config, BATCH, T, jnp.float32)
+    path, length = np.zeros((BATCH, M), np.int32), np.zeros(BATCH, np.int32)
+    given = dict(records=records, rows=np.arange(1, dtype=np.int32))
+    args = (
+        hybrid.empty,
+        np.zeros((BATCH, 1), np.int32),
+        hybrid.nodes([[-1] * T] * BATCH),
+    )
+    with pytest.raises(ValueError, match="rows: .* commit it first"):
+        hybrid.forward(*args, **given, pending=Pending(records, path, length))
+
+
 def test_siblings_may_change_places(hybrid):
     rng = np.random.default_rng(30)
     state = hybrid.prefix(rng)
