@@ -16,7 +16,7 @@ from stree_jax.checkpoint import Model, without_tokenizer
 from stree_jax.generation import FOREVER, begin, encode_prompts
 from stree_jax.models import param_dtype
 from stree_jax.result import Generation, Plan, summarise
-from stree_jax.sampling.distribution import Sampling
+from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from stree_jax.generation import stream as stream
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
-    from stree_jax.sampling.distribution import Sampling as Sampling
-    from stree_jax.sampling.distribution import sampling_rows as sampling_rows
+    from stree_jax.sampling.settings import Sampling as Sampling
+    from stree_jax.sampling.settings import sampling_rows as sampling_rows
     from stree_jax.scoring import first_difference as first_difference
     from stree_jax.scoring import score as score
     from stree_jax.scoring import score_tree as score_tree
@@ -39,7 +39,7 @@ _NAMES = {
     "checkpoint": "CheckpointError Model load save",
     "generation": "generate stream",
     "result": "Generation Past",
-    "sampling.distribution": "Sampling sampling_rows",
+    "sampling.settings": "Sampling sampling_rows",
     "scoring": "first_difference score score_tree",
     "speculation.accept": "Rule resolve_rule",
     "speculation.loop": "generate_tokens",

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.arguments import checked_tokens
 from stree_jax.checkpoint import Model
 from stree_jax.models import PREFILL_CHUNK
-from stree_jax.scoring import checked_tokens, score
+from stree_jax.scoring import score
 from stree_jax.speculation.tree import Beam, Topology, Tree, make_tree
 
 Size = TypeVar("Size", float, np.ndarray)

@@ -1,30 +1,71 @@
 """`generate` and `stream`: prompts in, text and statistics out."""
 
+import inspect
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax import models
+from stree_jax.arguments import (
+    MOST_TOKENS,
+    Prompts,
+    by_row,
+    check_drafter,
+    check_min_new_tokens,
+    check_model,
+    continued,
+    counts_by_row,
+    encode_prompts,
+    integer,
+    lists_by_row,
+    stop_token_table,
+)
+from stree_jax.checkpoint import Model
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.result import Generation, Past, Plan, summarise
-from stree_jax.sampling import stop_strings as stops
-from stree_jax.sampling.distribution import Sampling, sampling_rows
-from stree_jax.sampling.requests import Requests, StopStrings
-from stree_jax.scoring import checked_tokens
-from stree_jax.speculation import loop
+from stree_jax.sampling.requests import Requests, StopAutomata
+from stree_jax.sampling.settings import Sampling, sampling_rows
+from stree_jax.sampling.stop_strings import token_bytes, token_table
 from stree_jax.speculation.accept import Rule, resolve_rule
-from stree_jax.speculation.loop import Decoding
+from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.loop import (
+    FOREVER,
+    advance_jit,
+    cache_capacity,
+    deepest,
+    init_decoding_jit,
+    make_spec,
+)
+from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Beam, Topology, chain, resolve_tree
 
 DEFAULT_TREE = "E"
 DEFAULT_RULE = "naive/coupled"
-FOREVER = 2**31 - 1
-STOP_TOKEN_BUCKET = 8  # up to so many stop tokens share a program
-Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
+PAST_STEP = 512  # tokens: a conversation grows from turn to turn, in one program
+
+
+class Options(TypedDict, total=False):
+    """The options of `generate` and `stream`, which documents them."""
+
+    max_new_tokens: int | Sequence[int]
+    drafter: models.Model | Drafter | None
+    tree: Topology | str | Sequence[int] | None
+    rule: Rule | str | None
+    sampling: Sampling | Sequence[Sampling] | None
+    key: jax.Array | None
+    min_new_tokens: int | Sequence[int]
+    stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]]
+    logprobs: int | None
+    n: int
+    past: Past | None
+    keep_past: bool
+    capacity: int
 
 
 def bucket(n: int, step: int = PREFILL_CHUNK) -> int:
@@ -37,80 +78,12 @@ def bucket(n: int, step: int = PREFILL_CHUNK) -> int:
     return -(-n // step) * step
 
 
-def encode_prompts(
-    model: Model, prompts: Prompts, *, resumed: bool = False
-) -> list[list[int]]:
-    """Prompts as token ids.
-
-    Raises:
-      ValueError: an empty batch or prompt, text without a tokenizer, bad ids.
-    """
-    batch = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not batch:
-        raise ValueError("prompts: want at least one prompt, got none")
-    encoded = []
-    for i, prompt in enumerate(batch):
-        if isinstance(prompt, str):
-            if model.tokenizer is None:
-                raise ValueError(
-                    f"prompts[{i}] is text, but this model has no tokenizer.json; "
-                    "give token ids"
-                )
-            ids = model.tokenizer.encode(prompt, add_special_tokens=not resumed).ids
-        else:
-            table = checked_tokens(f"prompts[{i}]", prompt, model.config, 1)
-            ids = np.asarray(table).tolist()
-        if not ids and not resumed:
-            raise ValueError(f"prompts[{i}]: want at least one token, got none")
-        encoded.append(ids)
-    return encoded
-
-
-def _check_drafter(target: Model, drafter: Model) -> None:
-    t, d = target.config.num_tokens, drafter.config.num_tokens
-    if t != d:
-        raise ValueError(
-            f"drafter: its vocabulary has {d} tokens, the target's {t}; "
-            "they must share a tokenizer"
-        )
-
-
-def _by_row(name: str, value: Any, rows: int, one: Any) -> list:
-    """A list of `rows` values from one value, or from a sequence of one per row."""
-    if isinstance(value, one):
-        return [value] * rows
-    values = list(value) if isinstance(value, Iterable) else []
-    if len(values) != rows or not all(isinstance(v, one) for v in values):
-        raise ValueError(
-            f"{name}: want one for all prompts or a list of one for each of the "
-            f"{rows}, got {value!r}"
-        )
-    return values
-
-
-def _lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
-    """Lists of `rows` rows from one list for all, or from one list per row."""
-    if isinstance(value, one):
-        return [[value]] * rows
-    values = list(value) if isinstance(value, Iterable) else [value]
-    if all(isinstance(v, one) for v in values):
-        return [values] * rows
-    nested = all(isinstance(v, Iterable) and not isinstance(v, one) for v in values)
-    lists = [list(v) for v in values] if nested else []
-    if len(lists) != rows or not all(isinstance(v, one) for row in lists for v in row):
-        raise ValueError(
-            f"{name}: want one list for all prompts or a list of one for each of the "
-            f"{rows}, got {value!r}"
-        )
-    return lists
-
-
 def begin(
     model: Model,
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int],
-    drafter: Model | None = None,
+    drafter: models.Model | Drafter | None = None,
     tree: Topology | str | Sequence[int] | None = None,
     rule: Rule | str | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -125,153 +98,108 @@ def begin(
     capacity: int = 0,
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
-    if drafter is None and tree is not None:
-        raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
-    shape = chain(0) if drafter is None else resolve_tree(tree or DEFAULT_TREE)
-    if rule is None:
-        rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
-    chosen = resolve_rule(rule, shape)
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n: want at least 1 sample per prompt, got {n}")
-    if logprobs is not None and not 0 <= logprobs <= model.config.num_tokens:
-        raise ValueError(
-            f"logprobs: want 0..{model.config.num_tokens} best tokens, got {logprobs}"
-        )
-    if drafter is not None:
-        _check_drafter(model, drafter)
+    check_model("model", model)
+    spec = _spec(model, drafter, tree, rule)
+    n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
+    capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
+    V = model.config.num_tokens
+    if logprobs is not None:
+        logprobs = integer("logprobs", logprobs, 0, V, f"0..{V} best tokens")
     text = encode_prompts(model, prompts, resumed=past is not None)
-    count = len(text)
     if past is not None:
-        if len(past.tokens) != count:
-            raise ValueError(f"past: {len(past.tokens)} rows, but {count} prompts")
-        text = [old + new for old, new in zip(past.tokens, text, strict=True)]
-    limits = _by_row("max_new_tokens", max_new_tokens, count, (int, np.integer))
-    least = _by_row("min_new_tokens", min_new_tokens, count, (int, np.integer))
-    if min(limits) < 1:
-        raise ValueError(f"max_new_tokens: want at least 1, got {min(limits)}")
-    if min(least) < 0:
-        raise ValueError(f"min_new_tokens: want at least 0, got {min(least)}")
-    stop_ids = _stop_tokens(model, stop_tokens, count)
-    strings = _lists_by_row("stop_strings", stop_strings, count, str)
+        text = continued(model, drafter, past, text)
+    count = len(text)
+    limits = counts_by_row("max_new_tokens", max_new_tokens, count, 1)
+    least = counts_by_row("min_new_tokens", min_new_tokens, count, 0)
+    stop_ids = stop_token_table(model, stop_tokens, count)
+    check_min_new_tokens(least, stop_ids, V)
+    strings = lists_by_row("stop_strings", stop_strings, count, str)
     pieces, automata = _stop_strings(model, strings, n)
     rows = None
     if sampling is not None:
-        rows = sampling_rows(_by_row("sampling", sampling, count, Sampling), key, n)
+        rows = sampling_rows(by_row("sampling", sampling, count, Sampling), key, n)
     elif key is not None:
         raise ValueError("key: greedy decoding draws nothing; give sampling=")
+
+    def samples(values: Sequence[int] | np.ndarray) -> jax.Array:
+        return jnp.asarray(np.repeat(np.asarray(values, np.int32), n, axis=0))
+
     requests = Requests(
-        limit=jnp.asarray(np.repeat(np.array(limits, np.int32), n)),
-        least=jnp.asarray(np.repeat(np.array(least, np.int32), n))
-        if any(least)
-        else None,
-        stop_tokens=jnp.asarray(np.repeat(stop_ids, n, axis=0)),
-        strings=automata,
+        max_new_tokens=samples(limits),
+        min_new_tokens=samples(least) if any(least) else None,
+        stop_tokens=samples(stop_ids),
+        stop_strings=automata,
         sampling=rows,
     )
-    decoding = _read(
-        model, drafter, shape, text, requests, max(limits), n, logprobs, past, capacity
-    )
-    return decoding, Plan(
-        model=model,
-        drafter=drafter,
-        tree=shape,
-        rule=chosen,
-        text=[row for row in text for _ in range(n)],
-        stop_strings=[row for row in strings for _ in range(n)],
-        least=[row for row in least for _ in range(n)],
-        pieces=pieces,
-        keep_past=keep_past,
-    )
-
-
-def _stop_tokens(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
-    """Stop tokens [rows, n] int32, padded with -1."""
-    if stop_tokens is None:
-        stop_tokens = model.config.stop_tokens
-    lists = _lists_by_row("stop_tokens", stop_tokens, rows, (int, np.integer))
-    V = model.config.num_tokens
-    for ids in lists:
-        if any(not 0 <= i < V for i in ids):
-            raise ValueError(f"stop_tokens: {ids} are not all in 0..{V - 1}")
-    width = max(1, -(-max(map(len, lists)) // STOP_TOKEN_BUCKET)) * STOP_TOKEN_BUCKET
-    table = np.full((rows, width), -1, np.int32)
-    for row, ids in zip(table, lists, strict=True):
-        row[: len(ids)] = ids
-    return table
-
-
-def _stop_strings(
-    model: Model, lists: list[list[str]], n: int
-) -> tuple[list[bytes] | None, StopStrings | None]:
-    """The tokens' bytes and the automata of all rows, if any row has stop strings."""
-    if not any(lists):
-        return None, None
-    if model.tokenizer is None:
-        raise ValueError("stop_strings: this model has no tokenizer.json")
-    pieces = stops.token_bytes(model.tokenizer)
-    sets = sorted({tuple(strings) for strings in lists})
-    table = stops.token_table(pieces, sets, model.config.num_tokens)
-    which = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
-    return pieces, StopStrings(jnp.asarray(table), jnp.asarray(which, jnp.int32))
-
-
-def _read(
-    model: Model,
-    drafter: Model | None,
-    tree: Topology,
-    text: list[list[int]],
-    requests: Requests,
-    max_new_tokens: int,
-    n: int,
-    logprobs: int | None,
-    past: Past | None,
-    capacity: int,
-) -> Decoding:
-    """Text on the device, padded to a bucket, and read."""
-    lengths = np.array([len(ids) for ids in text], np.int32)
-    longest = int(lengths.max())
     # A conversation grows from turn to turn; wide steps keep it in one program.
-    width = bucket(max(longest - 1, 1), 64 if past is None else 512) + 1
-    places = bucket(max_new_tokens)
-    resumed = past is not None
-    needed = loop.cache_capacity(width, places, tree, resumed=resumed)
-    padded = np.zeros((len(text), width), np.int32)
+    longest = max(len(ids) for ids in text) - 1
+    width = bucket(max(longest, 1), PREFILL_CHUNK if past is None else PAST_STEP) + 1
+    padded = np.zeros((count, width), np.int32)
     for row, ids in zip(padded, text, strict=True):
         row[: len(ids)] = ids
-    return loop.start_jit(
-        without_tokenizer(model),
-        None if drafter is None else without_tokenizer(drafter),
-        tree,
+    room, M = bucket(max(limits)), deepest(spec.policy)
+    needed = cache_capacity(width, room, M, resumed=past is not None)
+    decoding = init_decoding_jit(
+        spec,
         jnp.asarray(padded),
-        jnp.asarray(lengths),
+        jnp.asarray(np.array([len(ids) for ids in text], np.int32)),
         requests,
-        max_new_tokens=places,
+        max_new_tokens=room,
         capacity=max(needed, capacity),
         samples=n,
         top_logprobs=logprobs,
         past=None if past is None else (past.target, past.drafter),
     )
+    return decoding, Plan(
+        model=model,
+        spec=spec,
+        text=[row for row in text for _ in range(n)],
+        stop_strings=[row for row in strings for _ in range(n)],
+        min_new_tokens=[row for row in least for _ in range(n)],
+        pieces=pieces,
+        keep_past=keep_past,
+    )
 
 
-def generate(
+def _spec(
     model: Model,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int | Sequence[int],
-    drafter: Model | None = None,
-    tree: Topology | str | Sequence[int] | None = None,
-    rule: Rule | str | None = None,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    key: jax.Array | None = None,
-    min_new_tokens: int | Sequence[int] = 0,
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
-    logprobs: int | None = None,
-    n: int = 1,
-    past: Past | None = None,
-    keep_past: bool = False,
-    capacity: int = 0,
-) -> Generation:
+    drafter: models.Model | Drafter | None,
+    tree: Topology | str | Sequence[int] | None,
+    rule: Rule | str | None,
+) -> Spec:
+    """Who decodes; raises ValueError for what does not go together."""
+    if drafter is None and tree is not None:
+        raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
+    shape: Topology = chain(0)
+    if drafter is not None:
+        check_drafter(model, drafter)
+        shape = resolve_tree(DEFAULT_TREE if tree is None else tree)
+    V = model.config.num_tokens
+    if shape.children > V:
+        raise ValueError(
+            f"tree: {shape.children} children a node, but only {V} tokens to fill them"
+        )
+    if rule is None:
+        rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
+    return make_spec(model, drafter, shape, resolve_rule(rule, shape))
+
+
+def _stop_strings(
+    model: Model, lists: list[list[str]], n: int
+) -> tuple[list[bytes] | None, StopAutomata | None]:
+    """The tokens' bytes and the automata of all rows, if any row has stop strings."""
+    if not any(lists):
+        return None, None
+    if model.tokenizer is None:
+        raise ValueError("stop_strings: this model has no tokenizer.json")
+    pieces = token_bytes(model.tokenizer)
+    sets = sorted({tuple(strings) for strings in lists})
+    table = token_table(pieces, sets, model.config.num_tokens)
+    automaton = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
+    return pieces, StopAutomata(jnp.asarray(table), jnp.asarray(automaton, jnp.int32))
+
+
+def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:
     """Text of the target, several tokens a pass when a drafter is given.
 
     Greedy tokens are the ones of `drafter=None` (plain decoding); sampled ones have
@@ -284,11 +212,11 @@ def generate(
       model: the target.
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt; by row.
-      drafter: a model with the same tokenizer that fills the tree.
+      drafter: a model with the same tokenizer that fills the tree, or any `Drafter`.
       tree: a `Tree` or `Beam`, a name ("A".."E", "chain:4", "binary:4", "beam:3x4")
         or parents; default "E".
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
-        "naive", "leviathan", "mss", "recursive"; see `stree_jax.speculation.accept`.
+        "naive", "leviathan", "mss", "recursive"; see `speculation.accept`.
       sampling: `Sampling(...)`, by row; None: greedy.
       key: base of the random numbers, default `jax.random.key(0)`.
       min_new_tokens: no stop token or stop string ends a row before; by row.
@@ -306,86 +234,41 @@ def generate(
     Raises:
       ValueError: before anything is run, naming the argument that is wrong.
     """
-    (result,) = stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        drafter=drafter,
-        tree=tree,
-        rule=rule,
-        sampling=sampling,
-        key=key,
-        min_new_tokens=min_new_tokens,
-        stop_tokens=stop_tokens,
-        stop_strings=stop_strings,
-        logprobs=logprobs,
-        n=n,
-        past=past,
-        keep_past=keep_past,
-        capacity=capacity,
-        steps=FOREVER,
-    )
+    (result,) = stream(model, prompts, steps=FOREVER, **options)
     return result
 
 
 def stream(
-    model: Model,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int | Sequence[int],
-    drafter: Model | None = None,
-    tree: Topology | str | Sequence[int] | None = None,
-    rule: Rule | str | None = None,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    key: jax.Array | None = None,
-    min_new_tokens: int | Sequence[int] = 0,
-    stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    stop_strings: str | Sequence[str] | Sequence[Sequence[str]] = (),
-    logprobs: int | None = None,
-    n: int = 1,
-    past: Past | None = None,
-    keep_past: bool = False,
-    capacity: int = 0,
-    steps: int = 8,
+    model: Model, prompts: Prompts, *, steps: int = 8, **options: Unpack[Options]
 ) -> Iterator[Generation]:
     """`generate`, yielding all there is so far after every `steps` passes of the loop.
 
     The `new_texts` of a row put together are its text: characters are whole, and what
     may turn out to begin a stop string is held back. The last item is the result.
     """
-    if steps < 1:
-        raise ValueError(f"steps: want at least 1, got {steps}")
+    steps = integer("steps", steps, 1, FOREVER, "at least 1")
     began = time.perf_counter()
-    decoding, plan = begin(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        drafter=drafter,
-        tree=tree,
-        rule=rule,
-        sampling=sampling,
-        key=key,
-        min_new_tokens=min_new_tokens,
-        stop_tokens=stop_tokens,
-        stop_strings=stop_strings,
-        logprobs=logprobs,
-        n=n,
-        past=past,
-        keep_past=keep_past,
-        capacity=capacity,
-    )
-    jax.block_until_ready(decoding.count)
+    decoding, plan = begin(model, prompts, **options)
+    jax.block_until_ready(decoding.root)
     read = time.perf_counter()
-    bare = (
-        without_tokenizer(model),
-        None if drafter is None else without_tokenizer(drafter),
-    )
     shown = [0] * len(plan.text)
     running = True
     while running:
-        decoding = loop.advance_jit(
-            *bare, plan.tree, decoding, jnp.int32(steps), plan.rule
-        )
-        running = bool((np.asarray(decoding.finish) == loop.RUNNING).any())
+        decoding = advance_jit(plan.spec, decoding, jnp.int32(steps))
+        running = bool((np.asarray(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
         yield summarise(plan, decoding, shown, seconds, running)
+
+
+def _show_options(function: Callable[..., Any], *more: inspect.Parameter) -> None:
+    """Let `help` and editors see every option with its default, written in `begin`."""
+    options = inspect.signature(begin)
+    shown = [*options.parameters.values(), *more]
+    returns = inspect.signature(function).return_annotation
+    function.__signature__ = options.replace(  # type: ignore[attr-defined]
+        parameters=shown, return_annotation=returns
+    )
+
+
+_show_options(generate)
+_show_options(stream, inspect.signature(stream).parameters["steps"])

@@ -7,18 +7,24 @@ import numpy as np
 
 from stree_jax.checkpoint import Model
 from stree_jax.models import State
-from stree_jax.sampling import stop_strings as stops
 from stree_jax.sampling.logprobs import LogProbs
-from stree_jax.speculation import loop
-from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.loop import Decoding
-from stree_jax.speculation.tree import Topology
+from stree_jax.sampling.stop_strings import cut_text, held_back
+from stree_jax.speculation.decoding import (
+    OUT_OF_LENGTH,
+    RUNNING,
+    STOP_STRING,
+    STOP_TOKEN,
+    Decoding,
+)
+from stree_jax.speculation.drafter import DraftState
+from stree_jax.speculation.loop import commit_jit
+from stree_jax.speculation.step import Spec
 
 FINISH_REASONS = {
-    loop.RUNNING: "running",
-    loop.STOP_TOKEN: "stop",
-    loop.STOP_STRING: "stop",
-    loop.OUT_OF_LENGTH: "length",
+    RUNNING: "running",
+    STOP_TOKEN: "stop",
+    STOP_STRING: "stop",
+    OUT_OF_LENGTH: "length",
 }
 
 
@@ -27,12 +33,13 @@ class Past:
     """What has been read and written, to be continued; by row.
 
     Attributes:
-      target, drafter: states on the device; the drafter's may be None.
+      target: its state, on the device.
+      drafter: the drafter's; None where nothing was drafted.
       tokens: all the text so far, prompts included.
     """
 
     target: State
-    drafter: State | None
+    drafter: DraftState
     tokens: list[list[int]]
 
 
@@ -53,9 +60,11 @@ class Generation:
       target_calls: [B] ints, passes of the target that the row took.
       acceptance_length: [B] floats, tau: mean tokens gained per call.
       gained: [B, M + 2] ints, how many calls gained 0 .. M + 1 tokens.
-      min_margin: [B] floats, smallest gap between the two best scores at any choice.
-        Where it is within rounding (about 1e-4 in float32, 0.1 in bfloat16), plain
-        decoding may have taken the other token. Infinity where p/q tests decided.
+      min_margin: [B] floats, by how much scores would have had to change for another
+        token at any choice: the gap between the two best, or to the edge of top-k,
+        top-p or min-p. Where it is within rounding (about 1e-4 in float32, 0.1 in
+        bfloat16), plain decoding may have taken the other token. Infinity where p/q
+        tests decided.
       past: to continue from, if it was asked for.
       prefill_s, decode_s: wall seconds, compilation included.
     """
@@ -78,15 +87,22 @@ class Generation:
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated call: everything the steps after prefill need on the host."""
+    """A validated call: what the steps after prefill need on the host; lists by row.
+
+    Attributes:
+      model: the target, with its tokenizer.
+      spec: what the programs take.
+      text: token ids before anything was generated.
+      stop_strings, min_new_tokens: as they were asked for.
+      pieces: bytes of each token; None where no row has stop strings.
+      keep_past: whether to return a `Past`.
+    """
 
     model: Model
-    drafter: Model | None
-    tree: Topology
-    rule: Rule
-    text: list[list[int]]  # by row, before anything was generated
+    spec: Spec
+    text: list[list[int]]
     stop_strings: list[list[str]]
-    least: list[int]
+    min_new_tokens: list[int]
     pieces: list[bytes] | None
     keep_past: bool
 
@@ -97,14 +113,14 @@ def _text_of(
     """A row's text, how many characters of it are final, and its stop string."""
     assert plan.model.tokenizer is not None  # the caller asks
     strings, reason = plan.stop_strings[row], None
-    if finish == loop.STOP_STRING:
+    if finish == STOP_STRING:
         assert plan.pieces is not None  # there are stop strings
-        text, reason = stops.cut_text(
-            plan.model.tokenizer, plan.pieces, tokens, strings, plan.least[row]
+        text, reason = cut_text(
+            plan.model.tokenizer, plan.pieces, tokens, strings, plan.min_new_tokens[row]
         )
     else:
         text = plan.model.tokenizer.decode(tokens)
-    held = stops.held_back(text, strings) if finish == loop.RUNNING else 0
+    held = held_back(text, strings) if finish == RUNNING else 0
     return text, len(text) - held, reason
 
 
@@ -127,7 +143,7 @@ def summarise(
     lengths, finish = host["length"], host["finish"].tolist()
     tokens = [row[:n].tolist() for row, n in zip(host["tokens"], lengths, strict=True)]
     reasons: list[int | str | None] = [
-        row[-1] if f == loop.STOP_TOKEN else None
+        row[-1] if f == STOP_TOKEN else None
         for row, f in zip(tokens, finish, strict=True)
     ]
     texts = new_texts = logprobs = past = None
@@ -147,10 +163,8 @@ def summarise(
     if plan.keep_past and not running:
         last = decoding.pending
         past = Past(
-            target=loop.commit_jit(
-                decoding.state, last.records, last.path, last.length
-            ),
-            drafter=decoding.drafter,
+            target=commit_jit(decoding.state, last.records, last.path, last.length),
+            drafter=decoding.drafting,
             tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
         )
     return Generation(

@@ -9,10 +9,10 @@ import numpy as np
 from jax import lax
 
 from stree_jax import models
+from stree_jax.arguments import check_model, checked_tokens
 from stree_jax.checkpoint import Model, without_tokenizer
 from stree_jax.models import (
     PREFILL_CHUNK,
-    ModelConfig,
     State,
     extend,
     forward_tree,
@@ -22,23 +22,6 @@ from stree_jax.models import (
     prefill,
 )
 from stree_jax.speculation.tree import Tree, make_tree
-
-
-def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> jax.Array:
-    """`tokens` as int32 of `ndim` axes, every id below the vocabulary's size."""
-    table = np.asarray(tokens)
-    if table.size == 0:
-        table = table.astype(np.int32)
-    if table.ndim != ndim or not np.issubdtype(table.dtype, np.integer):
-        raise ValueError(
-            f"{name}: want integers with {ndim} axes, got {table.dtype} {table.shape}"
-        )
-    if table.size and not 0 <= table.min() <= table.max() < config.vocab_size:
-        raise ValueError(
-            f"{name}: ids {table.min()}..{table.max()} "
-            f"are not all in the vocabulary 0..{config.vocab_size - 1}"
-        )
-    return jnp.asarray(table, jnp.int32)
 
 
 @jax.jit
@@ -68,7 +51,8 @@ def score(model: Model, tokens: Any) -> jax.Array:
     Raises:
       ValueError: tokens of another shape, or ids outside the vocabulary.
     """
-    tokens = checked_tokens("tokens", tokens, model.config, 2)
+    check_model("model", model)
+    tokens = jnp.asarray(checked_tokens("tokens", tokens, model.config, 2))
     T = tokens.shape[1]
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
@@ -129,8 +113,9 @@ def score_tree(
     Raises:
       ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
     """
-    prefix = checked_tokens("prefix", prefix, model.config, 1)
-    tokens = checked_tokens("tokens", tokens, model.config, 1)
+    check_model("model", model)
+    prefix = jnp.asarray(checked_tokens("prefix", prefix, model.config, 1))
+    tokens = jnp.asarray(checked_tokens("tokens", tokens, model.config, 1))
     tree = make_tree(parents)
     if tokens.shape[0] != tree.size:
         raise ValueError(

@@ -16,10 +16,12 @@ import numpy as np
 from scipy import stats
 
 import stree_jax
-from stree_jax import Sampling, accept, decode, draft
+from stree_jax import Sampling, sampling_rows
 from stree_jax.models import MambaConfig, ModelConfig, init_params
-from stree_jax.sampling.distribution import ACCEPT, DRAFT, SamplingRows, sampling_rows
+from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
+from stree_jax.speculation import accept, model_drafter
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.model_drafter import ModelDrafter
 from stree_jax.speculation.tree import Tree, make_tree
 from tests.support.tiny import perturbed
 
@@ -139,56 +141,60 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
 # The ten mistakes. Each patches the library where a hasty author would have gone wrong.
 
 
-def _untouched_siblings(rule, p, q, drafts, real, u):
+def _untouched_siblings(rule, p, q, drafts, exists, u):
     """All siblings are tried against the same p."""
     right, left = accept.residual, accept.residual(p, q)
     with mock.patch.object(accept, "residual", lambda p, q: p):
-        taken, _ = _siblings(rule, p, q, drafts, real, u)
+        taken, _ = _try_siblings(rule, p, q, drafts, exists, u)
     assert accept.residual is right
     return taken, left
 
 
-_siblings, _propose, _scorer = accept.siblings, decode.propose, decode.scorer
-_walk, _draw, _keys_at = accept.walk, draft.draw_children, accept.keys_at
+_try_siblings, _accept_path = accept.try_siblings, accept.accept_path
+_propose, _draw, _keys = (
+    ModelDrafter.propose,
+    model_drafter.draw_children,
+    Distribution.keys,
+)
 
 
-def _unprocessed_q(drafter, tree, rule, decoding):
+def _unprocessed_q(drafter, state, root, tree, dist, rule):
     """q as it is before the temperature."""
-    drafts, state = _propose(drafter, tree, rule, decoding)
-    q = drafts.q ** decoding.requests.sampling.temperature[:, None, None]
+    draft, state = _propose(drafter, state, root, tree, dist, rule)
+    q = draft.q ** dist.sampling.temperature[:, None, None]
     q = q / jnp.maximum(q.sum(axis=-1, keepdims=True), 1e-30)
-    return replace(drafts, q=q), state
+    return replace(draft, q=q), state
 
 
-def _top_p_for_the_drafter_only(config, decoding):
-    if config.d_model == TARGET_WIDTH:
-        rows = decoding.requests.sampling
-        rows = replace(rows, top_p=jnp.ones_like(rows.top_p))
-        requests = replace(decoding.requests, sampling=rows)
-        decoding = replace(decoding, requests=requests)
-    return _scorer(config, decoding)
+def _top_p_for_the_drafter_only(rule, draft, logits, dist):
+    sampling = dist.sampling
+    sampling = replace(sampling, top_p=jnp.ones_like(sampling.top_p))
+    dist = replace(dist, requests=replace(dist.requests, sampling=sampling))
+    return _accept_path(rule, draft, logits, dist)
 
 
-def _bonus_of_the_parent(rule, layout, tokens, logits, *rest):
+def _bonus_of_the_parent(rule, draft, logits, dist):
     """Below a leaf, the token is drawn from the distribution before the leaf."""
-    leaf = (layout.kids == tokens.shape[1]).all(axis=2)[..., None]
-    above = jnp.take_along_axis(logits, layout.parents[..., None], axis=1)
-    logits = jnp.where(leaf, above, logits)
-    return _walk(rule, layout, tokens, logits, *rest)
+    layout = draft.layout
+    leaf = (layout.children == draft.tokens.shape[1]).all(axis=2)[..., None]
+    above = jnp.take_along_axis(
+        logits, jnp.maximum(layout.parents, 0)[..., None], axis=1
+    )
+    return _accept_path(rule, draft, jnp.where(leaf, above, logits), dist)
 
 
-def _sorted_siblings(drafting, rows, z, *rest):
+def _sorted_siblings(drafting, dist, z, *rest):
     """Drawn without replacement, then put in order of probability."""
-    drawn = _draw(drafting, rows, z, *rest)
+    drawn = _draw(drafting, dist, z, *rest)
     p = jnp.take_along_axis(z, drawn, axis=-1)
     return jnp.take_along_axis(drawn, jnp.argsort(-p, axis=-1), axis=-1)
 
 
-def _drafting_keys(rows: SamplingRows, purpose: int, place: jax.Array) -> jax.Array:
+def _drafting_keys(dist: Distribution, purpose: int, depth: jax.Array) -> jax.Array:
     """Accept with the very numbers that the root's children were drawn with."""
     if purpose != ACCEPT:
-        return _keys_at(rows, purpose, place)
-    keys = _keys_at(rows, DRAFT, place)
+        return _keys(dist, purpose, depth)
+    keys = _keys(dist, DRAFT, depth)
     return jax.vmap(lambda k: jax.random.fold_in(k, 0))(keys)
 
 
@@ -212,20 +218,24 @@ MISTAKES = {
         MSS, accept, "residual", lambda p, q: jnp.maximum(p - q, 0)
     ),
     "residual not updated between siblings": Mistake(
-        MSS, accept, "siblings", _untouched_siblings
+        MSS, accept, "try_siblings", _untouched_siblings
     ),
     "with-replacement rule, draws without": Mistake(Rule("mss", "without_replacement")),
     "drafter's unprocessed probabilities": Mistake(
-        MSS, decode, "propose", _unprocessed_q
+        MSS, ModelDrafter, "propose", _unprocessed_q
     ),
     "top-p on one side only": Mistake(
-        MSS, decode, "scorer", _top_p_for_the_drafter_only
+        MSS, accept, "accept_path", _top_p_for_the_drafter_only
     ),
-    "bonus token of the wrong node": Mistake(MSS, accept, "walk", _bonus_of_the_parent),
+    "bonus token of the wrong node": Mistake(
+        MSS, accept, "accept_path", _bonus_of_the_parent
+    ),
     "siblings sorted after sampling": Mistake(
-        RECURSIVE, draft, "draw_children", _sorted_siblings
+        RECURSIVE, model_drafter, "draw_children", _sorted_siblings
     ),
-    "key reused for draft and accept": Mistake(MSS, accept, "keys_at", _drafting_keys),
+    "key reused for draft and accept": Mistake(
+        MSS, Distribution, "keys", _drafting_keys
+    ),
     "unmodified p after a rejection": Mistake(MSS, accept, "residual", lambda p, q: p),
 }
 

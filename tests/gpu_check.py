@@ -57,6 +57,7 @@ def program_case(nodes: int) -> tuple:
     from stree_jax.models import init_params
     from stree_jax.sampling.requests import Requests
     from stree_jax.speculation import loop
+    from stree_jax.speculation.accept import NAIVE
     from stree_jax.speculation.tree import NAMED_TREES, chain
 
     def model(name: str) -> Any:
@@ -72,16 +73,16 @@ def program_case(nodes: int) -> tuple:
     def begin(target, drafter, text, lengths):
         stop = jnp.full((1, 8), -1, jnp.int32)
         requests = Requests(jnp.full((1,), 64), None, stop, None, None)
-        return loop.start(
-            target, drafter, tree, text, lengths, requests, max_new_tokens=64
-        )
+        spec = loop.make_spec(target, drafter, tree, NAIVE)
+        return loop.init_decoding(spec, text, lengths, requests, max_new_tokens=64)
 
     text = jax.ShapeDtypeStruct((1, 65), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     decoding = jax.eval_shape(begin, target, drafter, text, lengths)
 
     def run(decoding, target, drafter):
-        return loop.advance(target, drafter, tree, decoding, jnp.int32(64))
+        spec = loop.make_spec(target, drafter, tree, NAIVE)
+        return loop.advance(spec, decoding, jnp.int32(64))
 
     return run, (decoding, target, drafter), (0,)
 

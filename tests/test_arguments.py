@@ -2,12 +2,16 @@
 
 import dataclasses
 
+import chex
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
 import stree_jax
-from stree_jax import Past, Sampling, decode, resolve_rule
+from stree_jax import Past, Sampling, resolve_rule
+from stree_jax.speculation import loop
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import tiny
@@ -56,6 +60,38 @@ LIST = "want one list for all prompts or a list of one for each of the 2"
         (dict(logprobs=48), r"logprobs: want 0\.\.47 best tokens, got 48"),
         (dict(past=[[8, 9]]), "past: 1 rows, but 2 prompts"),
         (dict(max_new_tokens=0), "max_new_tokens: want at least 1, got 0"),
+        (dict(max_new_tokens=2**31), "max_new_tokens: want at most 16777216, got 214"),
+        (
+            dict(min_new_tokens=10**11),
+            "min_new_tokens: want at most 16777216, got",
+        ),
+        (dict(min_new_tokens=1, stop_tokens=range(47)), "every token is a stop token"),
+        (dict(prompts=5), "prompts: want a text or a list of prompts, got 5"),
+        (dict(prompts=[[[8], [9, 9]]]), r"prompts\[0\]: want integers with 1 axes"),
+        (dict(logprobs=1.5), r"logprobs: want 0\.\.47 best tokens, got 1\.5"),
+        (dict(capacity=-1), "capacity: want rows of the caches, got -1"),
+        (
+            dict(rule=["mss"]),
+            "rule: want a name such as .mss. or a Rule, got",
+        ),
+        (
+            dict(drafter="demo-drafter"),
+            r"drafter: got a string; give stree_jax\.load",
+        ),
+        (dict(drafter=3), "drafter: want a model of stree_jax.load, got <cl"),
+        (
+            dict(draft=True, tree="chain:1000000"),
+            "chain: 1000001 nodes; want at most 1024",
+        ),
+        (
+            dict(draft=True, tree="binary:60"),
+            "full_tree: 2047 nodes; want at most",
+        ),
+        (dict(draft=True, tree="beam:9999x9999"), "beam: .* nodes; want at most"),
+        (
+            dict(draft=True, tree=[-1] + [0] * 48),
+            "tree: 48 children a node, but on",
+        ),
         (dict(max_new_tokens=[4, -2]), "max_new_tokens: want at least 1, got -2"),
         (dict(max_new_tokens=[4] * 3), f"max_new_tokens: {ONE}, got"),
         (dict(max_new_tokens=[4, 4.0]), f"max_new_tokens: {ONE}, got"),
@@ -102,10 +138,81 @@ def test_wrong_arguments(target, drafter, options, message):
         options["drafter"] = drafter.replace(config=config)
     if "past" in options:
         options["past"] = Past(None, None, options["past"])
-    before = decode.start_jit._cache_size()
+    before = loop.init_decoding_jit._cache_size()
     with pytest.raises(ValueError, match=message):
         stree_jax.generate(target, **options)
-    assert decode.start_jit._cache_size() == before
+    assert loop.init_decoding_jit._cache_size() == before
+
+
+def test_a_string_is_no_model():
+    for call in (stree_jax.generate, stree_jax.score):
+        options = {"max_new_tokens": 4} if call is stree_jax.generate else {}
+        with pytest.raises(ValueError, match="model: got a string; give stree_jax.lo"):
+            call("demo", [[8]], **options)
+
+
+def test_numbers_of_numpy_are_numbers(target):
+    result = stree_jax.generate(
+        target, [[8]], max_new_tokens=np.int64(2), n=np.int64(2), logprobs=np.int32(1)
+    )
+    assert len(result.tokens) == 2 and result.logprobs[0].top.shape == (2, 1)
+
+
+def test_a_past_of_another_model_is_refused(target):
+    options = dict(max_new_tokens=2, keep_past=True)
+    other = tiny(2, layers=("mamba", "mamba"))
+    past = stree_jax.generate(other, [[8]], **options).past
+    with pytest.raises(ValueError, match="past: of another target: its state does not"):
+        stree_jax.generate(target, [[9]], max_new_tokens=2, past=past)
+    drafted = stree_jax.generate(target, [[8]], drafter=other, tree="A", **options).past
+    with pytest.raises(ValueError, match="past: of another drafter: its state does no"):
+        stree_jax.generate(
+            target, [[9]], max_new_tokens=2, past=drafted, drafter=target, tree="A"
+        )
+    with pytest.raises(ValueError, match="past: want the past of an earlier result"):
+        stree_jax.generate(target, [[9]], max_new_tokens=2, past=(drafted,))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "lengths", "message"),
+    [
+        ([[8, 50]], [2], r"prompts: 8\.\.50 are not all in 0\.\.49"),
+        ([[8, -1]], [2], r"prompts: -1\.\.8 are not all in 0\.\.49"),
+        ([[8, 9]], [0], r"lengths: 0\.\.0 are not all in 1\.\.2"),
+        ([[8, 9]], [3], r"lengths: 3\.\.3 are not all in 1\.\.2"),
+        ([[8, 9]], [1, 1], r"prompts: want \[B, S\] and lengths \[B\]"),
+        ([8, 9], [1, 1], r"prompts: want \[B, S\] and lengths \[B\]"),
+    ],
+)
+def test_generate_tokens_checks_what_it_can_see(target, prompts, lengths, message):
+    arrays = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        stree_jax.generate_tokens(target, None, "chain:0", *arrays, max_new_tokens=2)
+
+
+def test_generate_tokens_takes_names(target, drafter):
+    """A tree and a rule by name, as `generate` does."""
+    prompts, lengths = jnp.asarray([[8, 9]], jnp.int32), jnp.asarray([2], jnp.int32)
+    done = stree_jax.generate_tokens(
+        target, drafter, "A", prompts, lengths, max_new_tokens=6, rule="naive"
+    )
+    plain = stree_jax.generate(target, [[8, 9]], max_new_tokens=6)
+    assert done.tokens[0, : int(done.length[0])].tolist() == plain.tokens[0]
+
+
+def test_scores_inside_jit_and_vmap(target):
+    tokens = jnp.asarray([[8, 9, 10], [11, 12, 13]], jnp.int32)
+    want = stree_jax.score(target, tokens)
+    inside = jax.jit(lambda tokens: stree_jax.score(target, tokens))(tokens)
+    mapped = jax.vmap(lambda row: stree_jax.score(target, row[None])[0])(tokens)
+    chex.assert_trees_all_close(inside, want, atol=1e-5)
+    chex.assert_trees_all_close(mapped, want, atol=1e-5)
+    with pytest.raises(ValueError, match="tokens: want integers with 2 axes, got floa"):
+        jax.jit(lambda tokens: stree_jax.score(target, tokens))(tokens * 1.0)
+
+
+def test_a_model_prints_in_a_line_or_so(target):
+    assert len(repr(target)) < 2000 and "parameters" in repr(target)
 
 
 def test_a_stream_wants_steps(target):

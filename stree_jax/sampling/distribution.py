@@ -1,165 +1,216 @@
-"""From logits to the distribution a token is drawn from, row by row.
+"""From logits to the distribution that the next token is drawn from, row by row.
 
 The order is that of Hugging Face: repetition penalty, temperature, top-k, top-p, min-p.
 Target and drafter are processed by the same function, so that an acceptance rule
 compares the two distributions that tokens are really drawn from.
+
+Letters: B rows, Q nodes of a tree, V tokens, D tokens on a path.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
+
+from stree_jax.sampling.requests import Requests
+from stree_jax.sampling.settings import SamplingRows
 
 # What a random number is for: each purpose has a stream of its own.
 NOISE, DRAFT, ACCEPT = 0, 1, 2
 
-_FLOAT32 = np.finfo(np.float32)
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one row is sampled.
+@struct.dataclass
+class Edges:
+    """How near tokens are to being kept, or left out, by top-k, top-p and min-p.
 
     Attributes:
-      temperature: divides the logits; 0 is greedy.
-      top_k: only the k most probable tokens (and ties with the k-th); 0 is off.
-      top_p: only the fewest tokens whose probabilities reach p together; 1 is off.
-      min_p: only tokens at least this probable relative to the best one; 0 is off.
-      repetition_penalty: divides positive and multiplies negative logits of tokens
-        that are in the text already, the prompt included; 1 is off.
-      seed: of the row's random numbers; None: the number of its prompt. The same seed
-        gives the same text whatever the row's neighbours are.
+      distance: [B, Q, V] float32, by how much a logit (or, where the mass of top-p
+        decides, a probability) would have to change: above 0 for tokens that are kept,
+        below 0 for the others, infinite without filters.
+      unfiltered: [B, Q, V] float32, log-probabilities as if all tokens had been kept,
+        normalised over those that were.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        def check(name: str, kinds: tuple, good: Any, want: str) -> None:
-            value = getattr(self, name)
-            right = isinstance(value, kinds) and not isinstance(value, bool)
-            if not (right and good(value)):
-                raise ValueError(f"{name}: want {want}, got {value!r}")
-
-        # What float32 can hold: smaller numbers are 0 on the device.
-        least, most = float(_FLOAT32.tiny), float(_FLOAT32.max)
-        real, whole = (int, float, np.number), (int, np.integer)
-        check("temperature", real, lambda t: t == 0 or least <= t <= most, "0 or more")
-        check("top_k", whole, lambda k: 0 <= k < 2**31, "an integer >= 0 (0 is off)")
-        check("top_p", real, lambda p: least <= p <= 1, "a number in (0, 1]")
-        check("min_p", real, lambda p: 0 <= p < 1, "a number in [0, 1)")
-        check("repetition_penalty", real, lambda r: least <= r <= most, "a number > 0")
-        if self.seed is not None:
-            check("seed", whole, lambda s: 0 <= s < 2**32, "an integer in [0, 2^32)")
+    distance: jax.Array
+    unfiltered: jax.Array
 
 
 @struct.dataclass
-class SamplingRows:
-    """`Sampling` of B rows, on the device.
+class Distribution:
+    """What the tokens below a tree's root are chosen by, for target and drafter alike.
 
     Attributes:
-      temperature, top_p, min_p: [B] float32; top_k: [B] int32.
-      penalty: [B] float32, or None where no row has a repetition penalty.
-      key: [B] typed keys, one a row.
+      requests: of the B rows.
+      output_place: [B] int32, place in the output of the token after the root.
+      seen: [B, V] bool, tokens in the text, the root included; None without a penalty.
+      num_tokens: V; logits beyond it only pad the vocabulary.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    penalty: jax.Array | None
-    key: jax.Array
+    requests: Requests
+    output_place: jax.Array
+    seen: jax.Array | None
+    num_tokens: int = struct.field(pytree_node=False)
 
     @property
-    def greedy(self) -> jax.Array:
-        """[B] bool, rows of temperature 0."""
-        return self.temperature == 0
+    def sampling(self) -> SamplingRows | None:
+        """How rows are sampled; None: all are greedy."""
+        return self.requests.sampling
 
+    def scores(
+        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None = None
+    ) -> jax.Array:
+        """What the token after each of Q nodes is chosen by.
 
-def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
-    """Keys [B * samples]: of a row's seed and of the sample's number, and no more."""
+        Log-probabilities of the processed distribution; in a greedy batch just the
+        logits that are allowed, whose argmax is the same.
 
-    def one(seed: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(key, seed)
-        return jax.vmap(lambda j: jax.random.fold_in(own, j))(jnp.arange(samples))
+        Args:
+          logits: [B, Q, >= V] float32.
+          depth: [B, Q] (or [1, Q]) int32, of the nodes; the root's is 0.
+          path: [B, Q, D] int32, tokens above and at each node; None: `seen` has them.
 
-    return jax.vmap(one)(seeds).reshape(-1)
+        Returns:
+          [B, Q, V] float32, -inf for tokens that are out of the question.
+        """
+        logits = self._allowed(logits, depth)
+        if self.sampling is None:
+            return logits
+        z = tempered(self.sampling, logits, self._seen(path))
+        return log_probs(self.sampling, z)
 
+    def scores_and_edges(
+        self, logits: jax.Array, depth: jax.Array
+    ) -> tuple[jax.Array, Edges]:
+        """`scores` of rows that are sampled, and how near the filters' edges are."""
+        assert self.sampling is not None  # a greedy batch has no filters
+        logits = self._allowed(logits, depth)
+        z = tempered(self.sampling, logits, self._seen(None))
+        return log_probs_and_edges(self.sampling, z)
 
-def sampling_rows(
-    settings: Sequence[Sampling], key: jax.Array | None = None, samples: int = 1
-) -> SamplingRows:
-    """Settings of B prompts as arrays of B * `samples` rows, prompt by prompt.
+    def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:
+        """Logits [B, Q, V], -inf for stop tokens before `min_new_tokens`."""
+        logits, r = logits[..., : self.num_tokens], self.requests
+        if r.min_new_tokens is None:
+            return logits
+        batch, _, V = logits.shape
+        row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        stops = jnp.where(r.stop_tokens < 0, V, r.stop_tokens)
+        stop = jnp.zeros((batch, V), bool).at[row, stops].set(True, mode="drop")
+        place = self.output_place[:, None] + depth
+        early = place < r.min_new_tokens[:, None]
+        return jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
 
-    Args:
-      settings: one a prompt.
-      key: base of all random numbers, a key of `jax.random.key`; default: `key(0)`.
-      samples: rows per prompt.
+    def _seen(self, path: jax.Array | None) -> jax.Array | None:
+        """Tokens [B, Q, V] (or [B, 1, V]) in the text before each node's next one."""
+        if self.seen is None:
+            return None
+        if path is None:
+            return self.seen[:, None]
+        batch, Q, _ = path.shape
+        b = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+        q = jnp.arange(Q, dtype=jnp.int32)[None, :, None]
+        here = jnp.broadcast_to(self.seen[:, None], (batch, Q, self.num_tokens))
+        return here.at[b, q, path].set(True)
 
-    Raises:
-      ValueError: a key whose random numbers would depend on a row's place.
-    """
-    key = jax.random.key(0) if key is None else key
-    if not isinstance(key, jax.Array):
-        raise ValueError(f"key: want a key of jax.random.key, got {key!r}")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.shape != () or str(jax.random.key_impl(key)) != "threefry2x32":
-        raise ValueError(
-            "key: want one threefry key (jax.random.key(seed)): other generators give "
-            "a row other numbers in another batch"
-        )
-    seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
+    def after(self, token: jax.Array) -> "Distribution":
+        """The same with one more token [B] in the text that was seen."""
+        if self.seen is None:
+            return self
+        row = jnp.arange(token.shape[0], dtype=jnp.int32)
+        return replace(self, seen=self.seen.at[row, token].set(True))
 
-    def rows(name: str, dtype: type) -> jax.Array:
-        values: np.ndarray = np.array([getattr(s, name) for s in settings], dtype)
-        return jnp.asarray(np.repeat(values, samples))
+    def keys(self, purpose: int, depth: jax.Array) -> jax.Array:
+        """Keys [B] for one purpose and the token after the nodes at a depth []."""
+        assert self.sampling is not None  # greedy rows draw nothing
 
-    penalised = any(s.repetition_penalty != 1 for s in settings)
-    return SamplingRows(
-        temperature=rows("temperature", np.float32),
-        top_k=rows("top_k", np.int32),
-        top_p=rows("top_p", np.float32),
-        min_p=rows("min_p", np.float32),
-        penalty=rows("repetition_penalty", np.float32) if penalised else None,
-        key=row_keys(key, jnp.asarray(np.array(seeds, np.uint32)), samples),
-    )
+        def one(key: jax.Array, place: jax.Array) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(key, purpose), place)
 
+        return jax.vmap(one)(self.sampling.key, self.output_place + depth)
 
-def keys_at(rows: SamplingRows, purpose: int, place: jax.Array) -> jax.Array:
-    """Keys [B] for one purpose at places [B] of the rows' outputs."""
+    def noise(self, depth: jax.Array) -> jax.Array:
+        """The Gumbel noise [B, V] that the target chooses by, after nodes at a depth.
 
-    def one(key: jax.Array, i: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(key, purpose), i)
+        It belongs to a place of the output: plain decoding finds the same there.
+        """
+        return self.gumbel(self.keys(NOISE, depth))
 
-    return jax.vmap(one)(rows.key, place)
+    def gumbel(self, keys: jax.Array) -> jax.Array:
+        """Gumbel noise [B, ..., V] of keys [B, ...]; 0 for greedy rows.
 
-
-def gumbel(rows: SamplingRows, keys: jax.Array, vocab_size: int) -> jax.Array:
-    """Gumbel noise [..., V] of keys [B, ...]; 0 for greedy rows.
-
-    `argmax(log_probs + noise)` is a draw, the k largest are k draws without
-    replacement in the order they were drawn, and for greedy rows both are just the
-    most probable tokens.
-    """
-    flat = jax.vmap(lambda k: jax.random.gumbel(k, (vocab_size,)))(keys.reshape(-1))
-    noise = flat.reshape(*keys.shape, vocab_size)
-    greedy = rows.greedy.reshape(-1, *[1] * (noise.ndim - 1))
-    return jnp.where(greedy, 0.0, noise)
+        `argmax(log_probs + noise)` is a draw, the k largest are k draws without
+        replacement in the order they were drawn, and for greedy rows both are just the
+        most probable tokens.
+        """
+        assert self.sampling is not None
+        shape = (self.num_tokens,)
+        draw = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))
+        noise = draw(keys.reshape(-1)).reshape(*keys.shape, *shape)
+        greedy = self.sampling.greedy.reshape(-1, *[1] * (noise.ndim - 1))
+        return jnp.where(greedy, 0.0, noise)
 
 
 def _by_row(values: jax.Array) -> jax.Array:
     """[B] as [B, 1, 1], against [B, Q, V]."""
     return values[:, None, None]
+
+
+def tempered(
+    sampling: SamplingRows, logits: jax.Array, seen: jax.Array | None
+) -> jax.Array:
+    """Logits [B, Q, V] after repetition penalty and temperature; the largest is 0.
+
+    Args:
+      logits: [B, Q, V] float32, -inf for tokens that are out of the question.
+      seen: [B, Q, V] bool, tokens in the text before; None without a penalty.
+    """
+    if sampling.penalty is not None and seen is not None:
+        penalty = _by_row(sampling.penalty)
+        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        logits = jnp.where(seen, punished, logits)
+    # The largest logit becomes 0 first, so that a tiny temperature cannot overflow.
+    z = logits - logits.max(axis=-1, keepdims=True)
+    return z / _by_row(jnp.where(sampling.greedy, 1.0, sampling.temperature))
+
+
+def log_probs(sampling: SamplingRows, z: jax.Array) -> jax.Array:
+    """Log-probabilities that the next token is drawn from, of `tempered` logits.
+
+    A greedy row has those of temperature 1; its token is their argmax.
+
+    Returns:
+      [B, Q, V] float32, normalised; -inf for tokens that are filtered out.
+    """
+
+    def filtered(z: jax.Array) -> jax.Array:
+        return jnp.where(_filters(sampling, z)[0], z, -jnp.inf)
+
+    z = lax.cond(_any_filter(sampling), filtered, lambda z: z, z)
+    return jax.nn.log_softmax(z, axis=-1)
+
+
+def log_probs_and_edges(
+    sampling: SamplingRows, z: jax.Array
+) -> tuple[jax.Array, Edges]:
+    """`log_probs`, and how near to another set of tokens the filters were."""
+
+    def filtered(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kept, distance = _filters(sampling, z)
+        return jnp.where(kept, z, -jnp.inf), distance
+
+    def whole(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return z, jnp.full_like(z, jnp.inf)
+
+    kept, distance = lax.cond(_any_filter(sampling), filtered, whole, z)
+    total = jax.nn.logsumexp(kept, axis=-1, keepdims=True)
+    return jax.nn.log_softmax(kept, axis=-1), Edges(distance, z - total)
+
+
+def _any_filter(sampling: SamplingRows) -> jax.Array:
+    s = sampling
+    return ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0)).any()
 
 
 def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
@@ -177,7 +228,7 @@ def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array
     """
 
     def bit(i: jax.Array, bound: jax.Array) -> jax.Array:
-        more = bound | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        more = bound | (jnp.uint32(1) << (jnp.uint32(31) - jnp.asarray(i, jnp.uint32)))
         reached = jnp.where(bits >= more, weight, 0.0).sum(axis=-1, keepdims=True)
         return jnp.where(reached >= need, more, bound)
 
@@ -185,41 +236,82 @@ def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array
     return lax.fori_loop(0, 32, bit, start)
 
 
-def _filtered(rows: SamplingRows, z: jax.Array) -> jax.Array:
-    """z [B, Q, V], largest 0, with -inf outside top-k, then top-p, then min-p."""
-    raw = lax.bitcast_convert_type(z, jnp.uint32)
-    bits = jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
-    top_k = jnp.where(rows.top_k > 0, rows.top_k.astype(jnp.float32), jnp.inf)
-    bound = _threshold(bits, jnp.ones_like(z), _by_row(top_k))
-    z = jnp.where(bits >= bound, z, -jnp.inf)
-    p = jax.nn.softmax(z, axis=-1)
-    top_p = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)
-    bound = _threshold(bits, p, _by_row(top_p))
-    z = jnp.where(bits >= bound, z, -jnp.inf)
-    return jnp.where(z >= jnp.log(_by_row(rows.min_p)), z, -jnp.inf)
-
-
-def processed(
-    rows: SamplingRows, logits: jax.Array, seen: jax.Array | None
-) -> jax.Array:
-    """Log-probabilities that the next token is drawn from.
-
-    A greedy row has those of temperature 1; its token is their argmax.
+def _filters(sampling: SamplingRows, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Top-k, then top-p of what is left, then min-p.
 
     Args:
-      logits: [B, Q, V] float32, -inf for tokens that are out of the question.
-      seen: [B, Q, V] bool, tokens in the text before; None without a penalty.
+      z: [B, Q, V] float32, largest 0.
 
     Returns:
-      [B, Q, V] float32, normalised; -inf for tokens that are filtered out.
+      which tokens are kept [B, Q, V], and `Edges.distance` of all.
     """
-    if rows.penalty is not None and seen is not None:
-        penalty = _by_row(rows.penalty)
-        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen, punished, logits)
-    # The largest logit becomes 0 first, so that a tiny temperature cannot overflow.
-    z = logits - logits.max(axis=-1, keepdims=True)
-    z = z / _by_row(jnp.where(rows.greedy, 1.0, rows.temperature))
-    some = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    z = lax.cond(some.any(), lambda z: _filtered(rows, z), lambda z: z, z)
-    return jax.nn.log_softmax(z, axis=-1)
+    z = jnp.maximum(z, jnp.finfo(jnp.float32).min)  # differences of infinities are NaN
+    raw = lax.bitcast_convert_type(z, jnp.uint32)
+    bits = jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
+    top_k = jnp.where(sampling.top_k > 0, sampling.top_k.astype(jnp.float32), jnp.inf)
+    by_k = bits >= _threshold(bits, jnp.ones_like(z), _by_row(top_k))
+    p = jax.nn.softmax(jnp.where(by_k, z, -jnp.inf), axis=-1)
+    top_p = _by_row(jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf))
+    by_p = by_k & (bits >= _threshold(bits, p, top_p))
+    min_z = jnp.log(_by_row(sampling.min_p))
+    kept = by_p & (z >= min_z)
+    distance = jnp.minimum(_order_distance(z, by_k), _mass_distance(z, p, by_p, top_p))
+    return kept, jnp.minimum(distance, z - min_z)
+
+
+def _order_distance(z: jax.Array, kept: jax.Array) -> jax.Array:
+    """How far each z is from changing sides with the nearest one of the other side."""
+    last = jnp.where(kept, z, jnp.inf).min(axis=-1, keepdims=True)
+    first = jnp.where(kept, -jnp.inf, z).max(axis=-1, keepdims=True)
+    return jnp.where(kept, z - first, z - last)
+
+
+def _mass_distance(
+    z: jax.Array, p: jax.Array, kept: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """`_order_distance`, or less where the mass of the kept is nearly enough or more.
+
+    The last of those kept would go if those before it reached top_p; the first of the
+    others would come if the kept fell below it.
+    """
+    distance = _order_distance(z, kept)
+    mass = jnp.where(kept, p, 0.0).sum(axis=-1, keepdims=True)
+    goes = p + top_p - mass
+    comes = top_p - mass
+    nearest = jnp.where(kept, distance, jnp.inf).min(axis=-1, keepdims=True)
+    last = kept & (distance == nearest)
+    nearest = jnp.where(kept, -jnp.inf, distance).max(axis=-1, keepdims=True)
+    first = ~kept & (distance == nearest)
+    distance = jnp.where(last, jnp.minimum(distance, goes), distance)
+    return jnp.where(first, jnp.maximum(distance, comes), distance)
+
+
+def top2_margin(scores: jax.Array, best: jax.Array) -> jax.Array:
+    """Gap [...] between the largest score of [..., V], at `best`, and the second."""
+    place = lax.broadcasted_iota(best.dtype, scores.shape, scores.ndim - 1)
+    others = jnp.where(place == best[..., None], -jnp.inf, scores)
+    return scores.max(axis=-1) - others.max(axis=-1)
+
+
+def choice_margin(
+    scores: jax.Array, edges: Edges, noise: jax.Array, token: jax.Array
+) -> jax.Array:
+    """By how much scores would have to change for another token to be chosen.
+
+    Another kept token could overtake it, a filter could leave it out, or a filter could
+    let in one that stands above it.
+
+    Args:
+      scores: [B, V] float32, log-probabilities with their noise.
+      edges: of [B, 1, V], before the noise [B, V].
+      token: [B] int32, argmax of scores.
+
+    Returns:
+      [B] float32.
+    """
+    distance, others = edges.distance[:, 0], edges.unfiltered[:, 0] + noise
+    kept = jnp.take_along_axis(distance, token[:, None], axis=1)[:, 0]
+    lead = jnp.take_along_axis(others, token[:, None], axis=1) - others
+    let_in = jnp.where(distance < 0, jnp.maximum(-distance, lead), jnp.inf)
+    margin = jnp.minimum(top2_margin(scores, token), let_in.min(axis=-1))
+    return jnp.minimum(margin, jnp.maximum(kept, 0.0))

@@ -17,24 +17,52 @@ p is the target's distribution after a node, q the drafter's, both processed.
   each rejection p <- norm(max(0, p - q)) and q <- norm(q without the draft).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.models import Nodes
-from stree_jax.sampling.distribution import ACCEPT, NOISE, SamplingRows, gumbel, keys_at
-from stree_jax.speculation.tree import Beam, Layout, Topology
+from stree_jax.sampling.distribution import (
+    ACCEPT,
+    Distribution,
+    choice_margin,
+    top2_margin,
+)
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.tree import Beam, Topology
 
-# Drafting rules that leave a rule's output the target's, its own choice first.
-UNBIASED = {
-    "naive": ("top_k", "iid", "without_replacement", "coupled"),
-    "leviathan": ("iid", "without_replacement"),
-    "mss": ("iid",),
-    "recursive": ("without_replacement",),
+Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a way to accept promises, and the draftings that keep the promise.
+
+    Attributes:
+      unbiased: draftings that leave the output the target's, its own choice first.
+      promise: "tokens" are those of plain decoding, or their "distribution" is.
+      needs_q: whether it asks for the probabilities that drafts were drawn with.
+      uses_up: whether a rejected draft is taken out of q (drawn without replacement).
+      chains_only: whether it knows one draft a place.
+    """
+
+    unbiased: tuple[Drafting, ...]
+    promise: Literal["tokens", "distribution"] = "distribution"
+    needs_q: bool = True
+    uses_up: bool = False
+    chains_only: bool = False
+
+
+ACCEPTANCES = {
+    "naive": Acceptance(
+        ("top_k", "iid", "without_replacement", "coupled"), "tokens", needs_q=False
+    ),
+    "leviathan": Acceptance(("iid", "without_replacement"), chains_only=True),
+    "mss": Acceptance(("iid",)),
+    "recursive": Acceptance(("without_replacement",), uses_up=True),
 }
 WHY_BIASED = {
     "top_k": "accepting with p/q wants drafts drawn from q, and the most probable "
@@ -52,7 +80,34 @@ class Rule:
     """How drafts are accepted and how they are drawn; see `resolve_rule`."""
 
     acceptance: str
-    drafting: str
+    drafting: Drafting
+
+    @property
+    def promise(self) -> Literal["tokens", "distribution"]:
+        """What of a sampled text is plain decoding's; a greedy one is whole."""
+        return ACCEPTANCES[self.acceptance].promise
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether sampled drafts have to come with their probabilities."""
+        return ACCEPTANCES[self.acceptance].needs_q
+
+    @property
+    def uses_up(self) -> bool:
+        """Whether a rejected draft is taken out of q."""
+        return ACCEPTANCES[self.acceptance].uses_up
+
+    def accept(self, draft: Draft, logits: jax.Array, dist: Distribution) -> "Accepted":
+        """The path of a verified tree that becomes text.
+
+        Args:
+          draft: the tree of T nodes.
+          logits: [B, T, >= V] float32, the target's.
+          dist: what the tokens below the root are chosen by.
+        """
+        if dist.sampling is None:
+            return accept_greedy(draft, logits, dist)
+        return accept_path(self, draft, logits, dist)
 
 
 NAIVE = Rule("naive", "top_k")  # all there is to greedy decoding
@@ -65,18 +120,21 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
       ValueError: unknown names, or a pair whose output would not be the target's.
     """
     if isinstance(rule, Rule):
-        acceptance, drafting = rule.acceptance, rule.drafting
-    else:
-        acceptance, _, drafting = rule.partition("/")
-    if acceptance not in UNBIASED:
+        rule = f"{rule.acceptance}/{rule.drafting}"
+    if not isinstance(rule, str):
+        raise ValueError(f"rule: want a name such as 'mss' or a Rule, got {rule!r}")
+    acceptance, _, named = rule.partition("/")
+    if acceptance not in ACCEPTANCES:
         raise ValueError(
-            f"rule: unknown acceptance {acceptance!r}; known: {', '.join(UNBIASED)}"
+            f"rule: unknown acceptance {acceptance!r}; known: {', '.join(ACCEPTANCES)}"
         )
-    drafting = drafting or UNBIASED[acceptance][0]
-    if drafting not in UNBIASED["naive"]:
-        known = ", ".join(UNBIASED["naive"])
-        raise ValueError(f"rule: unknown drafting {drafting!r}; known: {known}")
-    if drafting not in UNBIASED[acceptance]:
+    known = ACCEPTANCES["naive"].unbiased  # which takes any
+    drafting = next((d for d in known if d == named), None)
+    if named and drafting is None:
+        raise ValueError(f"rule: unknown drafting {named!r}; known: {', '.join(known)}")
+    unbiased = ACCEPTANCES[acceptance].unbiased
+    drafting = drafting or unbiased[0]
+    if drafting not in unbiased:
         raise ValueError(
             f"rule: {acceptance}/{drafting} would bias the output: "
             + WHY_BIASED[drafting]
@@ -86,10 +144,10 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
             f"rule: {acceptance}/{drafting} does not fit a beam, which holds the most "
             "probable paths; take 'naive'"
         )
-    if acceptance == "leviathan" and tree.children > 1:
+    if ACCEPTANCES[acceptance].chains_only and tree.children > 1:
         raise ValueError(
-            f"rule: leviathan is for chains, and this tree has up to {tree.children} "
-            "children a node; take 'mss' or 'recursive'"
+            f"rule: {acceptance} is for chains, and this tree has up to "
+            f"{tree.children} children a node; take 'mss' or 'recursive'"
         )
     return Rule(acceptance, drafting)
 
@@ -102,8 +160,8 @@ class Accepted:
       path: [B, M + 1] int32, rows of the accepted nodes, root first, padded with 0.
       length: [B] int32, how many they are, at least 1.
       tokens: [B, M + 1] int32, the token after each of them, `length` of which count.
-      margin: [B, M + 1] float32, by how much each token was chosen before the next
-        best; infinity where it was not chosen by an argmax.
+      margin: [B, M + 1] float32, by how much scores would have to change for another
+        token to be chosen; infinity where it was not chosen by an argmax.
     """
 
     path: jax.Array
@@ -112,34 +170,24 @@ class Accepted:
     margin: jax.Array
 
 
-def top2_margin(logits: jax.Array, best: jax.Array) -> jax.Array:
-    """Gap [...] between the largest logit of [..., V], at `best`, and the second."""
-    place = lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
-    others = jnp.where(place == best[..., None], -jnp.inf, logits)
-    return logits.max(axis=-1) - others.max(axis=-1)
-
-
-def greedy(
-    layout: Layout, nodes: Nodes, tokens: jax.Array, logits: jax.Array
-) -> Accepted:
+def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accepted:
     """The longest path along which every token is the target's most probable one.
 
-    Args:
-      layout, nodes: the tree of T nodes with longest path M.
-      tokens: [B, T] int32, the tree's tokens.
-      logits: [B, T, V] float32, the target's.
+    Args and result are those of `Rule.accept`.
     """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    root = layout.depth[None] == 0
-    agrees = root | (tokens == jnp.take_along_axis(best, layout.parents, axis=1))
-    accepted = (~nodes.mask | agrees[:, None, :]).all(axis=-1)
-    depth = jnp.where(accepted, layout.depth[None], -1)
-    chosen = jnp.argmax(depth, axis=1)
-    path = layout.paths[jnp.arange(chosen.shape[0]), chosen]
-    on_path = jnp.take_along_axis(logits, path[..., None], axis=1)
+    layout = draft.layout
+    scores = dist.scores(logits, layout.depth)
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    above = jnp.take_along_axis(best, jnp.maximum(layout.parents, 0), axis=1)
+    agrees = (layout.parents < 0) | (draft.tokens == above)
+    accepted = jax.vmap(lambda agrees, paths: agrees[paths])(agrees, layout.paths)
+    depth = jnp.where(accepted.all(axis=-1), layout.depth, -1)
+    last = jnp.argmax(depth, axis=1).astype(jnp.int32)[:, None]
+    path = jnp.take_along_axis(layout.paths, last[..., None], axis=1)[:, 0]
+    length = jnp.take_along_axis(layout.depth, last, axis=1)[:, 0] + 1
+    on_path = jnp.take_along_axis(scores, path[..., None], axis=1)
     following = jnp.take_along_axis(best, path, axis=1)
-    margin = top2_margin(on_path, following)
-    return Accepted(path, layout.depth[chosen] + 1, following, margin)
+    return Accepted(path, length, following, top2_margin(on_path, following))
 
 
 def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
@@ -157,7 +205,7 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.where(total > 0, rest / total, p)  # p == q rejects only by rounding
 
 
-def without(q: jax.Array, token: jax.Array) -> jax.Array:
+def remove_token(q: jax.Array, token: jax.Array) -> jax.Array:
     """q [B, V] without a token [B], normalised; all 0 once nothing is left."""
     vocabulary = jnp.arange(q.shape[-1], dtype=token.dtype)[None]
     rest = jnp.where(vocabulary == token[:, None], 0.0, q)
@@ -165,12 +213,12 @@ def without(q: jax.Array, token: jax.Array) -> jax.Array:
     return jnp.where(total > 0, rest / total, 0.0)
 
 
-def siblings(
+def try_siblings(
     rule: Rule,
     p: jax.Array,
     q: jax.Array,
     drafts: jax.Array,
-    real: jax.Array,
+    exists: jax.Array,
     u: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Try the children of one node in turn.
@@ -178,7 +226,7 @@ def siblings(
     Args:
       p, q: [B, V] float32.
       drafts: [B, C] int32, their tokens in the order they were drawn.
-      real: [B, C] bool, which of them exist.
+      exists: [B, C] bool, which of them exist.
       u: [B, C] float32, uniform in [0, 1).
 
     Returns:
@@ -190,12 +238,12 @@ def siblings(
         x = lax.dynamic_index_in_dim(drafts, r, axis=1)  # [B, 1]
         p_x, q_x = (jnp.take_along_axis(z, x, axis=1)[:, 0] for z in (p, q))
         # Once q is used up there are no draws left, whatever stands in the tree.
-        tried = (taken < 0) & real[:, r] & (q_x > 0)
+        tried = (taken < 0) & exists[:, r] & (q_x > 0)
         passed = tried & accepts(u[:, r], p_x, q_x)
         failed = (tried & ~passed)[:, None]
         p = jnp.where(failed, residual(p, q), p)
-        if rule.acceptance == "recursive":
-            q = jnp.where(failed, without(q, x[:, 0]), q)
+        if rule.uses_up:
+            q = jnp.where(failed, remove_token(q, x[:, 0]), q)
         return jnp.where(passed, r, taken), p, q
 
     none = jnp.full(drafts.shape[:1], -1, jnp.int32)
@@ -203,68 +251,52 @@ def siblings(
     return taken, p
 
 
-def walk(
-    rule: Rule,
-    layout: Layout,
-    tokens: jax.Array,
-    logits: jax.Array,
-    q: jax.Array | None,
-    score: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array],
-    rows: SamplingRows,
-    start: jax.Array,
-    seen: jax.Array | None,
+def accept_path(
+    rule: Rule, draft: Draft, logits: jax.Array, dist: Distribution
 ) -> Accepted:
     """Go down from the root, one node a depth, as the rule says; greedy rows naively.
 
-    Args:
-      tokens: [B, T] int32, the tree's tokens.
-      logits: [B, T, V] float32, the target's.
-      q: [B, T, V] float32, the drafter's probabilities; None if the rule is naive.
-      score: makes log-probabilities [B, Q, V] of logits, their depth [Q] and `seen`.
-      rows: how rows are sampled.
-      start: [B] int32, output place of the token after the root.
-      seen: [B, V] bool, tokens in the text, the root included, or None.
+    Args and result are those of `Rule.accept`.
     """
-    batch, T = tokens.shape
+    assert dist.sampling is not None  # `Rule.accept` asks
+    layout, q, (batch, T) = draft.layout, draft.q, draft.tokens.shape
     b = jnp.arange(batch, dtype=jnp.int32)
-    by_choice = jnp.full((batch,), rule.acceptance == "naive") | rows.greedy
+    greedy = dist.sampling.greedy
+    by_argmax = greedy | (not rule.needs_q)
 
     def down(carry: tuple, depth: jax.Array) -> tuple[tuple, tuple]:
-        node, alive, seen = carry
-        before = None if seen is None else seen[:, None]
-        z = score(logits[b, node][:, None], depth[None], before)[:, 0]
-        kids = layout.kids[b, node]
-        real = kids < T
-        drafts = jnp.take_along_axis(tokens, jnp.minimum(kids, T - 1), axis=1)
+        node, alive, dist = carry
+        z, edges = dist.scores_and_edges(logits[b, node][:, None], depth[None, None])
+        z = z[:, 0]
+        children = layout.children[b, node]
+        exists = children < T
+        clipped = jnp.minimum(children, T - 1)
+        drafts = jnp.take_along_axis(draft.tokens, clipped, axis=1)
         taken = jnp.full((batch,), -1, jnp.int32)
         if q is not None:
-            keys = keys_at(rows, ACCEPT, start + depth)
-            u = jax.vmap(lambda k: jax.random.uniform(k, kids.shape[1:]))(keys)
-            tried = real & ~rows.greedy[:, None]
-            taken, p = siblings(rule, jnp.exp(z), q[b, node], drafts, tried, u)
-            z = jnp.where(rows.greedy[:, None], z, jnp.log(p))
+            draw = jax.vmap(lambda k: jax.random.uniform(k, drafts.shape[1:], z.dtype))
+            u, tried = draw(dist.keys(ACCEPT, depth)), exists & ~greedy[:, None]
+            taken, p = try_siblings(rule, jnp.exp(z), q[b, node], drafts, tried, u)
+            z = jnp.where(greedy[:, None], z, jnp.log(p))
 
-        keys = keys_at(rows, NOISE, start + depth)
-        z = z + gumbel(rows, keys, z.shape[-1])
-        token = jnp.argmax(z, axis=-1).astype(jnp.int32)
-        margin = jnp.where(by_choice, top2_margin(z, token), jnp.inf)
-        hit = real & (drafts == token[:, None])
+        noise = dist.noise(depth)
+        token = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
+        margin = choice_margin(z + noise, edges, noise, token)
+        margin = jnp.where(by_argmax, margin, jnp.inf)
+        hit = exists & (drafts == token[:, None])
         match = jnp.where(hit.any(axis=1), jnp.argmax(hit, axis=1), -1)
-        taken = jnp.where(by_choice, match.astype(jnp.int32), taken)
+        taken = jnp.where(by_argmax, match.astype(jnp.int32), taken)
 
         child = jnp.maximum(taken, 0)[:, None]
-        token = jnp.where(
-            taken >= 0, jnp.take_along_axis(drafts, child, axis=1)[:, 0], token
-        )
+        drafted = jnp.take_along_axis(drafts, child, axis=1)[:, 0]
+        token = jnp.where(taken >= 0, drafted, token)
         out = (jnp.where(alive, node, 0), token, alive, margin)
-        node = jnp.take_along_axis(kids, child, axis=1)[:, 0]
-        if seen is not None:
-            seen = seen.at[b, token].set(True)
         alive = alive & (taken >= 0)
-        return (jnp.where(alive, node, 0), alive, seen), out
+        node = jnp.take_along_axis(children, child, axis=1)[:, 0]
+        return (jnp.where(alive, node, 0), alive, dist.after(token)), out
 
-    carry = (jnp.zeros_like(start), jnp.ones((batch,), bool), seen)
+    start = (jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool), dist)
     depths = jnp.arange(layout.paths.shape[2], dtype=jnp.int32)
-    _, (path, following, alive, margin) = lax.scan(down, carry, depths)
+    _, (path, following, alive, margin) = lax.scan(down, start, depths)
     length = alive.sum(axis=0, dtype=jnp.int32)
     return Accepted(path.T, length, following.T, margin.T)

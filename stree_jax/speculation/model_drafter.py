@@ -3,9 +3,11 @@
 The drafter is fed the tokens that became text since its last call (a chain), and then
 guesses below them. It keeps nothing of its guesses: what was accepted comes back as
 text at the next call, so a rejected branch cannot leave a trace in its state.
+
+Letters: B rows, T nodes, M depth of the tree, W most nodes of a level, C most children
+of a node, V tokens of the vocabulary, U room for unread tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -21,49 +23,184 @@ from stree_jax.models import (
     init_records,
     logits_of,
     param_dtype,
+    read_text,
 )
-from stree_jax.sampling.distribution import DRAFT, NOISE, SamplingRows, gumbel, keys_at
-from stree_jax.sampling.requests import with_path
-from stree_jax.speculation.tree import Beam, Tree, below_root, tree_layout
+from stree_jax.sampling.distribution import DRAFT, Distribution
+from stree_jax.speculation.accept import Drafting, Rule
+from stree_jax.speculation.draft import Draft, only_root
+from stree_jax.speculation.drafter import News
+from stree_jax.speculation.layout import below_root, tree_layout, tree_levels
+from stree_jax.speculation.tree import Topology, Tree
 
 
 @struct.dataclass
-class Drafts:
-    """A filled tree.
+class Reading:
+    """How far a drafting model has read; it reads when it next drafts.
 
     Attributes:
-      parents: [B, T] int32, -1 for the root.
-      tokens: [B, T] int32.
-      q: [B, T, V] float32, the probabilities that each inner node's children were
-        drawn with, or None where the acceptance rule does not ask for them.
+      state: after all text but `unread`.
+      unread: [B, U] int32; the last that counts is the root of the next tree. It has no
+        room (U = 0) just after everything was read.
+      unread_length: [B] int32.
+      room: U between steps.
     """
 
-    parents: jax.Array
-    tokens: jax.Array
-    q: jax.Array | None
+    state: State
+    unread: jax.Array
+    unread_length: jax.Array
+    room: int = struct.field(pytree_node=False)
 
 
-Score = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+def begin_reading(
+    model: Model,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    capacity: int,
+    room: int,
+    past: Reading | None,
+) -> Reading:
+    """`Drafter.init` of a model: all of each prompt is read but its last token."""
+    old = None if past is None else past.state
+    state = read_text(model, token_ids, lengths, capacity, old)
+    unread = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
+    unread = jnp.pad(unread, ((0, 0), (0, room - 1)))
+    return Reading(state, unread, jnp.ones_like(lengths), room)
 
 
-def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
-    """Independent draws [B, W, count] of p [B, W, V], by inverting its distribution."""
+def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
+    """Feed the unread tokens to the model.
 
-    def one(p: jax.Array, key: jax.Array) -> jax.Array:
-        below = jnp.cumsum(p)
-        u = jax.random.uniform(key, (count,)) * below[-1]
-        u = jnp.minimum(u, jnp.nextafter(below[-1], 0.0))  # never past the last token
-        return jnp.searchsorted(below, u, side="right")
+    Returns:
+      hidden states [B, 1, d] after the last of them, and the reading without any.
+    """
+    last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
+    hidden, state = extend(model, reading.state, reading.unread, reading.unread_length)
+    hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
+    none = jnp.zeros_like(reading.unread_length)
+    return hidden, Reading(state, reading.unread[:, :0], none, reading.room)
 
-    return jax.vmap(jax.vmap(one))(p, keys)
+
+def add_news(model: Model, reading: Reading, news: News) -> Reading:
+    """`Drafter.commit` of a model: news wait until it drafts, or there is no room."""
+    batch, width = news.tokens.shape
+    room, waiting = reading.room, reading.unread.shape[1]
+    if waiting == 0:
+        unread = jnp.pad(news.tokens, ((0, 0), (0, room - width)))
+        return replace(reading, unread=unread, unread_length=news.length)
+
+    def read(reading: Reading) -> Reading:
+        after = read_all(model, reading)[1]
+        return replace(after, unread=jnp.zeros_like(reading.unread))
+
+    full = (reading.unread_length + news.length > room).any()
+    reading = lax.cond(full, read, lambda reading: reading, reading)
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    place = reading.unread_length[:, None] + index
+    place = jnp.where(index < news.length[:, None], place, room)
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return replace(
+        reading,
+        unread=reading.unread.at[row, place].set(news.tokens, mode="drop"),
+        unread_length=reading.unread_length + news.length,
+    )
+
+
+@struct.dataclass
+class ModelDrafter:
+    """A model that fills static trees with what it would say itself."""
+
+    model: Model
+
+    def init(
+        self,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        capacity: int,
+        news_width: int,
+        past: Reading | None,
+    ) -> Reading:
+        return begin_reading(self.model, token_ids, lengths, capacity, news_width, past)
+
+    def propose(
+        self,
+        state: Reading,
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, Reading]:
+        if tree.size == 1:
+            return only_root(root), state
+        assert isinstance(tree, Tree)  # beams have a drafter of their own
+        hidden, state = read_all(self.model, state)
+        return fill_tree(self.model, state.state, root, hidden, tree, dist, rule), state
+
+    def commit(self, state: Reading, news: News) -> Reading:
+        return add_news(self.model, state, news)
+
+
+def fill_tree(
+    model: Model,
+    state: State,
+    root: jax.Array,
+    at_root: jax.Array,
+    tree: Tree,
+    dist: Distribution,
+    rule: Rule,
+) -> Draft:
+    """Fill a static tree with a model's guesses.
+
+    Args:
+      state: of the model, after the root.
+      root: [B] int32.
+      at_root: [B, 1, d] float32, the model's hidden state there.
+    """
+    batch, T, config = root.shape[0], tree.size, model.config
+    parents, levels = jnp.asarray(tree.parents, jnp.int32), tree_levels(tree)
+    layout = tree_layout(tree, tree.rows(1))  # all rows have this one
+    nodes = below_root(tree.rows(batch), config.conv_taps)
+    with_q = dist.sampling is not None and rule.needs_q
+
+    def grow(
+        draft: Draft, hidden: jax.Array, above: jax.Array, depth: jax.Array
+    ) -> Draft:
+        """Fill in the nodes at `depth`, children of nodes `above` [W]."""
+        path = draft.tokens[:, layout.paths[0, jnp.minimum(above, T - 1)]]
+        depths = jnp.broadcast_to(depth - 1, (1, *above.shape))
+        z = dist.scores(logits_of(model, hidden), depths, path)
+        guess = draw_children(rule.drafting, dist, z, above, depth, tree.children)
+        guess = guess[:, levels.slot[parents], levels.rank].astype(jnp.int32)
+        q = draft.q
+        if q is not None:
+            q = q.at[:, above].set(jnp.exp(z), mode="drop")
+        tokens = jnp.where(layout.depth == depth, guess, draft.tokens)
+        return replace(draft, tokens=tokens, q=q)
+
+    def level(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+        draft, records = carry
+        above, depth = inputs
+        hidden, records, _ = forward_hidden(
+            model, state, draft.tokens[:, above], nodes, records=records, rows=above
+        )
+        return (grow(draft, hidden, above, depth + 1), records), None
+
+    draft = Draft(
+        layout=tree_layout(tree, tree.rows(batch)),
+        tokens=jnp.broadcast_to(root[:, None], (batch, T)),
+        q=jnp.zeros((batch, T, dist.num_tokens), jnp.float32) if with_q else None,
+    )
+    draft = grow(draft, at_root, jnp.zeros((1,), jnp.int32), jnp.int32(1))
+    records = init_records(config, batch, T, param_dtype(model.params))
+    depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
+    (draft, _), _ = lax.scan(level, (draft, records), (levels.nodes[:-1], depths))
+    return draft
 
 
 def draw_children(
-    drafting: str,
-    rows: SamplingRows | None,
+    drafting: Drafting,
+    dist: Distribution,
     z: jax.Array,
-    parents: jax.Array,
-    start: jax.Array,
+    above: jax.Array,
     depth: jax.Array,
     count: int,
 ) -> jax.Array:
@@ -74,183 +211,30 @@ def draw_children(
         "without_replacement", draws by the largest Gumbel-perturbed log-probabilities;
         "coupled", the same with the noise that the target will choose by.
       z: [B, W, V] float32, log-probabilities (any logits if all rows are greedy).
-      parents: [W] int32, the nodes' rows.
-      start: [B] int32, output place of the token after the root.
+      above: [W] int32, the nodes.
       depth: of the children, at least 1.
     """
-    if rows is None or drafting == "top_k":
+    if dist.sampling is None or drafting == "top_k":
         return lax.top_k(z, count)[1]
     if drafting == "coupled":
-        keys = keys_at(rows, NOISE, start + depth - 1)
-        return lax.top_k(z + gumbel(rows, keys, z.shape[-1])[:, None], count)[1]
-    step = keys_at(rows, DRAFT, start)
+        return lax.top_k(z + dist.noise(depth - 1)[:, None], count)[1]
     by_node = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    keys = jax.vmap(by_node, in_axes=(0, None))(step, parents)  # [B, W]
+    step = dist.keys(DRAFT, jnp.int32(0))
+    keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, W]
     if drafting == "iid":
         drawn = iid_draws(jnp.exp(z), keys, count)
-        return jnp.where(rows.greedy[:, None, None], lax.top_k(z, count)[1], drawn)
-    return lax.top_k(z + gumbel(rows, keys, z.shape[-1]), count)[1]
+        greedy = dist.sampling.greedy[:, None, None]
+        return jnp.where(greedy, lax.top_k(z, count)[1], drawn)
+    return lax.top_k(z + dist.gumbel(keys), count)[1]
 
 
-def read_fresh(
-    model: Model, state: State, fresh: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array, State]:
-    """Feed new text to the drafter.
+def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
+    """Independent draws [B, W, count] int32 of p [B, W, V], by inverting its sums."""
 
-    Args:
-      state: the drafter's, before the fresh tokens.
-      fresh: [B, M + 1] int32, tokens new in the text; the last one is the tree's root.
-      count: [B] int32, how many of them count; 0 for a finished row.
+    def one(p: jax.Array, key: jax.Array) -> jax.Array:
+        below = jnp.cumsum(p)
+        u = jax.random.uniform(key, (count,), p.dtype) * below[-1]
+        u = jnp.minimum(u, jnp.nextafter(below[-1], 0.0))  # never past the last token
+        return jnp.searchsorted(below, u, side="right").astype(jnp.int32)
 
-    Returns:
-      the root [B, 1], its hidden state [B, 1, d], and the state after `fresh`.
-    """
-    last = jnp.maximum(count - 1, 0)[:, None]
-    root = jnp.take_along_axis(fresh, last, axis=1)
-    hidden, state = extend(model, state, fresh, count)
-    return root, jnp.take_along_axis(hidden, last[..., None], axis=1), state
-
-
-def propose(
-    model: Model,
-    state: State,
-    fresh: jax.Array,
-    count: jax.Array,
-    tree: Tree,
-    *,
-    drafting: str,
-    score: Score,
-    rows: SamplingRows | None,
-    start: jax.Array,
-    seen: jax.Array | None,
-    with_q: bool,
-) -> tuple[Drafts, State]:
-    """Fill a static tree with the drafter's guesses.
-
-    Args:
-      state, fresh, count: see `read_fresh`.
-      tree: the tree.
-      drafting, rows, start: see `draw_children`.
-      score: makes log-probabilities [B, Q, V] of logits, their depth [Q] and the
-        tokens seen [B, Q, V].
-      seen: [B, V] bool, tokens in the text, the root included, or None.
-      with_q: whether to keep the probabilities.
-
-    Returns:
-      the drafts, and the drafter's state after `fresh`.
-    """
-    batch, T = fresh.shape[0], tree.size
-    layout = tree_layout(tree, tree.rows(1))  # all rows have this one
-    all_parents, rank, paths = layout.parents[0], layout.rank[0], layout.paths[0]
-    nodes = below_root(tree.rows(batch), model.config.conv_taps)
-
-    def grow(
-        drafts: Drafts, hidden: jax.Array, parents: jax.Array, depth: jax.Array
-    ) -> Drafts:
-        """Fill in the nodes at `depth`, children of `parents` [W]."""
-        tokens, q = drafts.tokens, drafts.q
-        before = None
-        if seen is not None:
-            above = paths[jnp.minimum(parents, T - 1)]
-            before = with_path(seen, tokens[:, above])
-        depths = jnp.broadcast_to(depth - 1, parents.shape)
-        z = score(logits_of(model, hidden), depths, before)
-        children = tree.children
-        guess = draw_children(drafting, rows, z, parents, start, depth, children)
-        guess = guess[:, layout.slot[all_parents], rank].astype(jnp.int32)
-        if q is not None:
-            q = q.at[:, parents].set(jnp.exp(z), mode="drop")
-        tokens = jnp.where(layout.depth[None] == depth, guess, tokens)
-        return replace(drafts, tokens=tokens, q=q)
-
-    root, at_root, state = read_fresh(model, state, fresh, count)
-    drafts = Drafts(
-        parents=tree.rows(batch),
-        tokens=jnp.broadcast_to(root, (batch, T)),
-        q=jnp.zeros((batch, T, model.config.num_tokens)) if with_q else None,
-    )
-    drafts = grow(drafts, at_root, jnp.zeros((1,), jnp.int32), jnp.int32(1))
-
-    def level(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
-        drafts, records = carry
-        parents, depth = inputs
-        hidden, records, _ = forward_hidden(
-            model,
-            state,
-            drafts.tokens[:, parents],
-            nodes,
-            records=records,
-            rows=parents,
-        )
-        return (grow(drafts, hidden, parents, depth + 1), records), None
-
-    records = init_records(model.config, batch, T, param_dtype(model.params))
-    depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
-    inner = (layout.levels[:-1], depths)
-    (drafts, _), _ = lax.scan(level, (drafts, records), inner)
-    return drafts, state
-
-
-def propose_beam(
-    model: Model,
-    state: State,
-    fresh: jax.Array,
-    count: jax.Array,
-    beam: Beam,
-    *,
-    score: Score,
-    seen: jax.Array | None,
-) -> tuple[Drafts, State]:
-    """The tree of a beam search, every token of which is kept (STree, Table 1).
-
-    Each layer holds the W continuations of the layer above that are most probable as
-    whole paths, best first. Arguments and results are those of `propose`.
-    """
-    batch, T, W = fresh.shape[0], beam.size, beam.width
-    root, at_root, state = read_fresh(model, state, fresh, count)
-    tokens = jnp.broadcast_to(root, (batch, T))
-    parents = jnp.full((batch, T), -1, jnp.int32)
-
-    def grow(
-        drafts: Drafts, hidden: jax.Array, above: jax.Array, total: jax.Array, depth
-    ) -> tuple[Drafts, jax.Array]:
-        """The layer at `depth` below nodes `above` [Q] of log-probability `total`."""
-        before = None
-        if seen is not None:
-            paths = tree_layout(beam, drafts.parents).paths[:, above]
-            path = jax.vmap(lambda tokens, rows: tokens[rows])(drafts.tokens, paths)
-            before = with_path(seen, path)
-        depths = jnp.broadcast_to(depth - 1, above.shape)
-        z = score(logits_of(model, hidden), depths, before)
-        best, guess = lax.top_k(jax.nn.log_softmax(z), W)  # [B, Q, W]
-        total, chosen = lax.top_k((total[..., None] + best).reshape(batch, -1), W)
-        rows = 1 + (depth - 1) * W + jnp.arange(W, dtype=jnp.int32)
-        token = jnp.take_along_axis(guess.reshape(batch, -1), chosen, axis=1)
-        return replace(
-            drafts,
-            parents=drafts.parents.at[:, rows].set(above[chosen // W]),
-            tokens=drafts.tokens.at[:, rows].set(token.astype(jnp.int32)),
-        ), total
-
-    def level(carry: tuple, depth: jax.Array) -> tuple[tuple, None]:
-        drafts, records, total = carry
-        above = 1 + (depth - 2) * W + jnp.arange(W, dtype=jnp.int32)
-        hidden, records, _ = forward_hidden(
-            model,
-            state,
-            drafts.tokens[:, above],
-            below_root(drafts.parents, model.config.conv_taps),
-            records=records,
-            rows=above,
-        )
-        drafts, total = grow(drafts, hidden, above, total, depth)
-        return (drafts, records, total), None
-
-    zero = jnp.zeros((batch, 1), jnp.float32)
-    drafts = Drafts(parents, tokens, None)
-    top = jnp.zeros((1,), jnp.int32)
-    drafts, total = grow(drafts, at_root, top, zero, jnp.int32(1))
-    records = init_records(model.config, batch, T, param_dtype(model.params))
-    depths = jnp.arange(2, beam.depth + 1, dtype=jnp.int32)
-    (drafts, _, _), _ = lax.scan(level, (drafts, records, total), depths)
-    return drafts, state
+    return jax.vmap(jax.vmap(one))(p, keys)

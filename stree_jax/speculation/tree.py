@@ -13,7 +13,8 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models import Nodes, tree_nodes
-from stree_jax.models.nodes import ancestors
+
+MAX_NODES = 1024  # masks grow with the square, and no measured tree has paid above 64
 
 
 @struct.dataclass
@@ -61,6 +62,7 @@ class Beam:
             raise ValueError(
                 f"beam: want width and depth >= 1, got {self.width} and {self.depth}"
             )
+        _check_size("beam", self.size)
 
     @property
     def size(self) -> int:
@@ -76,66 +78,10 @@ class Beam:
 Topology = Tree | Beam
 
 
-def below_root(parents: jax.Array, conv_taps: int) -> Nodes:
-    """The nodes of a tree without its root: a forest below a context that holds it.
-
-    Row 0 stays as an isolated node, so that rows keep their numbers.
-    """
-    return tree_nodes(jnp.where(parents == 0, -1, parents), conv_taps)
-
-
-@struct.dataclass
-class Layout:
-    """How a tree is drafted depth by depth and walked (all derived from `parents`).
-
-    Rows of a batch may have trees of their own; a row number means the same depth in
-    all of them.
-
-    Attributes:
-      parents: [B, T] int32, the root's own row for the root.
-      depth: [T] int32.
-      levels: [M, W] int32, node rows at depth 1..M, padded with T.
-      slot: [T] int32, place of a node among those of its depth.
-      rank: [B, T] int32, place of a node among its siblings.
-      paths: [B, T, M + 1] int32, the nodes from the root to each, padded with 0.
-      kids: [B, T, C] int32, children of each node by rank, padded with T; C >= 1.
-    """
-
-    parents: jax.Array
-    depth: jax.Array
-    levels: jax.Array
-    slot: jax.Array
-    rank: jax.Array
-    paths: jax.Array
-    kids: jax.Array
-
-
-def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
-    """The layout of trees with `parents` [B, T], whose sizes `tree` gives."""
-    T, M = tree.size, tree.depth
-    row = jnp.arange(T, dtype=jnp.int32)
-    earlier = row[:, None] > row[None]
-
-    def place(same: jax.Array) -> jax.Array:
-        return (same & earlier).sum(axis=-1, dtype=jnp.int32)
-
-    def of_one(parents: jax.Array) -> tuple[jax.Array, ...]:
-        lineage = ancestors(parents[None], M + 1)[0]
-        depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
-        back = depth[:, None] - jnp.arange(M + 1, dtype=jnp.int32)[None]
-        paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
-        paths = jnp.where(back >= 0, paths, 0)
-        rank = place(parents[:, None] == parents[None])
-        kids = jnp.full((T, max(tree.children, 1)), T, jnp.int32)
-        kids = kids.at[jnp.where(parents < 0, T, parents), rank].set(row, mode="drop")
-        return depth, rank, paths, kids
-
-    depths, rank, paths, kids = jax.vmap(of_one)(parents)
-    depth = depths[0]
-    slot = place(depth[:, None] == depth[None])
-    levels = jnp.full((M + 1, tree.width), T, jnp.int32)
-    levels = levels.at[depth, slot].set(row)[1:]
-    return Layout(jnp.maximum(parents, 0), depth, levels, slot, rank, paths, kids)
+def _check_size(what: str, nodes: int) -> None:
+    """Raises ValueError; before the tree is built, for it may not fit in memory."""
+    if nodes > MAX_NODES:
+        raise ValueError(f"{what}: {nodes} nodes; want at most {MAX_NODES}")
 
 
 def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
@@ -152,6 +98,7 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
         raise ValueError(f"parents: want shape [T] with T >= 1, got {table.shape}")
     if not np.issubdtype(table.dtype, np.integer):
         raise ValueError(f"parents: want integers, got {table.dtype}")
+    _check_size("parents", table.size)
     if table[0] != -1:
         raise ValueError(f"parents[0]: the root's parent is -1, got {table[0]}")
     for t, p in enumerate(table[1:].tolist(), start=1):
@@ -182,6 +129,7 @@ def chain(n: int) -> Tree:
     """n drafted tokens in a row: n + 1 nodes (vanilla speculation)."""
     if n < 0:
         raise ValueError(f"chain: want n >= 0 drafted tokens, got {n}")
+    _check_size("chain", n + 1)
     return make_tree(np.arange(-1, n))
 
 
@@ -193,6 +141,7 @@ def full_tree(branching: int, depth: int) -> Tree:
         )
     parents, level = [-1], [0]
     for _ in range(depth):
+        _check_size("full_tree", len(parents) + branching * len(level))
         parents += [node for node in level for _ in range(branching)]
         level = list(range(len(parents) - branching * len(level), len(parents)))
     return make_tree(parents)
@@ -225,6 +174,7 @@ def layered(width: int, depth: int) -> Tree:
     """
     if width < 1 or depth < 1:
         raise ValueError(f"layered: want width and depth >= 1, got {width} and {depth}")
+    _check_size("layered", 1 + width * depth)
     inner = [width] if width == 1 else [width - 1, 1] + [0] * (width - 2)
     return from_child_counts([[width]] + [inner] * (depth - 1))
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Past, Sampling, decode
+from stree_jax import Past, Sampling
+from stree_jax.speculation import loop
 from stree_jax.speculation.tree import NAMED_TREES, from_child_counts
 from tests.generation.batch import (
     CAPACITY,
@@ -232,7 +233,7 @@ def test_turns_are_one_history(ask, drafter, turns, present, rule):
         assert past.target.length.tolist() == [len(row) - 1 for row in history]
         assert (past.drafter is not None) == bool(drafts)
         if drafts:
-            assert (past.drafter.length < past.target.length + 1).all()
+            assert (past.drafter.state.length < past.target.length + 1).all()
 
 
 def test_a_past_is_not_read_again_and_not_used_up(ask, turns):
@@ -295,7 +296,7 @@ def test_data_compiles_nothing(ask, drafter, prompts):
     """Only options that come or go, and sizes, make a new program."""
 
     def programs():
-        return decode.start_jit._cache_size(), decode.advance_jit._cache_size()
+        return loop.init_decoding_jit._cache_size(), loop.advance_jit._cache_size()
 
     ask(drafter=drafter)
     before = programs()

@@ -15,7 +15,13 @@ from transformers import (
 )
 
 from stree_jax import Sampling, sampling_rows
-from stree_jax.sampling.distribution import NOISE, gumbel, keys_at, processed
+from stree_jax.sampling.distribution import (
+    Distribution,
+    choice_margin,
+    log_probs,
+    tempered,
+)
+from stree_jax.sampling.requests import Requests
 from tests import distribution
 
 
@@ -32,6 +38,18 @@ def test_the_joint_distribution_is_the_targets(experiment, rule, tree):
 @pytest.mark.parametrize("name", distribution.MISTAKES)
 def test_a_planted_mistake_is_found(experiment, name):
     assert experiment.p_value_of(distribution.MISTAKES[name]) < 1e-6
+
+
+def dist_of(sampling, places, V, seen=None):
+    """What B rows choose by, at places [B] of their outputs."""
+    places = jnp.asarray(places, jnp.int32)
+    none = jnp.full((len(places), 1), -1, jnp.int32)
+    requests = Requests(places + 1, None, none, None, sampling)
+    return Distribution(requests, places, seen, V)
+
+
+def processed(sampling, logits, seen):
+    return log_probs(sampling, tempered(sampling, logits, seen))
 
 
 SETTINGS = [
@@ -102,13 +120,73 @@ def test_forbidden_tokens_stay_forbidden():
     assert (p[:, 0, 3] == 1).all() and p.sum() == 11
 
 
+MARGINS = [
+    # Settings, logits, noise; what is chosen, and by how much another token is not.
+    (Sampling(), [2.0, 1.5, 0.0], [0, 0, 0], 0, 0.5),
+    (Sampling(top_k=1), [2.0, 1.9, 0.0], [0, 0, 0], 0, 0.1),
+    (Sampling(top_k=1), [2.0, 1.9, 0.0], [0, -5, 0], 0, 0.1),  # what is kept could go
+    (Sampling(top_k=2), [2.0, 1.9, 1.7], [0, 0, 5], 0, 0.1),  # the next kept overtakes
+    (Sampling(top_k=2), [3.0, 1.9, 1.7], [0, 0, 5], 0, 0.2),  # the third would win
+    (Sampling(top_k=2), [3.0, 1.9, 1.7], [0, 0, 0], 0, 1.1),  # it would come and lose
+    (Sampling(min_p=0.5), [0.0, np.log(0.5) - 0.3, -9], [0, 5, 0], 0, 0.3),
+    (Sampling(min_p=0.5), [0.0, np.log(0.5) + 0.3, -9], [0, 5, 0], 1, 0.3),
+    (Sampling(top_p=0.6), np.log([0.62, 0.28, 0.1]), [0, 9, 0], 0, 0.02),
+    (Sampling(top_p=0.85), np.log([0.6, 0.3, 0.1]), [0, 9, 0], 1, 0.25),
+    (Sampling(temperature=0, top_k=1), [2.0, 1.9, 0.0], [0, 0, 0], 0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("settings", "logits", "noise", "best", "gap"), MARGINS)
+def test_the_margin_sees_the_edge_of_a_filter(settings, logits, noise, best, gap):
+    """No smaller change of the logits than the margin chooses another token."""
+    dist = dist_of(sampling_rows([settings]), [0], 3)
+    logits = jnp.asarray(logits, jnp.float32)
+    noise = jnp.asarray([noise], jnp.float32)
+
+    def choose(logits):
+        z, edges = dist.scores_and_edges(
+            logits[None, None], jnp.zeros((1, 1), jnp.int32)
+        )
+        scores = z[:, 0] + noise
+        token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        return int(token[0]), float(choice_margin(scores, edges, noise, token)[0])
+
+    token, margin = choose(logits)
+    assert token == best
+    assert margin == pytest.approx(gap, abs=1e-5)
+    changes = np.random.default_rng(0).uniform(-0.49, 0.49, (50, 3))
+    for change in changes:  # no two logits come nearer than by 0.98 of the margin
+        assert choose(logits + margin * jnp.asarray(change, jnp.float32))[0] == best
+
+
+def test_without_filters_the_margin_is_the_gap_of_the_scores():
+    dist = dist_of(sampling_rows([Sampling(), Sampling(temperature=0)]), [0, 3], 9)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, 9)), jnp.float32)
+    z, edges = dist.scores_and_edges(logits, jnp.zeros((1, 1), jnp.int32))
+    noise = dist.noise(jnp.int32(0))
+    scores = np.asarray(z[:, 0] + noise)
+    best = jnp.argmax(z[:, 0] + noise, axis=-1).astype(jnp.int32)
+    margin = choice_margin(z[:, 0] + noise, edges, noise, best)
+    two = np.sort(scores, axis=-1)[:, -2:]
+    np.testing.assert_allclose(margin, two[:, 1] - two[:, 0], atol=1e-6)
+
+
+def test_filters_without_jit():
+    """`jax.disable_jit()` runs the loop over bits in Python."""
+    rows = sampling_rows([Sampling(top_p=0.6, top_k=2)])
+    logits = jnp.asarray([[[2.0, 1.0, 0.5, -1.0]]], jnp.float32)
+    want = processed(rows, logits, None)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(processed(rows, logits, None), want)
+
+
 def test_a_rows_noise_is_its_own():
     """It depends on seed, sample and place, and not on the rest of the batch."""
 
     def noise(settings, samples, place):
         rows = sampling_rows(settings, jax.random.key(3), samples)
-        places = jnp.full((len(settings) * samples,), place, jnp.int32)
-        return np.asarray(gumbel(rows, keys_at(rows, NOISE, places), 8))
+        dist = dist_of(rows, [place - 1] * (len(settings) * samples), 8)
+        return np.asarray(dist.noise(jnp.int32(1)))
 
     a, b = Sampling(seed=11), Sampling(seed=5)
     alone = noise([a], 2, 4)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, decode
+from stree_jax import Sampling
 from stree_jax.generation import begin
-from stree_jax.speculation.accept import NAIVE
 from stree_jax.speculation.tree import Beam, resolve_tree
 from tests.support.tiny import REAL, perturbed, tiny
 
@@ -61,7 +60,7 @@ def searched(model, text, width, depth, penalty):
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 def test_the_draft_is_a_beam_search(target, drafter, prompts, penalty):
     sampling = Sampling(temperature=1.0, repetition_penalty=penalty)
-    decoding, _ = begin(
+    decoding, plan = begin(
         target,
         prompts,
         max_new_tokens=NEW,
@@ -69,14 +68,18 @@ def test_the_draft_is_a_beam_search(target, drafter, prompts, penalty):
         tree=BEAM,
         sampling=None if penalty == 1.0 else sampling,
     )
-    drafts, _ = jax.jit(decode.propose, static_argnums=2)(
-        drafter, BEAM, NAIVE, decoding
-    )
+
+    @jax.jit
+    def propose(drafter, d):
+        dist = d.distribution(target.config.num_tokens)
+        return drafter.propose(d.drafting, d.root, BEAM, dist, plan.spec.rule)
+
+    draft, _ = propose(plan.spec.drafter, decoding)
     shapes = set()
     for b, prompt in enumerate(prompts):
         parents, tokens = searched(drafter, prompt, BEAM.width, BEAM.depth, penalty)
-        assert np.asarray(drafts.parents)[b].tolist() == parents
-        assert np.asarray(drafts.tokens)[b].tolist() == tokens
+        assert np.asarray(draft.layout.parents)[b].tolist() == parents
+        assert np.asarray(draft.tokens)[b].tolist() == tokens
         shapes.add(tuple(parents))
     assert len(shapes) > 1, "all rows have one topology: nothing is shown by row"
 

@@ -1,6 +1,7 @@
 """Speculative greedy decoding is plain decoding, token for token, in float32."""
 
 import dataclasses
+from dataclasses import replace
 
 import chex
 import jax
@@ -12,6 +13,7 @@ import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models import commit
 from stree_jax.speculation import loop
+from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree, resolve_tree
 from tests.support.tiny import REAL, perturbed, tiny
 
@@ -107,7 +109,7 @@ def test_random_trees_of_equal_size_share_a_program(target, drafters, prompts, p
         if (tree.size, tree.depth, tree.width, tree.children) == (13, 4, 3, 3):
             trees.append(tree)
     for tree in trees:
-        done = step(target, drafters["half"], tree, begun, jnp.int32(1000))
+        done = step(replace(plan.spec, policy=FixedTree(tree)), begun, jnp.int32(1000))
         rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
         assert [row[:n].tolist() for row, n in rows] == plain.tokens
 
@@ -167,7 +169,7 @@ def test_state_after_decoding_is_the_state_of_the_text(target, drafters, prompts
     begun, plan = begin(
         target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
     )
-    done = loop.advance_jit(target, drafters["half"], plan.tree, begun, jnp.int32(5))
+    done = loop.advance_jit(plan.spec, begun, jnp.int32(5))
     # The last accepted path is still pending; one more step would replay it first.
 
     state = commit(
@@ -224,12 +226,12 @@ def test_other_prompts_and_limits_trace_nothing(target, prompts):
 
     @jax.jit
     @chex.assert_max_traces(n=1)
-    def loop(tree, begun, steps):
-        return loop.advance(target, None, tree, begun, steps)
+    def run(spec, begun, steps):
+        return loop.advance(spec, begun, steps)
 
     for batch, limit in ((prompts, NEW), (prompts[::-1], 5)):
         begun, plan = begin(target, batch, max_new_tokens=limit)
-        loop(plan.tree, begun, jnp.int32(3))
+        run(plan.spec, begun, jnp.int32(3))
 
 
 def test_the_stream_ends_with_the_same_text(target, drafters, prompts, plain):
@@ -250,10 +252,8 @@ def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
     begun, plan = begin(
         target, prompts, max_new_tokens=512, drafter=drafters["half"], tree="A"
     )
-    program = jax.jit(loop.advance, donate_argnums=3)
-    compiled = program.lower(
-        target, drafters["half"], plan.tree, begun, jnp.int32(9)
-    ).compile()
+    program = jax.jit(loop.advance, donate_argnums=1)
+    compiled = program.lower(plan.spec, begun, jnp.int32(9)).compile()
     memory = compiled.memory_analysis()
     caches = sum(s.k.nbytes + s.v.nbytes for s in begun.state.layers if hasattr(s, "k"))
     assert memory.alias_size_in_bytes > caches

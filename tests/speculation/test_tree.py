@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from stree_jax.speculation.layout import tree_layout, tree_levels
 from stree_jax.speculation.tree import (
     NAMED_TREES,
     chain,
@@ -11,7 +12,6 @@ from stree_jax.speculation.tree import (
     layered,
     make_tree,
     resolve_tree,
-    tree_layout,
 )
 from tests.support.reference import depth_of, path_to
 
@@ -46,15 +46,15 @@ def test_layout_against_walking_the_tree():
     for T in (1, 2, 9, 14):
         parents = [-1] + [int(rng.integers(0, t)) for t in range(1, T)]
         tree = make_tree(parents)
-        layout = tree_layout(tree, tree.rows(2))
+        layout, levels = tree_layout(tree, tree.rows(2)), tree_levels(tree)
         depth = depth_of(parents)
-        assert np.asarray(layout.depth).tolist() == depth.tolist()
+        assert np.asarray(layout.depth).tolist() == [depth.tolist()] * 2
         assert tree.depth == depth.max()
-        for level, rows in enumerate(np.asarray(layout.levels), start=1):
+        for level, rows in enumerate(np.asarray(levels.nodes), start=1):
             expected = np.flatnonzero(depth == level).tolist()
             assert rows[: len(expected)].tolist() == expected
             assert (rows[len(expected) :] == T).all()
-            slots = np.asarray(layout.slot)[expected]
+            slots = np.asarray(levels.slot)[expected]
             assert slots.tolist() == list(range(len(expected)))
         for t in range(T):
             path = path_to(parents, t)
@@ -63,7 +63,9 @@ def test_layout_against_walking_the_tree():
             siblings = [s for s in range(1, T) if parents[s] == parents[t]]
             if t:
                 rank = siblings.index(t)
-                assert np.asarray(layout.rank)[:, t].tolist() == [rank] * 2
+                assert int(levels.rank[t]) == rank
+                children = np.asarray(layout.children)[:, parents[t], rank]
+                assert children.tolist() == [t] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,204 @@
+"""The arguments of `generate`, checked and by row; nothing here touches a device."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from stree_jax import models
+from stree_jax.checkpoint import Model
+from stree_jax.models import ModelConfig, init_state
+from stree_jax.result import Past
+
+Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
+INTEGERS = (int, np.integer)
+MOST_TOKENS = 2**24  # of a text: beyond any model's, and its buffers fit int32
+STOP_TOKEN_BUCKET = 8  # up to so many stop tokens share a program
+
+
+def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> Any:
+    """`tokens` as int32 of `ndim` axes, every id below the vocabulary's size.
+
+    Inside `jit`, where ids are unknown, they are not looked at.
+
+    Raises:
+      ValueError: tokens of another shape or kind, or ids outside the vocabulary.
+    """
+    known = not isinstance(tokens, jax.core.Tracer)
+    try:
+        table = np.asarray(tokens) if known else tokens
+    except ValueError:  # rows of different lengths
+        raise ValueError(f"{name}: want integers with {ndim} axes") from None
+    if table.size == 0:
+        table = table.astype(np.int32)
+    if table.ndim != ndim or not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(
+            f"{name}: want integers with {ndim} axes, got {table.dtype} {table.shape}"
+        )
+    if known and table.size and not 0 <= table.min() <= table.max() < config.vocab_size:
+        raise ValueError(
+            f"{name}: ids {table.min()}..{table.max()} "
+            f"are not all in the vocabulary 0..{config.vocab_size - 1}"
+        )
+    return table.astype(np.int32)
+
+
+def check_model(name: str, model: Any) -> None:
+    """Raises ValueError; a path is a likely mistake."""
+    if isinstance(model, str):
+        raise ValueError(f"{name}: got a string; give stree_jax.load({model!r})")
+    if not isinstance(model, models.Model):
+        raise ValueError(f"{name}: want a model of stree_jax.load, got {type(model)}")
+
+
+def check_drafter(target: Model, drafter: Any) -> None:
+    """Raises ValueError where the two models have no vocabulary in common."""
+    if all(hasattr(drafter, name) for name in ("init", "propose", "commit")):
+        return  # a `Drafter` that knows its business
+    check_model("drafter", drafter)
+    t, d = target.config.num_tokens, drafter.config.num_tokens
+    if t != d:
+        raise ValueError(
+            f"drafter: its vocabulary has {d} tokens, the target's {t}; "
+            "they must share a tokenizer"
+        )
+
+
+def encode_prompts(
+    model: Model, prompts: Prompts, *, resumed: bool = False
+) -> list[list[int]]:
+    """Prompts as token ids.
+
+    Raises:
+      ValueError: an empty batch or prompt, text without a tokenizer, bad ids.
+    """
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts: want a text or a list of prompts, got {prompts!r}")
+    batch = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not batch:
+        raise ValueError("prompts: want at least one prompt, got none")
+    encoded = []
+    for i, prompt in enumerate(batch):
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                raise ValueError(
+                    f"prompts[{i}] is text, but this model has no tokenizer.json; "
+                    "give token ids"
+                )
+            ids = model.tokenizer.encode(prompt, add_special_tokens=not resumed).ids
+        else:
+            ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()
+        if not ids and not resumed:
+            raise ValueError(f"prompts[{i}]: want at least one token, got none")
+        encoded.append(ids)
+    return encoded
+
+
+def continued(
+    model: Model, drafter: Any, past: Past, new: list[list[int]]
+) -> list[list[int]]:
+    """The whole texts of a `past` and what continues its rows.
+
+    A past that no drafter had part in may be continued with one, which then reads all.
+
+    Raises:
+      ValueError: another number of rows, or a past of another model.
+    """
+    if not isinstance(past, Past):
+        raise ValueError(f"past: want the past of an earlier result, got {past!r}")
+    if len(past.tokens) != len(new):
+        raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
+    _check_state("past: of another target", model, past.target, len(new))
+    if isinstance(drafter, models.Model) and past.drafter is not None:
+        read = getattr(past.drafter, "state", None)
+        _check_state("past: of another drafter", drafter, read, len(new))
+    return [old + more for old, more in zip(past.tokens, new, strict=True)]
+
+
+def _check_state(name: str, model: models.Model, state: Any, batch: int) -> None:
+    """A state has the layers and sizes of a model's, whatever the caches' capacity."""
+
+    def sizes(state: Any) -> Any:
+        leaves, kind = jax.tree.flatten(state)
+        # Axis 2 of a cache [B, Hk, S, hd] is its capacity, and differs.
+        big = [(x.dtype, x.shape[:2], x.shape[3:] or x.shape[2:]) for x in leaves]
+        return kind, big
+
+    dtype = models.param_dtype(model.params)
+    own = jax.eval_shape(lambda: init_state(model.config, batch, 1, dtype))
+    if sizes(own) != sizes(state):
+        raise ValueError(f"{name}: its state does not fit this model")
+
+
+def by_row(name: str, value: Any, rows: int, one: Any) -> list:
+    """A list of `rows` values from one value, or from a sequence of one per row."""
+    if isinstance(value, one):
+        return [value] * rows
+    values = list(value) if isinstance(value, Iterable) else []
+    if len(values) != rows or not all(isinstance(v, one) for v in values):
+        raise ValueError(
+            f"{name}: want one for all prompts or a list of one for each of the "
+            f"{rows}, got {value!r}"
+        )
+    return values
+
+
+def lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
+    """Lists of `rows` rows from one list for all, or from one list per row."""
+    if isinstance(value, one):
+        return [[value]] * rows
+    values = list(value) if isinstance(value, Iterable) else [value]
+    if all(isinstance(v, one) for v in values):
+        return [values] * rows
+    nested = all(isinstance(v, Iterable) and not isinstance(v, one) for v in values)
+    lists = [list(v) for v in values] if nested else []
+    if len(lists) != rows or not all(isinstance(v, one) for row in lists for v in row):
+        raise ValueError(
+            f"{name}: want one list for all prompts or a list of one for each of the "
+            f"{rows}, got {value!r}"
+        )
+    return lists
+
+
+def counts_by_row(name: str, value: Any, rows: int, least: int) -> list[int]:
+    """Numbers of tokens, `least` .. MOST_TOKENS, by row."""
+    counts = [int(n) for n in by_row(name, value, rows, INTEGERS)]
+    for n in counts:
+        if not least <= n <= MOST_TOKENS:
+            bound = f"least {least}" if n < least else f"most {MOST_TOKENS}"
+            raise ValueError(f"{name}: want at {bound}, got {n}")
+    return counts
+
+
+def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
+    """Stop tokens [rows, n] int32, padded with -1."""
+    if stop_tokens is None:
+        stop_tokens = model.config.stop_tokens
+    lists = lists_by_row("stop_tokens", stop_tokens, rows, INTEGERS)
+    V = model.config.num_tokens
+    for ids in lists:
+        if any(not 0 <= i < V for i in ids):
+            raise ValueError(f"stop_tokens: {ids} are not all in 0..{V - 1}")
+    width = max(1, -(-max(map(len, lists)) // STOP_TOKEN_BUCKET)) * STOP_TOKEN_BUCKET
+    table = np.full((rows, width), -1, np.int32)
+    for row, ids in zip(table, lists, strict=True):
+        row[: len(ids)] = ids
+    return table
+
+
+def check_min_new_tokens(
+    least: Sequence[int], stop_tokens: np.ndarray, num_tokens: int
+) -> None:
+    """Raises ValueError where a row has to go on but no token lets it."""
+    for n, ids in zip(least, stop_tokens, strict=True):
+        if n and len(set(ids.tolist()) - {-1}) >= num_tokens:
+            raise ValueError(f"min_new_tokens: {n}, but every token is a stop token")
+
+
+def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
+    """An int in low .. high, from an int of Python or NumPy."""
+    whole = isinstance(value, INTEGERS) and not isinstance(value, bool)
+    if not whole or not low <= value <= high:
+        raise ValueError(f"{name}: want {what}, got {value!r}")
+    return int(value)

@@ -1,0 +1,128 @@
+"""How rows are sampled: a user's settings, and the same on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+_FLOAT32 = np.finfo(np.float32)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row is sampled.
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy.
+      top_k: only the k most probable tokens (and ties with the k-th); 0 is off.
+      top_p: only the fewest tokens whose probabilities reach p together; 1 is off.
+      min_p: only tokens at least this probable relative to the best one; 0 is off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens
+        that are in the text already, the prompt included; 1 is off.
+      seed: of the row's random numbers; None: the number of its prompt. The same seed
+        gives the same text whatever the row's neighbours are.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def check(name: str, kinds: tuple, good: Any, want: str) -> None:
+            value = getattr(self, name)
+            right = isinstance(value, kinds) and not isinstance(value, bool)
+            if not (right and good(value)):
+                raise ValueError(f"{name}: want {want}, got {value!r}")
+
+        # What float32 can hold: smaller numbers are 0 on the device.
+        least, most = float(_FLOAT32.tiny), float(_FLOAT32.max)
+        real, whole = (int, float, np.number), (int, np.integer)
+        check("temperature", real, lambda t: t == 0 or least <= t <= most, "0 or more")
+        check("top_k", whole, lambda k: 0 <= k < 2**31, "an integer >= 0 (0 is off)")
+        check("top_p", real, lambda p: least <= p <= 1, "a number in (0, 1]")
+        check("min_p", real, lambda p: 0 <= p < 1, "a number in [0, 1)")
+        check("repetition_penalty", real, lambda r: least <= r <= most, "a number > 0")
+        if self.seed is not None:
+            check("seed", whole, lambda s: 0 <= s < 2**32, "an integer in [0, 2^32)")
+
+
+@struct.dataclass
+class SamplingRows:
+    """`Sampling` of B rows, on the device.
+
+    Attributes:
+      temperature, top_p, min_p: [B] float32; top_k: [B] int32.
+      penalty: [B] float32, or None where no row has a repetition penalty.
+      key: [B] typed keys, one a row.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    penalty: jax.Array | None
+    key: jax.Array
+
+    @property
+    def greedy(self) -> jax.Array:
+        """[B] bool, rows of temperature 0."""
+        return self.temperature == 0
+
+
+def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
+    """Keys [B * samples]: of a row's seed and of the sample's number, and no more."""
+
+    def one(seed: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(key, seed)
+        return jax.vmap(lambda j: jax.random.fold_in(own, j))(
+            jnp.arange(samples, dtype=jnp.int32)
+        )
+
+    return jax.vmap(one)(seeds).reshape(-1)
+
+
+def sampling_rows(
+    settings: Sequence[Sampling], key: jax.Array | None = None, samples: int = 1
+) -> SamplingRows:
+    """Settings of B prompts as arrays of B * `samples` rows, prompt by prompt.
+
+    Args:
+      settings: one a prompt.
+      key: base of all random numbers, a key of `jax.random.key`; default: `key(0)`.
+      samples: rows per prompt.
+
+    Raises:
+      ValueError: a key whose random numbers would depend on a row's place.
+    """
+    key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key: want a key of jax.random.key, got {key!r}")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.shape != () or str(jax.random.key_impl(key)) != "threefry2x32":
+        raise ValueError(
+            "key: want one threefry key (jax.random.key(seed)): other generators give "
+            "a row other numbers in another batch"
+        )
+    seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
+
+    def rows(name: str, dtype: type) -> jax.Array:
+        values: np.ndarray = np.array([getattr(s, name) for s in settings], dtype)
+        return jnp.asarray(np.repeat(values, samples))
+
+    penalised = any(s.repetition_penalty != 1 for s in settings)
+    return SamplingRows(
+        temperature=rows("temperature", np.float32),
+        top_k=rows("top_k", np.int32),
+        top_p=rows("top_p", np.float32),
+        min_p=rows("min_p", np.float32),
+        penalty=rows("repetition_penalty", np.float32) if penalised else None,
+        key=row_keys(key, jnp.asarray(np.array(seeds, np.uint32)), samples),
+    )

@@ -1,0 +1,33 @@
+"""A drafted tree of tokens.
+
+Letters: B rows, T nodes, V tokens of the vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from stree_jax.speculation.layout import Layout, tree_layout
+from stree_jax.speculation.tree import chain
+
+
+@struct.dataclass
+class Draft:
+    """A filled tree.
+
+    Attributes:
+      layout: of the B rows' trees.
+      tokens: [B, T] int32.
+      q: [B, T, V] float32, the probabilities that each inner node's children were
+        drawn with, or None where the acceptance rule does not ask for them.
+    """
+
+    layout: Layout
+    tokens: jax.Array
+    q: jax.Array | None = None
+
+
+def only_root(root: jax.Array) -> Draft:
+    """The tree of plain decoding: the roots [B] themselves."""
+    alone = jnp.full((root.shape[0], 1), -1, jnp.int32)
+    return Draft(tree_layout(chain(0), alone), root[:, None])

@@ -1,0 +1,92 @@
+"""The tables of a tree, derived in one place from its `parents`.
+
+Letters: B rows, T nodes, M depth of the tree, W most nodes of a level, C most children.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from stree_jax.models import Nodes, tree_nodes
+from stree_jax.models.nodes import ancestors
+from stree_jax.speculation.tree import Topology, Tree
+
+
+@struct.dataclass
+class Layout:
+    """How trees are walked; rows of a batch may have trees of their own.
+
+    Attributes:
+      parents: [B, T] int32, -1 for the root.
+      depth: [B, T] int32.
+      paths: [B, T, M + 1] int32, the nodes from the root to each, padded with 0.
+      children: [B, T, C] int32, children of each node by rank, padded with T; C >= 1.
+    """
+
+    parents: jax.Array
+    depth: jax.Array
+    paths: jax.Array
+    children: jax.Array
+
+
+@struct.dataclass
+class Levels:
+    """How a static tree is filled depth by depth.
+
+    Attributes:
+      nodes: [M, W] int32, those at depth 1..M, padded with T.
+      slot: [T] int32, place of a node among those of its depth.
+      rank: [T] int32, place of a node among its siblings.
+    """
+
+    nodes: jax.Array
+    slot: jax.Array
+    rank: jax.Array
+
+
+def _count_before(same: jax.Array) -> jax.Array:
+    """How many earlier nodes s each node t has with same[..., t, s]: int32 [..., T]."""
+    node = jnp.arange(same.shape[-1], dtype=jnp.int32)
+    return (same & (node[:, None] > node[None])).sum(axis=-1, dtype=jnp.int32)
+
+
+def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
+    """The layout of trees with `parents` [B, T], whose sizes `tree` gives."""
+    T, M = tree.size, tree.depth
+    node = jnp.arange(T, dtype=jnp.int32)
+
+    def of_one(parents: jax.Array) -> Layout:
+        lineage = ancestors(parents[None], M + 1)[0]
+        depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
+        back = depth[:, None] - jnp.arange(M + 1, dtype=jnp.int32)[None]
+        paths = jnp.take_along_axis(lineage, jnp.maximum(back, 0), axis=1)
+        paths = jnp.where(back >= 0, paths, 0)
+        rank = _count_before(parents[:, None] == parents[None])
+        place = jnp.where(parents < 0, T, parents), rank
+        children = jnp.full((T, max(tree.children, 1)), T, jnp.int32)
+        children = children.at[place].set(node, mode="drop")
+        return Layout(parents, depth, paths, children)
+
+    return jax.vmap(of_one)(parents)
+
+
+def tree_levels(tree: Tree) -> Levels:
+    """The levels of a tree that all rows have."""
+    T, parents = tree.size, jnp.asarray(tree.parents, jnp.int32)
+    depth = (ancestors(parents[None], tree.depth + 1)[0] >= 0).sum(-1, jnp.int32) - 1
+    slot = _count_before(depth[:, None] == depth[None])
+    nodes = jnp.full((tree.depth + 1, tree.width), T, jnp.int32)
+    nodes = nodes.at[depth, slot].set(jnp.arange(T, dtype=jnp.int32))[1:]
+    return Levels(nodes, slot, _count_before(parents[:, None] == parents[None]))
+
+
+def below_root(parents: jax.Array, conv_taps: int) -> Nodes:
+    """The nodes of a tree without its root: a forest below a context that holds it.
+
+    Row 0 stays as an isolated node, so that rows keep their numbers.
+
+    Args:
+      parents: [B, T] int32, -1 for the root.
+      conv_taps: K.
+    """
+    return tree_nodes(jnp.where(parents == 0, -1, parents), conv_taps)

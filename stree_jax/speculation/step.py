@@ -1,0 +1,120 @@
+"""One step of Algorithm 1 (STree, Wu et al. 2025): draft, verify, accept.
+
+Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, d width of
+the target's hidden states.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from stree_jax.models import (
+    Model,
+    Pending,
+    Records,
+    State,
+    forward_hidden,
+    logits_of,
+    tree_nodes,
+)
+from stree_jax.speculation.accept import Accepted, Rule
+from stree_jax.speculation.decoding import (
+    RUNNING,
+    Decoding,
+    cut_at_stops,
+    record_step,
+)
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.drafter import Drafter, News
+from stree_jax.speculation.policy import Policy
+from stree_jax.speculation.tree import Topology
+
+
+@struct.dataclass
+class Spec:
+    """Who decodes, and how: constant during a generation.
+
+    Attributes:
+      target: verifies; what comes out is its own text.
+      drafter: proposes.
+      policy: chooses the trees.
+      rule: says what is accepted.
+    """
+
+    target: Model
+    drafter: Drafter
+    policy: Policy
+    rule: Rule = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Verified:
+    """What the target makes of a tree.
+
+    Attributes:
+      hidden: [B, T, d] float32.
+      logits: [B, T, >= V] float32, after each node.
+      records: of the T nodes, one entry a layer.
+      state: after the pending path, before the tree.
+    """
+
+    hidden: jax.Array
+    logits: jax.Array
+    records: Records
+    state: State
+
+
+Verify = Callable[[Model, State, Draft, Pending], Verified]
+
+
+def packed(target: Model, state: State, draft: Draft, pending: Pending) -> Verified:
+    """Replay the pending path, and run the whole tree in one pass."""
+    nodes = tree_nodes(draft.layout.parents, target.config.conv_taps)
+    hidden, records, state = forward_hidden(
+        target, state, draft.tokens, nodes, pending=pending
+    )
+    return Verified(hidden, logits_of(target, hidden), records, state)
+
+
+def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> Decoding:
+    """Draft a tree, verify it in one pass, keep what is right."""
+    dist = d.distribution(spec.target.config.num_tokens)
+    with jax.named_scope("draft"):
+        draft, drafting = spec.drafter.propose(
+            d.drafting, d.root, tree, dist, spec.rule
+        )
+    with jax.named_scope("verify"):
+        seen = verify(spec.target, d.state, draft, d.pending)
+    with jax.named_scope("accept"):
+        accepted, stop = cut_at_stops(d, spec.rule.accept(draft, seen.logits, dist))
+        news = news_of(accepted, stop.finish, seen.hidden)
+        policy = spec.policy.update(d.policy, d.choice, accepted)
+        return replace(
+            record_step(d, draft, seen.logits, accepted, stop, dist),
+            state=seen.state,
+            pending=pending_of(accepted, seen.records, d.pending),
+            drafting=spec.drafter.commit(drafting, news),
+            policy=policy,
+            choice=spec.policy.choose(policy),
+        )
+
+
+def news_of(accepted: Accepted, finish: jax.Array, hidden: jax.Array) -> News:
+    """What the drafter is told: tokens, and the hidden states that chose them."""
+    length = jnp.where(finish == RUNNING, accepted.length, 0)
+    on_path = jnp.take_along_axis(hidden, accepted.path[..., None], axis=1)
+    return News(accepted.tokens, length, on_path)
+
+
+def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
+    """The accepted path, to be replayed, in the room of the menu's largest tree."""
+
+    def padded(new: jax.Array, old: jax.Array) -> jax.Array:
+        more = old.shape[1] - new.shape[1]
+        return jnp.pad(new, ((0, 0), (0, more)) + ((0, 0),) * (new.ndim - 2))
+
+    records = jax.tree.map(padded, records, room.records)
+    return Pending(records, padded(accepted.path, room.path), accepted.length)

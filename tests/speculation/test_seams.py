@@ -1,0 +1,227 @@
+"""What hangs on the two seams: other drafters, other policies, what they are told."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import stree_jax
+from stree_jax.generation import begin
+from stree_jax.models import logits_of
+from stree_jax.speculation import loop
+from stree_jax.speculation.draft import Draft, only_root
+from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.model_drafter import Reading
+from stree_jax.speculation.policy import FixedTree
+from stree_jax.speculation.tree import chain, make_tree, resolve_tree
+from tests.support.tiny import REAL, STOP, perturbed, tiny
+
+NEW = 20
+LENGTHS = [1, 7, 33]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return target.replace(params=perturbed(target.params, 0.05, 3))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(5)
+    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return stree_jax.generate(target, prompts, max_new_tokens=NEW)
+
+
+@struct.dataclass
+class Turns:
+    """A policy that goes through its menu by a given order, over and over."""
+
+    trees: tuple = ()
+    order: tuple = struct.field(pytree_node=False, default=())
+
+    @property
+    def menu(self):
+        return self.trees
+
+    def init(self, batch):
+        return jnp.int32(0)
+
+    def choose(self, state):
+        return jnp.asarray(self.order, jnp.int32)[state % len(self.order)]
+
+    def update(self, state, choice, accepted):
+        return state + 1
+
+
+def decode(target, prompts, drafter, policy, steps=loop.FOREVER, tree="A"):
+    """Tokens by row, and the decoding itself, with another policy than a fixed tree."""
+    begun, plan = begin(target, prompts, max_new_tokens=NEW, drafter=drafter, tree=tree)
+    spec = replace(plan.spec, policy=policy)
+    padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    begun = loop.init_decoding_jit(
+        spec,
+        jnp.asarray(padded),
+        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
+        begun.requests,
+        max_new_tokens=NEW,
+    )
+    done = loop.advance_jit(spec, begun, jnp.int32(steps))
+    rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
+    return [row[:n].tolist() for row, n in rows], done
+
+
+A, PLAIN = resolve_tree("A"), chain(0)
+ORDERS = {
+    "in turns": ((PLAIN, A), (0, 1)),
+    "plain for long": ((PLAIN, A), (1, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    "three trees": ((PLAIN, chain(3), A), (2, 0, 1, 0, 0, 2, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("tree", name) for name in ORDERS), ("beam", "in turns")]
+)
+def test_steps_without_drafts_leave_nothing_stale(
+    target, drafter, prompts, plain, name, kind
+):
+    """The text is plain decoding's, and the drafter has read all of it and no more."""
+    menu, order = ORDERS[name]
+    trees, tree = menu, "A"
+    if kind == "beam":
+        trees = tuple(PLAIN if t is PLAIN else resolve_tree("beam:2x3") for t in menu)
+        tree = "beam:2x3"
+    tokens, _ = decode(target, prompts, drafter, Turns(trees, order), tree=tree)
+    assert tokens == plain.tokens
+    # Stopped in the middle: what was read and what waits are together the text.
+    for steps in (4, 7):
+        tokens, done = decode(
+            target, prompts, drafter, Turns(trees, order), steps, tree=tree
+        )
+        reading = done.drafting
+        assert isinstance(reading, Reading)
+        for b, prompt in enumerate(prompts):
+            if int(done.finish[b]) != 0:
+                continue
+            text = prompt + tokens[b]
+            count = int(reading.unread_length[b])
+            read = len(text) - count
+            assert int(reading.state.length[b]) == read
+            assert reading.unread[b, :count].tolist() == text[read:]
+            fresh, _ = begin(drafter, [text[: read + 1]], max_new_tokens=1)
+            chex.assert_trees_all_close(
+                [s.ssm[b] for s in reading.state.layers if hasattr(s, "ssm")],
+                [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
+                rtol=1e-4,
+                atol=1e-4,
+            )
+
+
+def test_a_right_drafter_is_right_after_plain_steps(target, prompts, plain):
+    """With the target itself as the drafter, every drafted call gains a whole path."""
+    policy = Turns((PLAIN, A), (0, 0, 0, 1))
+    tokens, done = decode(target, prompts, target, policy, steps=8)
+    for row, whole in zip(tokens, plain.tokens, strict=True):
+        assert row == whole[: len(row)]
+    running = np.asarray(done.finish) == 0
+    whole_paths = np.asarray(done.gained)[running, A.depth + 1]
+    assert running.any() and (whole_paths == 2).all()
+
+
+def test_the_menu_compiles_once_and_carries_nothing_twice(target, drafter, prompts):
+    """Two trees need the room of the larger one, and no copy of the caches."""
+    begun, plan = begin(target, prompts, max_new_tokens=512, drafter=drafter, tree="A")
+
+    def temp_bytes(policy):
+        spec = replace(plan.spec, policy=policy)
+        d = begun
+        if isinstance(policy, Turns):
+            d = replace(begun, policy=jnp.int32(0))
+        program = jax.jit(loop.advance, donate_argnums=1)
+        compiled = program.lower(spec, d, jnp.int32(9)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one = temp_bytes(FixedTree(A))
+    two = temp_bytes(Turns((PLAIN, A), (0, 1)))
+    assert two <= 1.1 * one
+
+
+@struct.dataclass
+class Told:
+    """A drafter that drafts one wrong token and keeps what it is told."""
+
+    width: int = struct.field(pytree_node=False)
+
+    def init(self, token_ids, lengths, capacity, news_width, past):
+        hidden = jnp.zeros((token_ids.shape[0], news_width, self.width), jnp.float32)
+        tokens = jnp.zeros((token_ids.shape[0], news_width), jnp.int32)
+        return tokens, jnp.zeros_like(lengths), hidden
+
+    def propose(self, state, root, tree, dist, rule):
+        layout = tree_layout(tree, tree.rows(root.shape[0]))
+        tokens = jnp.broadcast_to(root[:, None], (root.shape[0], tree.size))
+        return Draft(layout, tokens), state
+
+    def commit(self, state, news):
+        return news.tokens, news.length, news.hidden
+
+
+def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(target, prompts):
+    """Each accepted token is the argmax of the head on the state told with it."""
+    told = Told(target.config.d_model)
+    tree = make_tree([-1, 0, 0])
+    _, done = decode(target, prompts, told, FixedTree(tree), steps=3, tree=tree)
+    tokens, lengths, hidden = jax.device_get(done.drafting)
+    logits = np.asarray(logits_of(target, jnp.asarray(hidden)))[..., :REAL]
+    running = np.asarray(done.finish) == 0
+    assert running.any() and (lengths[running] >= 1).all()
+    for b in np.flatnonzero(running):
+        n = lengths[b]
+        assert logits[b, :n].argmax(axis=-1).tolist() == tokens[b, :n].tolist()
+        assert tokens[b, n - 1] == int(done.root[b])
+
+
+def test_any_drafter_drafts(target, prompts, plain):
+    """`generate` takes an object with the protocol's functions as its drafter."""
+    told = Told(target.config.d_model)
+    result = stree_jax.generate(
+        target, prompts, max_new_tokens=NEW, drafter=told, tree="chain:2"
+    )
+    assert result.tokens == plain.tokens
+
+
+def test_finished_rows_tell_nothing(target, drafter, prompts):
+    """The last tokens of a finished row stay unread: a continuation begins there."""
+    result = stree_jax.generate(
+        target,
+        prompts,
+        max_new_tokens=[3, 12, 7],
+        drafter=drafter,
+        tree="A",
+        keep_past=True,
+        stop_tokens=[STOP],
+    )
+    for b in range(len(prompts)):
+        assert int(result.past.drafter.unread_length[b]) == 0
+        text = len(prompts[b]) + int(result.lengths[b])
+        assert int(result.past.drafter.state.length[b]) < text
+
+
+def test_plain_decoding_is_a_tree_of_one_node(target):
+    draft = only_root(jnp.asarray([3, 4], jnp.int32))
+    assert draft.tokens.tolist() == [[3], [4]]
+    assert draft.layout.parents.tolist() == [[-1], [-1]]
