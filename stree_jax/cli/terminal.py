@@ -21,7 +21,13 @@ from stree_jax.cli.chat import (
     read_special_tokens,
 )
 from stree_jax.cli.compile_cache import kept_programs
-from stree_jax.generation import DEFAULT_RULE, encode_prompts, generate, stream
+from stree_jax.generation import (
+    DEFAULT_RULE,
+    Options,
+    encode_prompts,
+    generate,
+    stream,
+)
 from stree_jax.pair import load_pair
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.settings import Sampling
@@ -37,7 +43,7 @@ PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
 
 def load_models(
     args: argparse.Namespace,
-) -> tuple[Model, "Tokenizer", dict[str, Any]]:
+) -> tuple[Model, "Tokenizer", Options]:
     """The target, its tokenizer, and what `generate` is told of the drafter."""
     with waiting(f"reading {args.model}"):
         target, drafter = load_pair(args.model, args.drafter, args.dtype)
@@ -45,8 +51,8 @@ def load_models(
         raise ValueError("--tree needs a drafter to fill it; give --drafter")
     if target.tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
-    drafting = {"drafter": drafter, "tree": args.tree if drafter else None}
-    return target, target.tokenizer, {**drafting, "rule": args.rule}
+    tree = args.tree if drafter else None
+    return target, target.tokenizer, Options(drafter=drafter, tree=tree, rule=args.rule)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
@@ -67,15 +73,15 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
     )
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
+def options_of(args: argparse.Namespace) -> Options:
     """Options of `generate` that plain decoding has too."""
-    return {
-        "max_new_tokens": args.max_new_tokens,
-        "min_new_tokens": args.min_new_tokens,
-        "sampling": sampling_of(args),
-        "stop_tokens": () if args.ignore_eos else None,
-        "stop_strings": args.stop,
-    }
+    return Options(
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        sampling=sampling_of(args),
+        stop_tokens=() if args.ignore_eos else None,
+        stop_strings=args.stop,
+    )
 
 
 def check_text(source: str, text: str) -> str:
@@ -161,10 +167,10 @@ def follow(
 def run_generate(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: only --json prints them; add --json")
-    plainly = {**options_of(args), "n": args.n, "logprobs": args.logprobs}
+    plainly = options_of(args) | Options(n=args.n, logprobs=args.logprobs)
     prompt = read_prompt(args)
     target, _, drafting = load_models(args)
-    options = {**plainly, **drafting}
+    options = plainly | drafting
     began = time.perf_counter()
     quiet = args.json or args.n > 1
     ends, interrupted = follow(
@@ -195,8 +201,8 @@ def compare(
     target: Model,
     prompt: str,
     result: Generation,
-    options: dict[str, Any],
-    plainly: dict[str, Any],
+    options: Options,
+    plainly: Options,
 ) -> None:
     """Add plain decoding's figures, and whether the tokens are its own."""
     timed = generate(target, prompt, **options)  # compiled by now
@@ -311,7 +317,7 @@ class Speaker:
     tokenizer: "Tokenizer"
     template: str | None
     special_tokens: dict[str, str]
-    options: dict[str, Any]
+    options: Options
 
 
 def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
@@ -324,10 +330,8 @@ def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversat
     if not continues:
         fed, past = (), None
     unread = ids if past is not None else [*fed, *ids]
-    ends, _ = follow(
-        stream(speaker.model, [unread], past=past, keep_past=True, **speaker.options),
-        "",
-    )
+    options = speaker.options | Options(past=past, keep_past=True)
+    ends, _ = follow(stream(speaker.model, [unread], **options), "")
     print()
     if not ends:  # interrupted before the first word
         return conversation
@@ -339,7 +343,7 @@ def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversat
 
 def run_chat(args: argparse.Namespace) -> int:
     """A conversation on stdin and stdout; it ends with the input, or with /exit."""
-    options = options_of(args) | {"capacity": args.context}
+    options = options_of(args) | Options(capacity=args.context)
     if args.context < 1:
         raise ValueError(f"--context: want at least 1 token, got {args.context}")
     model, tokenizer, drafting = load_models(args)
