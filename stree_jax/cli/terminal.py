@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import threading
@@ -32,7 +33,7 @@ from stree_jax.pair import load_pair
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
-from stree_jax.speculation.accept import NAIVE, resolve_rule
+from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.tree import chain
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
     """The settings asked for; None is greedy."""
     names = ("top_k", "top_p", "min_p", "seed")
     given = {name: v for name in names if (v := getattr(args, name)) is not None}
-    if args.temperature == 0 and given:
-        name = next(iter(given)).replace("_", "-")
+    if args.temperature == 0 and (given or args.rule):
+        name = next(iter(given), "rule").replace("_", "-")
         raise ValueError(
             f"--{name}: greedy decoding draws nothing; add --temperature, 0.8 for one"
         )
@@ -190,7 +191,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.compare and not interrupted:
         compare(report, target, prompt, result, options, plainly)
     report["first_run_s"] = first_run_s  # with compilation
-    print(json.dumps(report) if args.json else closing_line(report))
+    print(json.dumps(finite(report)) if args.json else closing_line(report))
     if interrupted:
         return 130
     return 1 if report.get("equal_to_plain") is False else 0
@@ -213,7 +214,7 @@ def compare(
     report["plain"] = figures(target, plain)
     report["speedup"] = plain.decode_s / timed.decode_s
     rule = resolve_rule(options["rule"] or DEFAULT_RULE, chain(0))
-    if options["sampling"] is not None and rule.acceptance != NAIVE.acceptance:
+    if options["sampling"] is not None and rule.promise != "tokens":
         report["equal_to_plain"] = None  # equal in distribution, not in tokens
         return
     equal = plain.tokens == timed.tokens == result.tokens
@@ -260,6 +261,19 @@ def figures(
         "dtype": str(target.params["embedding"].dtype),
         "device": str(jax.devices()[0].device_kind),
     }
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity: null where a margin or log-probability has no number."""
+    match value:
+        case dict():
+            return {key: finite(v) for key, v in value.items()}
+        case list():
+            return [finite(v) for v in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
 
 
 def log_probabilities(result: Generation, row: int) -> dict[str, Any]:
