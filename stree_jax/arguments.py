@@ -86,6 +86,10 @@ def encode_prompts(
                     f"prompts[{i}] is text, but this model has no tokenizer.json; "
                     "give token ids"
                 )
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompts[{i}]: not UTF-8 text ({error})") from error
             ids = model.tokenizer.encode(prompt, add_special_tokens=not resumed).ids
         else:
             ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()

@@ -66,6 +66,7 @@ LIST = "want one list for all prompts or a list of one for each of the 2"
             "min_new_tokens: want at most 16777216, got",
         ),
         (dict(min_new_tokens=1, stop_tokens=range(47)), "every token is a stop token"),
+        (dict(prompts=["\udcff"]), r"prompts\[0\]: not UTF-8 text"),
         (dict(prompts=5), "prompts: want a text or a list of prompts, got 5"),
         (dict(prompts=[[[8], [9, 9]]]), r"prompts\[0\]: want integers with 1 axes"),
         (dict(logprobs=1.5), r"logprobs: want 0\.\.47 best tokens, got 1\.5"),

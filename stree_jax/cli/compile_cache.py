@@ -30,13 +30,15 @@ def cache_directory() -> Path | None:
 def keep_programs() -> None:
     """Let jax keep every compiled program of this process, and of its children.
 
-    Call it before jax is imported. Settings that are in the environment already stand.
+    Call it before jax is imported. A folder that jax's own variable names is left so.
     Where the folder cannot be written to, nothing is kept, and nothing is said.
     """
     directory = cache_directory()
-    if directory is None or not _has_room(directory):
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or directory is None:
         return
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(directory))
+    if not _has_room(directory):
+        return
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     # An entry that cannot be read or written costs time, and no more than that.

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import threading
@@ -21,12 +22,18 @@ from stree_jax.cli.chat import (
     read_special_tokens,
 )
 from stree_jax.cli.compile_cache import kept_programs
-from stree_jax.generation import DEFAULT_RULE, encode_prompts, generate, stream
+from stree_jax.generation import (
+    DEFAULT_RULE,
+    Options,
+    encode_prompts,
+    generate,
+    stream,
+)
 from stree_jax.pair import load_pair
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
-from stree_jax.speculation.accept import NAIVE, resolve_rule
+from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.tree import chain
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
 
 def load_models(
     args: argparse.Namespace,
-) -> tuple[Model, "Tokenizer", dict[str, Any]]:
+) -> tuple[Model, "Tokenizer", Options]:
     """The target, its tokenizer, and what `generate` is told of the drafter."""
     with waiting(f"reading {args.model}"):
         target, drafter = load_pair(args.model, args.drafter, args.dtype)
@@ -45,16 +52,16 @@ def load_models(
         raise ValueError("--tree needs a drafter to fill it; give --drafter")
     if target.tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
-    drafting = {"drafter": drafter, "tree": args.tree if drafter else None}
-    return target, target.tokenizer, {**drafting, "rule": args.rule}
+    tree = args.tree if drafter else None
+    return target, target.tokenizer, Options(drafter=drafter, tree=tree, rule=args.rule)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
     """The settings asked for; None is greedy."""
     names = ("top_k", "top_p", "min_p", "seed")
     given = {name: v for name in names if (v := getattr(args, name)) is not None}
-    if args.temperature == 0 and given:
-        name = next(iter(given)).replace("_", "-")
+    if args.temperature == 0 and (given or args.rule):
+        name = next(iter(given), "rule").replace("_", "-")
         raise ValueError(
             f"--{name}: greedy decoding draws nothing; add --temperature, 0.8 for one"
         )
@@ -67,15 +74,15 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
     )
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
+def options_of(args: argparse.Namespace) -> Options:
     """Options of `generate` that plain decoding has too."""
-    return {
-        "max_new_tokens": args.max_new_tokens,
-        "min_new_tokens": args.min_new_tokens,
-        "sampling": sampling_of(args),
-        "stop_tokens": () if args.ignore_eos else None,
-        "stop_strings": args.stop,
-    }
+    return Options(
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        sampling=sampling_of(args),
+        stop_tokens=() if args.ignore_eos else None,
+        stop_strings=args.stop,
+    )
 
 
 def check_text(source: str, text: str) -> str:
@@ -161,10 +168,10 @@ def follow(
 def run_generate(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: only --json prints them; add --json")
-    plainly = {**options_of(args), "n": args.n, "logprobs": args.logprobs}
+    plainly = options_of(args) | Options(n=args.n, logprobs=args.logprobs)
     prompt = read_prompt(args)
     target, _, drafting = load_models(args)
-    options = {**plainly, **drafting}
+    options = plainly | drafting
     began = time.perf_counter()
     quiet = args.json or args.n > 1
     ends, interrupted = follow(
@@ -184,7 +191,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.compare and not interrupted:
         compare(report, target, prompt, result, options, plainly)
     report["first_run_s"] = first_run_s  # with compilation
-    print(json.dumps(report) if args.json else closing_line(report))
+    print(json.dumps(finite(report)) if args.json else closing_line(report))
     if interrupted:
         return 130
     return 1 if report.get("equal_to_plain") is False else 0
@@ -195,8 +202,8 @@ def compare(
     target: Model,
     prompt: str,
     result: Generation,
-    options: dict[str, Any],
-    plainly: dict[str, Any],
+    options: Options,
+    plainly: Options,
 ) -> None:
     """Add plain decoding's figures, and whether the tokens are its own."""
     timed = generate(target, prompt, **options)  # compiled by now
@@ -207,7 +214,7 @@ def compare(
     report["plain"] = figures(target, plain)
     report["speedup"] = plain.decode_s / timed.decode_s
     rule = resolve_rule(options["rule"] or DEFAULT_RULE, chain(0))
-    if options["sampling"] is not None and rule.acceptance != NAIVE.acceptance:
+    if options["sampling"] is not None and rule.promise != "tokens":
         report["equal_to_plain"] = None  # equal in distribution, not in tokens
         return
     equal = plain.tokens == timed.tokens == result.tokens
@@ -254,6 +261,19 @@ def figures(
         "dtype": str(target.params["embedding"].dtype),
         "device": str(jax.devices()[0].device_kind),
     }
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity: null where a margin or log-probability has no number."""
+    match value:
+        case dict():
+            return {key: finite(v) for key, v in value.items()}
+        case list():
+            return [finite(v) for v in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
 
 
 def log_probabilities(result: Generation, row: int) -> dict[str, Any]:
@@ -311,7 +331,7 @@ class Speaker:
     tokenizer: "Tokenizer"
     template: str | None
     special_tokens: dict[str, str]
-    options: dict[str, Any]
+    options: Options
 
 
 def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
@@ -324,10 +344,8 @@ def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversat
     if not continues:
         fed, past = (), None
     unread = ids if past is not None else [*fed, *ids]
-    ends, _ = follow(
-        stream(speaker.model, [unread], past=past, keep_past=True, **speaker.options),
-        "",
-    )
+    options = speaker.options | Options(past=past, keep_past=True)
+    ends, _ = follow(stream(speaker.model, [unread], **options), "")
     print()
     if not ends:  # interrupted before the first word
         return conversation
@@ -339,7 +357,7 @@ def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversat
 
 def run_chat(args: argparse.Namespace) -> int:
     """A conversation on stdin and stdout; it ends with the input, or with /exit."""
-    options = options_of(args) | {"capacity": args.context}
+    options = options_of(args) | Options(capacity=args.context)
     if args.context < 1:
         raise ValueError(f"--context: want at least 1 token, got {args.context}")
     model, tokenizer, drafting = load_models(args)

@@ -74,8 +74,9 @@ class TrainConfig:
     checkpoint_every: int = 200
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise ValueError(f"steps: want at least 1, got {self.steps}")
+        for name in ("steps", "batch", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: want at least 1, got {getattr(self, name)}")
         if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(
                 f"steps: want more than the {self.warmup} of warm-up, got {self.steps}"

@@ -50,9 +50,10 @@ def test_settings_that_stand_are_kept(environment, tmp_path):
     kept = tmp_path / "kept/xla"
     assert kept.is_dir() and compile_cache.kept_programs() == kept
     assert environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
+    shutil.rmtree(tmp_path / "kept")
     environment["JAX_COMPILATION_CACHE_DIR"] = "/mine"
     compile_cache.keep_programs()
-    assert compile_cache.kept_programs() == Path("/mine")
+    assert compile_cache.kept_programs() == Path("/mine") and not kept.exists()
 
 
 @pytest.mark.parametrize("case", ["not a folder", "read-only", "full"])

@@ -1,0 +1,87 @@
+"""`distill` from its options to a directory that loads."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.cli import main as cli
+from stree_jax.training import recipe
+from stree_jax.training.corpus import train_tokenizer
+from tests.support.tiny import tiny
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """A target of one layer, and tokens in its vocabulary."""
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
+    size = tokenizer.get_vocab_size()
+    model = tiny(1, layers=("mamba",))
+    config = dataclasses.replace(
+        model.config, vocab_size=size, num_tokens=size, stop_tokens=(0,)
+    )
+    table = np.random.default_rng(1).standard_normal((size, config.d_model))
+    params = {**model.params, "embedding": table.astype(np.float32)}
+    target = stree_jax.Model(params, config, tokenizer)
+    stree_jax.save(target, tmp_path / "target")
+    text = tmp_path / "text"
+    text.mkdir()
+    tokenizer.save(str(text / "tokenizer.json"))
+    for name in ("train", "heldout"):
+        np.save(text / f"{name}.npy", np.tile(np.arange(1, 41, dtype=np.uint16), 9))
+    return tmp_path
+
+
+def options_of(folder):
+    names = {"--target": "target", "--text": "text", "--out": "out", "--work": "work"}
+    return [word for name, path in names.items() for word in (name, str(folder / path))]
+
+
+def test_a_drafter_of_a_given_size_in_given_minutes(prepared, capsys):
+    args = ["distill", *options_of(prepared), "--width", "64", "--layers", "1"]
+    args += ["--batch", "2", "--length", "16", "--steps", "50", "--minutes", "1e-9"]
+    with jax.numpy_dtype_promotion("standard"):  # Adam's bias correction in optax
+        assert cli.main(args) == 0
+    said = capsys.readouterr()
+    assert "stopped by --minutes, after step 1 of 50" in said.err
+    assert f"writing {prepared / 'out'}" in said.err
+    assert said.out.startswith("step 1: train ")
+    drafter = stree_jax.load(prepared / "out")
+    assert drafter.config.layers == ("mamba",) and drafter.config.d_model == 64
+    assert cli.main(args) == 2, "before anything is trained"
+    assert "out: exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (["--steps", "0"], "steps: want at least 1, got 0"),
+        (["--warmup", "9", "--steps", "9"], "steps: want more than the 9 of warm-up"),
+        (["--width", "100"], "--width: want a multiple of 64, got 100"),
+        (["--layers", "0"], "--layers: want at least 1, got 0"),
+        (["--save-minutes", "0"], "save_minutes: want more than 0"),
+        (["--out", "/nowhere/at/all"], "/nowhere/at: no such directory"),
+        (["--length", "100", "--batch", "9"], "held-out text has 360 tokens"),
+        (["--batch", "0"], "batch: want at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(option, problem, prepared, capsys):
+    assert cli.main(["distill", *options_of(prepared), *option]) == 2
+    said = capsys.readouterr()
+    assert problem in said.err and said.err.count("\n") == 1
+    assert said.out == "" and not (prepared / "work").exists()
+
+
+def test_the_end_of_documents_without_the_usual_token(tmp_path):
+    """A target of other people ends its texts with a token of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    pieces = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "?": 2}, unk_token="?"))
+    pieces.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "text.txt").write_text("a " * 5000)
+    with pytest.raises(ValueError, match="no entry '<.endoftext.>'"):
+        recipe.prepare([tmp_path], pieces)
+    data = recipe.prepare([tmp_path], pieces, end=0)
+    assert (data.train == 0).sum() + (data.heldout == 0).sum() == 1
