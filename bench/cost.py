@@ -8,30 +8,29 @@ texts have among the drafter's guesses. Measured by decoding those texts.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from stree_jax import cost
-from stree_jax.bench.method import Run, measure, spread
+from stree_jax.bench.method import Run, measure
 from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.speculation import (
     PLAIN,
     Arm,
     decode_once,
     decode_unit,
     parse_arm,
-    summarise_arms,
+    settings_of,
     workload,
 )
-from stree_jax.bench.widen import sizes_of
+from stree_jax.bench.tables import table
 from stree_jax.checkpoint import Model
 from stree_jax.generation import encode_prompts
-from stree_jax.models import param_dtype
 from stree_jax.speculation.tree import Topology, Tree, resolve_tree
 
-ARMS = ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"]
 OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that the acceptance asks for
 DEPTH, WIDTH = 6, 4  # of the acceptance table
 PASSES = 16  # a call: single passes of a small model take less than their dispatch
@@ -54,7 +53,7 @@ def measure_cost(
     Returns:
       settings, "machine", "complete" and "units" of `measure`, and
 
-      "acceptance": the table p [D][R] of `cost.Acceptance`.
+      "acceptance": the table p [depth][rank] of `cost.Acceptance`.
       "results": a row an arm, the fastest prediction first: "arm", "nodes", "depth",
         "parents", "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau"
         (measured), "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain
@@ -80,7 +79,7 @@ def measure_cost(
         cases = [Case(size, "packed", context) for size in sizes]
         programs = [compile_case(model, case, PASSES) for case in cases]
         records = time_cases(programs, 4 * run.repeats)
-        return {str(r["nodes"]): spread(r["seconds"])["median"] for r in records}
+        return {str(r["nodes"]): median(r["seconds"]) for r in records}
 
     warm: set[str] = set()
 
@@ -101,23 +100,17 @@ def measure_cost(
             return passes(
                 drafter, sorted(widths | {t.depth + 1 for t in trees.values()})
             )
-        _, title, _, i = unit.split("/")
         named = [Arm(name, _spec(tree)) for name, tree in trees.items()]
         work = replace(plain, arms=(*plain.arms, *named))
-        return decode_unit(work, [prompts[title][int(i)]], 0, run.repeats, warm, {})
+        return decode_unit(work, decoded[unit], 0, run.repeats, warm, {})
 
-    decoded = [
-        f"/{title}/T=0/{i}"
-        for title, texts in prompts.items()
-        for i in range(len(texts))
-    ]
-    decoded.sort(key=lambda name: int(name.rpartition("/")[2]))
-    settings = {
-        "kind": "cost",
-        "dtype": str(param_dtype(target.params)),
-        "parameters": {"": sizes_of(target, drafter)},
+    decoded = {
+        f"/{title}/T=0/{i}": texts
+        for i, groups in enumerate(rounds(prompts))
+        for title, texts in groups.items()
+    }
+    settings = settings_of("cost", {"": (target, drafter)}, prompts) | {
         "arms": list(arms),
-        "sets": {title: len(texts) for title, texts in prompts.items()},
         "max_new_tokens": max_new_tokens,
     }
     units = ["ranks", "target", "drafter", *decoded]
@@ -145,7 +138,7 @@ def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     ranks = units["ranks"]
     table = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
     trees = candidates(arms, ranks)
-    rows = merged(summarise_arms(decoded), decoded)
+    rows = merged(decoded)
     # What a step of plain decoding takes beyond its pass, a step with a tree takes too.
     target = {int(n): s for n, s in units["target"].items()}
     # Noise may make that less than nothing.
@@ -182,18 +175,16 @@ def _name(trees: dict[str, Tree], tree: Topology) -> str:
     return next(name for name, other in trees.items() if other is tree)
 
 
-def merged(
-    rows: list[dict[str, Any]], units: dict[str, Any]
-) -> dict[str, dict[str, float]]:
+def merged(units: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Measured tau, ms a step and speed-up of every arm, over all prompts together."""
 
     def total(arm: str) -> tuple[int, int, float]:
         cells = [record[arm] for record in units.values()]
-        seconds = sum(spread(cell["seconds"])["median"] for cell in cells)
+        seconds = sum(median(cell["seconds"]) for cell in cells)
         return sum(c["tokens"] for c in cells), sum(c["calls"] for c in cells), seconds
 
     measured = {}
-    for arm in dict.fromkeys(row["arm"] for row in rows):
+    for arm in next(iter(units.values())):
         tokens, calls, seconds = total(arm)
         measured[arm] = {
             "tau": tokens / calls,
@@ -230,20 +221,22 @@ def cost_table(report: dict[str, Any]) -> str:
         return "nothing decoded yet"
     head = ["arm", "nodes", "depth", "tau by table", "by ranks", "measured"]
     head += ["ms a step, predicted", "measured", "over plain, predicted", "measured"]
-    lines = [
-        "| " + " | ".join([*head, "error"]) + " |",
-        "| --- " * (len(head) + 1) + "|",
-    ]
+    lines = []
     for row in report["results"]:
         cells = [row["arm"], str(row["nodes"]), str(row["depth"])]
         numbers = ("expected_tau", "simulated_tau", "tau", "predicted_ms", "ms")
         cells += [f"{row[name]:.2f}" for name in (*numbers, "predicted", "speedup")]
-        lines.append("| " + " | ".join([*cells, f"{row['error']:+.0%}"]) + " |")
+        lines.append([*cells, f"{row['error']:+.0%}"])
     worst = max(abs(row["error"]) for row in report["results"])
-    lines += ["", verdict(report) + f" Largest error of a prediction: {worst:.0%}."]
-    table = report["acceptance"]
-    lines += ["", "| depth | " + " | ".join(f"rank {r}" for r in range(WIDTH)) + " |"]
-    lines += ["| --- " * (WIDTH + 1) + "|"]
-    for d, row in enumerate(table, start=1):
-        lines.append(f"| {d} | " + " | ".join(f"{p:.2f}" for p in row) + " |")
-    return "\n".join(lines)
+    sections = [
+        table([*head, "error"], lines),
+        verdict(report) + f" Largest error of a prediction: {worst:.0%}.",
+        table(
+            ["depth", *(f"rank {r}" for r in range(WIDTH))],
+            [
+                [str(depth), *(f"{p:.2f}" for p in row)]
+                for depth, row in enumerate(report["acceptance"], start=1)
+            ],
+        ),
+    ]
+    return "\n\n".join(sections)

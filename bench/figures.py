@@ -1,10 +1,11 @@
-"""Figures of the reports: one function a kind, from a report to a matplotlib figure."""
+"""Figures: from a report to a matplotlib figure, one function a sort of report."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench.method import machine_line
+from stree_jax.bench.speculation import PLAIN, row_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +14,13 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which most colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
-PLAIN = "plain"
+GUIDE: dict[str, Any] = {"color": "0.25", "linewidth": 1, "linestyle": "--"}
+LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False}
+
+
+def style_of(i: int) -> dict[str, Any]:
+    """Of the i-th line of a panel."""
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
 def check_matplotlib() -> None:
@@ -45,7 +52,11 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def draw(report: dict[str, Any]) -> "Figure":
-    """The figure of a report's kind."""
+    """The figure of a report.
+
+    Raises:
+      ValueError: there is none of this benchmark.
+    """
     match report["kind"]:
         case "decode" | "trees" | "attention":
             return draw_arms(report)
@@ -70,13 +81,12 @@ def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> No
             [h - row["speedup"]["low"] for h, row in zip(heights, rows, strict=True)],
             [row["speedup"]["high"] - h for h, row in zip(heights, rows, strict=True)],
         ]
-        colour = COLOURS[i % len(COLOURS)]
-        ax.bar(place, heights, 0.92 * width, label=name, color=colour)
+        ax.bar(place, heights, 0.92 * width, label=name, color=style_of(i)["color"])
         ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
         for x, row in zip(place, rows, strict=True):
             tau = ax.text(x, 0.02, f"τ {row['tau']:.1f}", rotation=90, fontsize=8)
             tau.set(ha="center", va="bottom")
-    ax.axhline(1, color="0.25", linewidth=1, linestyle="--")
+    ax.axhline(1, **GUIDE)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(what)
 
@@ -102,13 +112,13 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
         _bars(ax, groups, bars, "times plain decoding")
         kind = "greedy" if temperature == 0 else f"sampled, T = {temperature:g}"
         ax.set_title(kind, fontsize=10)
-        legend: dict[str, Any] = {"fontsize": 8, "frameon": False, "ncols": 2}
         if many:  # more labels than have room side by side
             ax.set_xticks(ax.get_xticks(), groups, rotation=60, ha="right", fontsize=8)
             ax.set_ylim(top=1.15 * ax.get_ylim()[1])
-            ax.legend(loc="upper right", **legend)
+            ax.legend(loc="upper right", ncols=2, **LEGEND)
         else:
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), **legend)
+            below = (0.5, -0.08)
+            ax.legend(loc="upper center", bbox_to_anchor=below, ncols=2, **LEGEND)
     return figure
 
 
@@ -128,44 +138,27 @@ def draw_temperature(report: dict[str, Any]) -> "Figure":
     figure, axes = panels(2, report, "Acceptance rules against temperature")
     what = ("tokens per target call (τ)", "times plain decoding")
     sets = list(report["sets"])
+    by_set = [[r for r in report["results"] if r["set"] == title] for title in sets]
     temperatures = report["temperatures"]
-    arms = [arm for arm in report["arms"] if arm != PLAIN]
-    for i, arm in enumerate(arms):
+    for i, arm in enumerate(arm for arm in report["arms"] if arm != PLAIN):
         lines: list[list[float]] = [[], []]
         for temperature in temperatures:
-            rows = [
-                r
-                for r in report["results"]
-                if r["temperature"] == temperature and _stands_for(r["arm"], arm, r)
-            ]
+            found = [row_of(rows, arm, temperature) for rows in by_set]
+            rows = [row for row in found if row is not None]
             lines[0].append(sum(r["tau"] for r in rows) / max(len(rows), 1))
             speeds = [r["speedup"]["median"] for r in rows]
             lines[1].append(sum(speeds) / max(len(rows), 1))
         for ax, line in zip(axes, lines, strict=True):
-            ax.plot(
-                temperatures,
-                line,
-                marker=MARKERS[i % len(MARKERS)],
-                color=COLOURS[i % len(COLOURS)],
-                label=arm,
-                linewidth=1.4,
-                markersize=5,
-            )
+            style = style_of(i) | {"linewidth": 1.4, "markersize": 5}
+            ax.plot(temperatures, line, label=arm, **style)
     for ax, text in zip(axes, what, strict=True):
         ax.set_xlabel("temperature")
         ax.set_ylabel(text)
-    axes[1].axhline(1, color="0.25", linewidth=1, linestyle="--")
-    axes[0].legend(fontsize=8, frameon=False)
+    axes[1].axhline(1, **GUIDE)
+    axes[0].legend(**LEGEND)
     axes[0].set_title(f"mean of {', '.join(sets)}", fontsize=9)
     axes[1].set_title(f"batch {report['batch']}", fontsize=9)
     return figure
-
-
-def _stands_for(name: str, arm: str, row: dict[str, Any]) -> bool:
-    """At T = 0 one arm a tree was run."""
-    if row["temperature"] > 0:
-        return name == arm
-    return name.rpartition("@")[2] == arm.rpartition("@")[2]
 
 
 def draw_forward(report: dict[str, Any]) -> "Figure":
@@ -182,8 +175,7 @@ def draw_forward(report: dict[str, Any]) -> "Figure":
         label = "quadratic fit" if fit["degree"] == 2 else "linear fit"
         axes[0].plot(nodes, line, color=COLOURS[4], linewidth=1, label=label)
     if report["floor_ms"]:
-        floor = {"color": "0.25", "linewidth": 1, "linestyle": "--"}
-        axes[0].axhline(report["floor_ms"], label="reading the weights", **floor)
+        axes[0].axhline(report["floor_ms"], label="reading the weights", **GUIDE)
     axes[0].set_title("packed, any tree", fontsize=10)
     names = {
         "packed": "packed",
@@ -193,10 +185,9 @@ def draw_forward(report: dict[str, Any]) -> "Figure":
     for i, (scan, label) in enumerate(names.items()):
         rows = [row for row in trees if row["scan"] == scan]
         x = [row["nodes"] for row in rows]
-        style = {"marker": MARKERS[i], "color": COLOURS[i], "label": label}
-        axes[1].plot(x, [row["ms"] for row in rows], **style)
+        axes[1].plot(x, [row["ms"] for row in rows], label=label, **style_of(i))
         megabytes = [row["temp_bytes"] / 1e6 for row in rows]
-        axes[2].plot(x, megabytes, **style)
+        axes[2].plot(x, megabytes, label=label, **style_of(i))
     axes[1].set_title("full binary trees: time", fontsize=10)
     axes[2].set_title("full binary trees: temporaries", fontsize=10)
     for ax, unit in zip(
@@ -205,7 +196,7 @@ def draw_forward(report: dict[str, Any]) -> "Figure":
         ax.set_xlabel("nodes in the tree")
         ax.set_ylabel(unit)
         ax.set_ylim(bottom=0)
-        ax.legend(fontsize=8, frameon=False)
+        ax.legend(**LEGEND)
     return figure
 
 
@@ -216,27 +207,26 @@ def draw_cost(report: dict[str, Any]) -> "Figure":
     pairs = (("predicted", "speedup"), ("simulated_tau", "tau"))
     names = ("times plain decoding", "tokens per target call (τ)")
     for ax, (x, y), name in zip(axes, pairs, names, strict=True):
-        for i, kind in enumerate(("plain", "chain", "tree", "optimal")):
-            group = [row for row in rows if _kind_of(row["arm"]) == kind]
+        for i, shape in enumerate(("plain", "chain", "tree", "optimal")):
+            group = [row for row in rows if _shape_of(row["arm"]) == shape]
             xs, ys = [row[x] for row in group], [row[y] for row in group]
-            style = {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": ""}
-            ax.plot(xs, ys, label=kind, **style)
+            ax.plot(xs, ys, label=shape, linestyle="", **style_of(i))
         for row in rows:
             label = row["arm"].partition(":")[2] or row["arm"]
             place = {"xytext": (3, 3), "textcoords": "offset points"}
             ax.annotate(label, (row[x], row[y]), fontsize=7, **place)
         ends = [min(*(r[x] for r in rows), *(r[y] for r in rows))]
         ends.append(max(*(r[x] for r in rows), *(r[y] for r in rows)))
-        ax.plot(ends, ends, color="0.25", linewidth=1, linestyle="--")
+        ax.plot(ends, ends, **GUIDE)
         ax.set_xlabel(f"{name}, predicted")
         ax.set_ylabel(f"{name}, measured")
-        ax.legend(fontsize=8, frameon=False)
+        ax.legend(**LEGEND)
     return figure
 
 
-def _kind_of(arm: str) -> str:
-    kind = arm.partition(":")[0]
-    return kind if kind in ("plain", "chain", "optimal") else "tree"
+def _shape_of(arm: str) -> str:
+    shape = arm.partition(":")[0]
+    return shape if shape in ("plain", "chain", "optimal") else "tree"
 
 
 def draw_unrolled(report: dict[str, Any]) -> "Figure":
@@ -251,12 +241,8 @@ def draw_unrolled(report: dict[str, Any]) -> "Figure":
             group = [r for r in rows if (r["width"], r["scan"]) == (width, scan)]
             depths = [row["depth"] for row in group]
             name = "packed" if scan == "packed" else f"unrolled, {scan}"
-            style = {
-                "color": COLOURS[i % len(COLOURS)],
-                "marker": MARKERS[i % len(MARKERS)],
-                "linestyle": lines[scan],
-                "label": f"width {width}, {name}",
-            }
+            style = style_of(i) | {"linestyle": lines[scan]}
+            style["label"] = f"width {width}, {name}"
             axes[0].plot(depths, [row["tokens_per_s"] for row in group], **style)
             axes[1].plot(depths, [row["memory_bytes"] / 1e6 for row in group], **style)
     units = ("tokens/s", "MB, the compiled loop")

@@ -7,18 +7,14 @@ per leaf), with random weights: time does not depend on what they are.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench.memory import (
-    allocator_peaks,
-    megabytes,
-    peak_in_use,
-    read_bandwidth,
-)
-from stree_jax.bench.method import Run, measure, spread
+from stree_jax.bench.memory import allocator_peaks, peak_in_use, read_bandwidth
+from stree_jax.bench.method import Run, measure, quartiles_of
 from stree_jax.bench.passes import (
     CONTEXT,
     SCANS,
@@ -28,6 +24,7 @@ from stree_jax.bench.passes import (
     time_cases,
 )
 from stree_jax.bench.shapes import config_of, random_model
+from stree_jax.bench.tables import megabytes, ratio, shown, table, with_quartiles
 from stree_jax.checkpoint import Model
 from stree_jax.cost import fit_pass_time, fit_quality
 from stree_jax.models import ModelConfig, init_params
@@ -40,7 +37,7 @@ def measure_forward(
 ) -> dict[str, Any]:
     """Time and memory of a pass over trees, random weights, batch 1.
 
-    A pass replays a whole path of the last tree, verifies N nodes, and takes the argmax
+    A pass replays a whole path of the last tree, verifies T nodes, and takes the argmax
     of their logits; attention layers read CONTEXT committed tokens, whatever the size.
     On a GPU a dispatch runs DISPATCH passes: handing over the arrays of all layers
     takes as long as a pass. State and records are donated; trees are data.
@@ -51,7 +48,7 @@ def measure_forward(
 
     Args:
       shape: a name of `stree_jax.bench.shapes`.
-      sizes: N of Fig. 2; binary trees filled level by level.
+      sizes: T, the N of Fig. 2; binary trees filled level by level.
       levels: L of Fig. 3's full binary trees, the root's level included.
 
     Returns:
@@ -61,13 +58,13 @@ def measure_forward(
         which leaves out an embedding that is not also the head.
       "read_bytes_per_s": measured; "floor_ms": read_bytes at that rate. None until
         measured.
-      "fit": t(N) of the sizes' medians, {"degree", "c_ms", "b_ms", "a_ms", "r2",
-        "largest_error"} for a N^2 + b N + c, a = 0 without attention; None where the
+      "fit": t(T) of the sizes' medians, {"degree", "c_ms", "b_ms", "a_ms", "r2",
+        "largest_error"} for a T^2 + b T + c, a = 0 without attention; None where the
         sizes are too few.
       "results": a row a case, sizes first: "unit"; "levels", L or None; "scan",
-        "packed", "step" or "chunk"; "nodes", N; "tokens", computed in a pass (unrolled:
+        "packed", "step" or "chunk"; "nodes", T; "tokens", computed in a pass (unrolled:
         leaves x levels); "states", held; "ms", "ms_low", "ms_high", median and
-        quartiles of a pass over turns, None where memory does not suffice;
+        quartiles of a pass over turns, None where it ran out of memory;
         "over_packed", ratio of medians, 1 for packed; "same_argmax", share of nodes
         whose argmax is the packed pass's, None in "sizes"; "compile_s", apart from all
         times; "memory_bytes", "temp_bytes", of the program (`compiled_bytes`);
@@ -160,29 +157,21 @@ def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:
         if unit in ("allocator", "bandwidth"):
             continue
         kind, _, levels = unit.partition(":")
-        packed = _milliseconds(records[0])["ms"]
+        packed = records[0]["seconds"]
         for record in records:
             row = {"unit": unit, "levels": int(levels) if levels else None} | record
-            row |= _milliseconds(row)
-            del row["seconds"]
+            own = row.pop("seconds")
+            row |= quartiles_of("ms", [1e3 * s for s in own])
             peak = peaks.get(f"{row['scan']} {row['nodes']}")
             row["allocator_peak_bytes"] = None if kind == "sizes" else peak
-            compared = packed is not None and row["ms"] is not None
-            row["over_packed"] = row["ms"] / packed if compared else None
+            compared = packed and own
+            row["over_packed"] = median(own) / median(packed) if compared else None
             rows.append(row)
     return rows
 
 
-def _milliseconds(record: dict[str, Any]) -> dict[str, float | None]:
-    """Median and quartiles of a record's turns, None where it took none."""
-    ms: dict[str, Any] = dict.fromkeys(("median", "low", "high"))
-    if record["seconds"]:
-        ms = spread([1e3 * s for s in record["seconds"]])
-    return {"ms": ms["median"], "ms_low": ms["low"], "ms_high": ms["high"]}
-
-
 def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None:
-    """The fitted t(N) of rows, in milliseconds."""
+    """The fitted t(T) of rows, in milliseconds."""
     rows = [row for row in rows if row["ms"] is not None]
     sizes, ms = [row["nodes"] for row in rows], [row["ms"] for row in rows]
     if len(sizes) <= degree:
@@ -201,23 +190,24 @@ def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None
 
 def forward_table(report: dict[str, Any]) -> str:
     """Fig. 2 and Fig. 3 as tables, the floor and the fit above them."""
-    lines = [
+    about = (
         f"{report['shape']}, {report['dtype']}, "
         f"{report['weight_bytes'] / 1e6:.0f} MB of weights"
-    ]
+    )
     floor = report["floor_ms"]
     if floor is not None:
         rate = report["read_bytes_per_s"] / 1e9
-        lines[0] += f", read at {rate:.1f} GB/s: floor {floor:.2f} ms"
+        about += f", read at {rate:.1f} GB/s: floor {floor:.2f} ms"
     sizes = [row for row in report["results"] if row["unit"] == "sizes"]
     trees = [row for row in report["results"] if row["unit"] != "sizes"]
+    sections = [about]
     if sizes:
-        lines += ["", *_size_lines(sizes, floor)]
+        sections.append(_size_table(sizes, floor))
     if report["fit"] is not None:
-        lines += ["", _fit_line(report["fit"])]
+        sections.append(_fit_line(report["fit"]))
     if trees:
-        lines += ["", *_tree_lines(trees)]
-    return "\n".join(lines)
+        sections.append(_tree_table(trees))
+    return "\n\n".join(sections)
 
 
 def _fit_line(fit: dict[str, Any]) -> str:
@@ -228,41 +218,29 @@ def _fit_line(fit: dict[str, Any]) -> str:
     return f"t(N) = {time_of} ms ({quality}largest error {fit['largest_error']:.0%})"
 
 
-def _size_lines(rows: Sequence[dict[str, Any]], floor: float | None) -> list[str]:
+def _size_table(rows: Sequence[dict[str, Any]], floor: float | None) -> str:
     base = rows[0]
     head = ["N", "ms (quartiles)", f"of N = {base['nodes']}", "of the floor"]
     head += ["memory, MB", "temporaries, MB", "compiling, s"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines = []
     for row in rows:
-        cells = [f"{row['nodes']}", _quartiles(row)]
-        cells += [_ratio(row["ms"], base["ms"]), _ratio(row["ms"], floor)]
+        cells = [f"{row['nodes']}", with_quartiles(row, "ms", ".2f")]
+        cells += [ratio(row["ms"], base["ms"]), ratio(row["ms"], floor)]
         cells += [megabytes(row["memory_bytes"]), megabytes(row["temp_bytes"])]
-        lines.append("| " + " | ".join([*cells, f"{row['compile_s']:.1f}"]) + " |")
-    return lines
+        lines.append([*cells, f"{row['compile_s']:.1f}"])
+    return table(head, lines)
 
 
-def _tree_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _tree_table(rows: Sequence[dict[str, Any]]) -> str:
     head = ["levels", "nodes", "scan", "tokens", "states", "ms (quartiles)"]
     head += ["over packed", "memory, MB", "temporaries, MB", "allocator's peak, MB"]
     head += ["same argmax", "compiling, s"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    sizes = ("memory_bytes", "temp_bytes", "allocator_peak_bytes")
+    lines = []
     for row in rows:
-        names = ("levels", "nodes", "scan", "tokens", "states")
-        cells = [f"{row[name]}" for name in names]
-        cells += [_quartiles(row), _ratio(row["over_packed"], 1)]
-        sizes = ("memory_bytes", "temp_bytes", "allocator_peak_bytes")
+        cells = [f"{row[name]}" for name in head[:5]]
+        cells += [with_quartiles(row, "ms", ".2f"), shown(row["over_packed"], ".2f")]
         cells += [megabytes(row[name]) for name in sizes]
-        same = row["same_argmax"]
-        cells += ["-" if same is None else f"{same:.0%}", f"{row['compile_s']:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _ratio(a: float | None, b: float | None) -> str:
-    return "-" if a is None or b is None else f"{a / b:.2f}"
-
-
-def _quartiles(row: dict[str, Any]) -> str:
-    if row["ms"] is None:
-        return "OOM"
-    return f"{row['ms']:.2f} ({row['ms_low']:.2f}..{row['ms_high']:.2f})"
+        cells += [shown(row["same_argmax"], ".0%"), f"{row['compile_s']:.1f}"]
+        lines.append(cells)
+    return table(head, lines)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.bench.memory import read_bandwidth
-from stree_jax.bench.method import Run, measure, spread, take_turns
-from stree_jax.pallas_kernels import Implementation, replay_tree_scan, tree_attention
+from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
+from stree_jax.bench.tables import shown, table, with_quartiles
+from stree_jax.pallas_kernels import (
+    Implementation,
+    Replayed,
+    ScanInputs,
+    replay_tree_scan,
+    tree_attention,
+)
 
 
 class Scan(NamedTuple):
@@ -83,10 +91,9 @@ def op_case(
     rest = [((batch, T, G, N), dtype), ((H,), f32), mask]
 
     def scan(h0, x, dt, a, B, path, length, *tree):
-        past = (x, dt, a, B)
-        y, h = replay_tree_scan(
-            h0, past, path, length, *tree, implementation=implementation
-        )
+        past, *inputs, mask = Replayed(x, dt, a, B, path, length), *tree
+        args = (h0, past, ScanInputs(*inputs), mask)
+        y, h = replay_tree_scan(*args, implementation=implementation)
         return h, y
 
     return scan, [((batch, H, P, N), f32), *tokens, *path, *tokens, *rest]
@@ -218,17 +225,16 @@ def kernel_rows(units: dict[str, Any], rate: float | None) -> list[dict[str, Any
             continue
         op, batch, T = unit.split("/")
         case = {"op": op, "batch": int(batch), "T": int(T), "bytes": record["bytes"]}
-        xla_us = spread([1e6 * s for s in record["arms"]["xla"]["seconds"]])["median"]
+        xla = median(record["arms"]["xla"]["seconds"])
         for name, arm in record["arms"].items():
             row = case | dict.fromkeys(FIGURES) | {"implementation": name}
             row["refused"] = arm.get("refused")
             if row["refused"] is None:
-                us = spread([1e6 * s for s in arm["seconds"]])
-                row |= {"us": us["median"], "us_low": us["low"], "us_high": us["high"]}
-                row["over_xla"] = xla_us / us["median"]
+                row |= quartiles_of("us", [1e6 * s for s in arm["seconds"]])
+                row["over_xla"] = xla / median(arm["seconds"])
                 row["first_call_s"] = arm["first_call_s"]
                 if rate is not None:
-                    row["of_bandwidth"] = 1e6 * record["bytes"] / us["median"] / rate
+                    row["of_bandwidth"] = 1e6 * record["bytes"] / row["us"] / rate
             rows.append(row)
     return rows
 
@@ -236,19 +242,14 @@ def kernel_rows(units: dict[str, Any], rate: float | None) -> list[dict[str, Any
 def kernels_table(report: dict[str, Any]) -> str:
     """Microseconds, share of the measured bandwidth, and ratio to XLA."""
     rate = report["read_bytes_per_s"]
-    lines = [report["dtype"] + ("" if rate is None else f", {rate / 1e9:.0f} GB/s")]
+    about = report["dtype"] + ("" if rate is None else f", {rate / 1e9:.0f} GB/s")
     head = ["op", "batch", "T", "MB", "implementation", "us (quartiles)"]
     head += ["of bandwidth", "XLA / this", "first call, s"]
-    lines += ["", "| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines = []
     for row in report["results"]:
         cells = [row["op"], f"{row['batch']}", f"{row['T']}"]
         cells += [f"{row['bytes'] / 1e6:.2f}", row["implementation"]]
-        if row["refused"] is not None:
-            cells += [row["refused"], "-", "-", "-"]
-        else:
-            share = row["of_bandwidth"]
-            cells += [f"{row['us']:.1f} ({row['us_low']:.1f}..{row['us_high']:.1f})"]
-            cells += ["-" if share is None else f"{share:.0%}"]
-            cells += [f"{row['over_xla']:.2f}", f"{row['first_call_s']:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        cells += [row["refused"] or with_quartiles(row, "us", ".1f")]
+        cells += [shown(row["of_bandwidth"], ".0%"), shown(row["over_xla"], ".2f")]
+        lines.append([*cells, shown(row["first_call_s"], ".1f")])
+    return f"{about}\n\n{table(head, lines)}"

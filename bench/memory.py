@@ -54,8 +54,8 @@ def allocator_peaks(
 
     Returns:
       by arm; None where the backend has no statistics, where the peak did not rise
-      (what was measured or compiled before took more than this arm), or where memory
-      does not suffice.
+      (what was measured or compiled before took more than this arm), or where the arm
+      runs out of memory.
     """
     peaks: dict[str, int | None] = dict.fromkeys(arms)
     for name in sorted(arms, key=lambda name: arms[name][0] or 0):
@@ -99,8 +99,3 @@ def read_bandwidth(size_bytes: int, repeats: int) -> float:
         jax.block_until_ready(read(weight, x))
         seconds.append(time.perf_counter() - began)
     return reads * weight.nbytes / min(seconds)
-
-
-def megabytes(size: int | None) -> str:
-    """As in tables."""
-    return "-" if size is None else f"{size / 1e6:.1f}"

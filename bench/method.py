@@ -25,7 +25,7 @@ from stree_jax.bench.memory import out_of_memory
 from stree_jax.version import __version__
 
 
-def commit() -> str | None:
+def git_revision() -> str | None:
     """The commit that runs, with a plus if the checkout has changes; None outside."""
     here = Path(__file__).resolve().parent
 
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "stree_jax": __version__,
-        "commit": commit(),
+        "commit": git_revision(),
     }
 
 
@@ -228,3 +228,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         return dict.fromkeys(("median", "low", "high"), values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
+
+
+def quartiles_of(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """The median as NAME, quartiles as NAME_low and NAME_high; None of no values."""
+    if not values:
+        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
+    found = spread(values)
+    ends = {f"{name}_{end}": found[end] for end in ("low", "high")}
+    return {name: found["median"], **ends}

@@ -1,15 +1,189 @@
-"""Options that several commands share."""
+"""The options of `stree-jax bench`, and those of a pair of models, which others share.
+
+Imports nothing heavier than argparse, so that `stree-jax --help` is quick.
+"""
 
 import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+DTYPES = ["float32", "bfloat16"]
+SHAPE = "mamba2-130m"
+PAIR = "NAME=TARGET:DRAFTER"
+# Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
+# at T = 0 only the trees make a difference.
+ARMS = {
+    "decode": ["leviathan@chain:4", "mss@A", "naive/coupled@A", "naive/coupled@E"],
+    "temperature": [
+        "leviathan@chain:4",
+        "mss@A",
+        "recursive@A",
+        "naive@A",
+        "naive/coupled@A",
+    ],
+    "trees": ["leviathan@chain:4", *(f"mss@{tree}" for tree in "ABCDE")],
+    "attention": ["leviathan@chain:4", "mss@A"],
+    "cost": ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"],
+    "profile": ["plain", "chain:4", "E"],
+}
+
+
+def add(
+    p: argparse.ArgumentParser,
+    name: str,
+    type: Callable[[str], Any],
+    default: Any,
+    text: str,
+    nargs: str | None = None,
+    choices: Sequence[str] | None = None,
+) -> None:
+    """An option, its default in its help."""
+    shown = default if nargs is None else " ".join(map(str, default))
+    text += f" (default: {shown})"
+    p.add_argument(
+        name, type=type, default=default, help=text, nargs=nargs, choices=choices
+    )
 
 
 def add_pair_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default="demo", help="directory, hub id or demo")
-    p.add_argument(
-        "--drafter",
-        help="directory, hub id, demo or none; default: demo for the demo model",
-    )
+    """Target, drafter, the tree between them, and their dtype."""
+    add_model_options(p)
     p.add_argument(
         "--tree", help="A..E, chain:N, binary:L, beam:WxD or parents:0,0,1; default E"
     )
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+
+
+def add_model_options(p: argparse.ArgumentParser) -> None:
+    """Target, drafter and their dtype."""
+    add(p, "--model", str, "demo", "directory, hub id or demo")
+    where = (
+        "directory, hub id, demo or none (default: demo for the demo model, or none)"
+    )
+    p.add_argument("--drafter", help=where)
+    add_dtype(p, "float32")
+
+
+def add_dtype(p: argparse.ArgumentParser, default: str) -> None:
+    add(p, "--dtype", str, default, "of weights and caches", choices=DTYPES)
+
+
+def add_benchmark(
+    benchmarks: Any, name: str, text: str, repeats: int
+) -> argparse.ArgumentParser:
+    """The command of one benchmark, with the options that all of them have."""
+    b = benchmarks.add_parser(name, help=text, description=text)
+    add(b, "--repeats", int, repeats, "turns of each arm after its first call")
+    json = "write the report here; a killed run resumes (default: nowhere)"
+    b.add_argument("--json", type=Path, help=json)
+    figure = "write FIGURE.png and FIGURE.svg (default: no figure)"
+    b.add_argument("--figure", type=Path, help=figure)
+    add_minutes(b)
+    return b
+
+
+def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
+    """A command for every benchmark, and `all`."""
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True)
+    benchmark = partial(add_benchmark, benchmarks)
+
+    b = benchmark("decode", "plain, chain and trees on prompts (Table 2)", 3)
+    add_prompts(b, 20)
+    add_arms(b, "decode")
+    add_temperatures(b, (0, 1))
+    stranger = "its plain decoding, greedy, too (default: ours alone)"
+    b.add_argument("--transformers", action="store_true", help=stranger)
+
+    b = benchmark("temperature", "acceptance rules against temperature (Fig. 4)", 2)
+    add_prompts(b, 8)
+    add_arms(b, "temperature")
+    add_temperatures(b, (0, 0.25, 0.5, 0.75, 1.0))
+    add(b, "--batch", int, 1, "prompts decoded together")
+
+    b = benchmark("trees", "the static trees A to E (Table 3)", 2)
+    add_prompts(b, 10)
+    add_arms(b, "trees")
+    add_temperatures(b, (0, 1))
+
+    b = benchmark("attention", "pairs with more and less attention (Table 4)", 2)
+    add_prompts(b, 10)
+    pairs = "model directories, by what the tables call them"
+    b.add_argument("--pairs", nargs="+", required=True, metavar=PAIR, help=pairs)
+    add_arms(b, "attention")
+    add_temperatures(b, (1,))
+
+    b = benchmark("unrolled", "beam trees packed and unrolled (Table 1)", 2)
+    add_prompts(b, 10, needed=False)
+    shape = "random weights of this target's shape, random prompts (default: --prompts)"
+    b.add_argument("--shape", help=shape)
+    add(b, "--drafter-shape", str, SHAPE, "of the drafter, with --shape")
+    add(b, "--widths", int, (2, 3, 4, 5), "nodes of a beam's level", "+")
+    add(b, "--depths", int, (4, 8, 16), "levels of a beam below the root", "+")
+    scans = "how the tokens of a path are gone through"
+    add(b, "--scans", str, ("step",), scans, "+", ["step", "chunk"])
+
+    passes = "one pass against its nodes, packed and unrolled (Fig. 2, 3)"
+    b = benchmark("forward", passes, 20)
+    add(b, "--shape", str, SHAPE, "of the model, random weights")
+    add(b, "--sizes", int, (1, 2, 4, 8, 13, 16, 32, 64), "nodes of a packed tree", "+")
+    levels = "levels of a full binary tree, the root's too"
+    add(b, "--levels", int, (4, 5, 6), levels, "*")
+    add_dtype(b, "float32")
+
+    b = benchmark("cost", "which tree is fastest here, predicted and measured", 5)
+    add_prompts(b, 10)
+    add_arms(b, "cost", "TREE")
+
+    b = benchmark("profile", "where the time of a step goes, by the device's trace", 5)
+    add_prompts(b, 1)
+    add_arms(b, "profile", "plain or TREE")
+
+    b = benchmark("kernels", "time of the ops by implementation", 20)
+    add(b, "--batch", int, (1,), "rows of the op", "+")
+    add(b, "--sizes", int, (1, 16, 64), "nodes of the tree", "+")
+    add_dtype(b, "bfloat16")
+
+    text = "everything, and a report with figures"
+    b = benchmarks.add_parser("all", help=text, description=text)
+    add_prompts(b, 10)
+    out = "folder of the report; a killed run resumes"
+    b.add_argument("--out", type=Path, required=True, help=out)
+    add(b, "--shape", str, SHAPE, "of the model in `forward`, random weights")
+    pairs = "for `attention` (default: it is left out)"
+    b.add_argument("--pairs", nargs="*", default=[], metavar=PAIR, help=pairs)
+    add_minutes(b)
+
+
+def add_minutes(b: argparse.ArgumentParser) -> None:
+    text = "begin nothing new after so many (default: no limit)"
+    b.add_argument("--minutes", type=float, help=text)
+
+
+def add_prompts(b: argparse.ArgumentParser, count: int, needed: bool = True) -> None:
+    """The pair, and the prompts that it decodes."""
+    add_model_options(b)
+    files = ".jsonl[.gz] files, a prompt, turns or question a line"
+    files += "" if needed else " (default: random ones, with --shape)"
+    b.add_argument("--prompts", type=Path, nargs="+", required=needed, help=files)
+    add(b, "--count", int, count, "prompts per file")
+    add(b, "--max-new-tokens", int, 128, "tokens per prompt; no text ends before")
+    wide = "the target among zeros, 4 or 16 times as wide: same text, more work"
+    add(b, "--widen", int, 1, wide)
+
+
+def add_arms(
+    b: argparse.ArgumentParser, benchmark: str, what: str = "TREE or RULE@TREE"
+) -> None:
+    add(b, "--arms", str, ARMS[benchmark], what, "+")
+
+
+def add_temperatures(b: argparse.ArgumentParser, default: Sequence[float]) -> None:
+    add(b, "--temperatures", float, default, "of sampling; 0 is greedy", "+")
+
+
+def parse_bench(words: Sequence[str]) -> argparse.Namespace:
+    """The options of a benchmark, from the words after `stree-jax bench`."""
+    parser = argparse.ArgumentParser(prog="stree-jax bench")
+    add_bench_parsers(parser)
+    return parser.parse_args(words)

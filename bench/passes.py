@@ -12,28 +12,24 @@ from jax import lax
 
 from stree_jax.bench.memory import compiled_bytes
 from stree_jax.bench.method import take_turns
-from stree_jax.bench.unroll import Unrolled, verify_unrolled
-from stree_jax.checkpoint import Model
+from stree_jax.bench.unroll import Unrolled
 from stree_jax.models import (
+    Model,
     ModelConfig,
-    Nodes,
     Pending,
-    Records,
     State,
-    forward_hidden,
     init_records,
     init_state,
-    logits_of,
     param_dtype,
 )
-from stree_jax.speculation.tree import Layout, Tree, make_tree, tree_layout
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.step import Verify, packed
+from stree_jax.speculation.tree import Tree, make_tree
 
 CONTEXT = 1024
 
 Carry = tuple[State, Pending, jax.Array]  # the last is argmax of the logits, [1, T]
-Given = tuple[jax.Array, Nodes, Layout]  # tokens [1, T] and the tree
-
-
 Way = Literal["packed", "step", "chunk"]
 SCANS: tuple[Way, ...] = ("packed", "step", "chunk")
 
@@ -61,8 +57,8 @@ class Case:
         return self.nodes - self.nodes // 2
 
     @property
-    def unrolled(self) -> Unrolled | None:
-        return None if self.scan == "packed" else Unrolled(self.leaves, self.scan)
+    def verify(self) -> Verify:
+        return packed if self.scan == "packed" else Unrolled(self.leaves, self.scan)
 
     @property
     def tokens(self) -> int:
@@ -76,27 +72,16 @@ class Case:
         return 1 if self.scan == "packed" else 1 + self.leaves
 
 
-def verify(
-    model: Model, case: Case, state: State, pending: Pending, given: Given
-) -> tuple[jax.Array, Records, State]:
-    """Replay `pending` and run the tree: hidden states [1, T, d], records, state."""
-    tokens, nodes, layout = given
-    if case.unrolled is None:
-        return forward_hidden(model, state, tokens, nodes, pending=pending)
-    return verify_unrolled(model, state, tokens, nodes, pending, layout, case.unrolled)
-
-
-def tree_of(case: Case, config: ModelConfig) -> Given:
+def draft_of(case: Case, config: ModelConfig) -> Draft:
     """The tree as data, as in decoding, where it is not known to the compiler."""
-    tree = case.tree
     tokens = jnp.arange(case.nodes, dtype=jnp.int32)[None] % config.num_tokens
-    return tokens, tree.nodes(1, config.conv_taps), tree_layout(tree, tree.rows(1))
+    return Draft(tree_layout(case.tree, case.tree.rows(1)), tokens)
 
 
-def begin_passes(case: Case, model: Model, given: Given) -> Carry:
+def begin_passes(case: Case, model: Model, draft: Draft) -> Carry:
     """A zero state of `context` tokens, and a whole path of the tree to be replayed."""
     tree, dtype = case.tree, param_dtype(model.params)
-    path = given[2].paths[:, -1]  # the last node is one of the deepest
+    path = draft.layout.paths[:, -1]  # the last node is one of the deepest
     state = init_state(model.config, 1, case.context + tree.depth + 2, dtype)
     state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
     records = init_records(model.config, 1, case.nodes, dtype)
@@ -128,27 +113,27 @@ class Program:
 def compile_case(model: Model, case: Case, passes: int) -> Program:
     """`passes` passes of a case: replay, verification, head and argmax of each."""
 
-    def run(params: Any, carry: Carry, given: Given) -> Carry:
+    def run(params: Any, carry: Carry, draft: Draft) -> Carry:
         def once(_: jax.Array, carry: Carry) -> Carry:
             state, pending, _ = carry
             # Every pass reads a context of the same length.
             state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
             here = replace(model, params=params)
-            hidden, records, state = verify(here, case, state, pending, given)
-            best = jnp.argmax(logits_of(here, hidden), axis=-1)
-            return state, replace(pending, records=records), best.astype(jnp.int32)
+            seen = case.verify(here, state, draft, pending)
+            best = jnp.argmax(seen.logits, axis=-1).astype(jnp.int32)
+            return seen.state, replace(pending, records=seen.records), best
 
         return lax.fori_loop(0, passes, once, carry)
 
     program = jax.jit(run, donate_argnums=1)
-    given = tree_of(case, model.config)
+    draft = draft_of(case, model.config)
     began = time.perf_counter()
-    lowered = program.lower(model.params, begin_passes(case, model, given), given)
+    lowered = program.lower(model.params, begin_passes(case, model, draft), draft)
     compiled = lowered.compile()  # calls of `program` find it
     return Program(
         case=case,
-        run=lambda carry: program(model.params, carry, given),
-        begin=lambda: begin_passes(case, model, given),
+        run=lambda carry: program(model.params, carry, draft),
+        begin=lambda: begin_passes(case, model, draft),
         passes=passes,
         compile_s=time.perf_counter() - began,
         memory=compiled_bytes(compiled),
@@ -183,7 +168,7 @@ def time_cases(
     """A raw record of each case; they take turns.
 
     Where all cases have one tree, they begin alike, and their last passes are compared.
-    With `skip_too_large` a case that memory does not suffice for has no "seconds".
+    With `skip_too_large` a case that runs out of memory has no "seconds".
     """
     turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}
     seconds, _ = take_turns(dict(turns), repeats, set(), skip_too_large)

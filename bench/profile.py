@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from stree_jax.bench.method import Run, measure
 from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.bench.speculation import PLAIN, settings_of
+from stree_jax.bench.tables import table
+from stree_jax.checkpoint import Model
 from stree_jax.generation import begin
-from stree_jax.models import param_dtype
 from stree_jax.speculation import loop
 
 STEPS = 16
-# Scopes that `models` and `decode` name, by what a table calls them; the first that
+# Scopes that `models` and `step` name, by what a table calls them; the first that
 # occurs in an operation's name counts.
 PARTS = {
     "products with weights": ("in_proj", "out_proj", "qkv", "mlp", "moe", "linear"),
@@ -140,20 +140,13 @@ def profile_step(
         drafter=drafter,
         tree=tree,
     )
-    bare = (
-        without_tokenizer(target),
-        None if drafter is None else without_tokenizer(drafter),
-    )
-
-    def args(decoding: loop.Decoding) -> tuple:
-        return (*bare, plan.tree, decoding, jnp.int32(STEPS), plan.rule)
-
-    text = loop.advance_jit.lower(*args(decoding)).compile().as_text()
+    spec, steps = plan.spec, jnp.int32(STEPS)
+    text = loop.advance_jit.lower(spec, decoding, steps).compile().as_text()
     operations = operations_of(text or "")
     scopes = scopes_of(operations)
-    decoding = jax.block_until_ready(loop.advance_jit(*args(decoding)))
+    decoding = jax.block_until_ready(loop.advance_jit(spec, decoding, steps))
     events, total = traced(
-        lambda: jax.block_until_ready(loop.advance_jit(*args(decoding)))
+        lambda: jax.block_until_ready(loop.advance_jit(spec, decoding, steps))
     )
     spent: dict[tuple[str, str], list[float]] = {}
     for event in events:
@@ -188,23 +181,16 @@ def measure_profile(
     prompt = next(iter(prompts.values()))[0]
 
     def unit(arm: str) -> list[dict[str, Any]]:
-        plain = arm == "plain"
-        pair = (target, None if plain else drafter)
-        turns = [
-            profile_step(*pair, prompt, None if plain else arm)
-            for _ in range(run.repeats)
-        ]
+        ways = (None, prompt, None) if arm == PLAIN else (drafter, prompt, arm)
+        turns = [profile_step(target, *ways) for _ in range(run.repeats)]
         mean: dict[tuple[str, str], dict[str, Any]] = {}
         for row in (row for turn in turns for row in turn):
             place = (row["stage"], row["part"])
-            kept = mean.setdefault(place, {**row, "us": 0.0, "arm": arm})
-            kept["us"] += row["us"] / run.repeats
+            total = mean.setdefault(place, {**row, "us": 0.0, "arm": arm})
+            total["us"] += row["us"] / run.repeats
         return list(mean.values())
 
-    settings = {
-        "kind": "profile",
-        "dtype": str(param_dtype(target.params)),
-        "parameters": {"": sizes_of(target, drafter)},
+    settings = settings_of("profile", {"": (target, drafter)}, prompts) | {
         "steps": STEPS,
         "arms": list(arms),
     }
@@ -215,19 +201,20 @@ def measure_profile(
 
 def profile_table(report: dict[str, Any]) -> str:
     """Parts of a step by arm, in microseconds and percent."""
-    lines = []
+    sections = []
     for arm in report["units"]:
         rows = [row for row in report["results"] if row["arm"] == arm]
         total = sum(row["us"] for row in rows)
-        lines += [
-            f"{arm}: {total:.0f} us a step\n",
-            "| stage | part | us | % | operations |",
-            "| --- | --- | --- | --- | --- |",
+        lines = [
+            [
+                row["stage"],
+                row["part"],
+                f"{row['us']:.0f}",
+                f"{100 * row['us'] / total:.0f}",
+                f"{row['operations']:.0f}",
+            ]
+            for row in sorted(rows, key=lambda row: -row["us"])
         ]
-        for row in sorted(rows, key=lambda row: -row["us"]):
-            lines.append(
-                f"| {row['stage']} | {row['part']} | {row['us']:.0f} "
-                f"| {100 * row['us'] / total:.0f} | {row['operations']:.0f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+        head = ["stage", "part", "us", "%", "operations"]
+        sections += [f"{arm}: {total:.0f} us a step", table(head, lines)]
+    return "\n\n".join(sections)

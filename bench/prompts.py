@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,24 @@ def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
         name = NAMES.get(path.name, path.name)
         prompts[name] = [prompt_of(row, path) for row in rows]
     return prompts
+
+
+def rounds(
+    prompts: Mapping[str, Sequence[Prompt]], batch: int = 1
+) -> list[dict[str, Sequence[Prompt]]]:
+    """Whole batches by set: the first of every set, then the second, and so on.
+
+    Measured in this order, a run that is cut short has some of every set.
+    """
+    count = max(len(texts) // batch for texts in prompts.values())
+    return [
+        {
+            title: texts[i * batch : (i + 1) * batch]
+            for title, texts in prompts.items()
+            if (i + 1) * batch <= len(texts)
+        }
+        for i in range(count)
+    ]
 
 
 def prompt_of(record: dict[str, Any], path: Path) -> str:

@@ -1,4 +1,4 @@
-"""`stree-jax bench all`: every kind with its defaults, and a report with figures."""
+"""`stree-jax bench all`: every benchmark by default options, and one report."""
 
 import argparse
 import json
@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from stree_jax.bench.benchmarks import measure_benchmark, table_of
 from stree_jax.bench.figures import check_matplotlib, draw, save
-from stree_jax.bench.kinds import measure_kind, table_of
 from stree_jax.bench.method import Clock, machine, write_report
+from stree_jax.bench.options import parse_bench
 
 TITLES = {
     "decode": "Plain, chain and trees on prompts (STree, Table 2)",
@@ -23,12 +24,10 @@ TITLES = {
 }
 
 
-def arguments(args: argparse.Namespace, kind: str) -> argparse.Namespace:
-    """The options of one kind: its defaults, and what `bench all` was given."""
-    from stree_jax.cli.main import build_parser
-
-    words = ["bench", kind, "--json", str(args.out / f"{kind}.json")]
-    if kind == "forward":
+def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
+    """The options of one benchmark: its defaults, and what `bench all` was given."""
+    words = [benchmark, "--json", str(args.out / f"{benchmark}.json")]
+    if benchmark == "forward":
         words += ["--shape", args.shape]
     else:
         words += ["--model", args.model, "--dtype", args.dtype]
@@ -36,37 +35,37 @@ def arguments(args: argparse.Namespace, kind: str) -> argparse.Namespace:
         words += ["--prompts", *map(str, args.prompts), "--count", str(args.count)]
         words += ["--max-new-tokens", str(args.max_new_tokens)]
         words += ["--widen", str(args.widen)]
-    if kind == "attention":
+    if benchmark == "attention":
         words += ["--pairs", *args.pairs]
-    return build_parser().parse_args(words)
+    return parse_bench(words)
 
 
 def write_all(args: argparse.Namespace) -> None:
     """Measure what is not there yet, then write REPORT.md and the figures.
 
-    A kind whose complete report is in the folder, made by this commit on this machine,
-    is not measured again.
+    A benchmark whose complete report is in the folder, made by this commit on this
+    machine, is not measured again.
     """
     check_matplotlib()
     args.out.mkdir(exist_ok=True)
     clock, sections = Clock(args.minutes), ["# Measurements\n"]
-    for kind, title in TITLES.items():
-        if kind == "attention" and not args.pairs:
+    for benchmark, title in TITLES.items():
+        if benchmark == "attention" and not args.pairs:
             continue
-        report = _finished(args.out / f"{kind}.json")
+        report = _finished(args.out / f"{benchmark}.json")
         if report is None and not clock.over:
-            options = arguments(args, kind)
+            options = arguments(args, benchmark)
             options.minutes = None if args.minutes is None else clock.left / 60
-            print(f"bench {kind}", file=sys.stderr)
-            report = measure_kind(options)
-            # Programs of all kinds together exhaust a process's memory maps.
+            print(f"bench {benchmark}", file=sys.stderr)
+            report = measure_benchmark(options)
+            # Programs of all benchmarks together exhaust a process's memory maps.
             jax.clear_caches()
             write_report(report, options.json)
-        if report is None:
-            sections.append(f"## {title}\n\nNot measured: the time was over.\n")
-            continue
-        save(draw(report), args.out / kind)
-        sections.append(f"## {title}\n\n![{title}]({kind}.png)\n\n{table_of(report)}\n")
+        text = "Not measured: the time was over."
+        if report is not None:
+            save(draw(report), args.out / benchmark)
+            text = f"![{title}]({benchmark}.png)\n\n{table_of(report)}"
+        sections.append(f"## {title}\n\n{text}\n")
         (args.out / "REPORT.md").write_text("\n".join(sections))
     print(f"wrote {args.out / 'REPORT.md'}")
 

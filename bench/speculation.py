@@ -1,27 +1,36 @@
 """Decoding arms side by side on prompts: plain, chains, trees, rules, baselines."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.unroll import Unrolled
+from stree_jax.bench.method import (
+    Run,
+    measure,
+    quartiles_of,
+    sign_test,
+    spread,
+    take_turns,
+)
+from stree_jax.bench.prompts import Prompt, rounds
+from stree_jax.bench.tables import shown, table
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model, without_tokenizer
-from stree_jax.generation import FOREVER, begin, encode_prompts
+from stree_jax.checkpoint import Model
+from stree_jax.generation import begin, encode_prompts
 from stree_jax.models import param_dtype
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
-from stree_jax.speculation.loop import Decoding
-from stree_jax.speculation.tree import resolve_tree
+from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.step import Verify, packed
+from stree_jax.speculation.tree import chain, resolve_tree
 
 TIE = {"float32": 1e-4, "bfloat16": 0.2}  # so close logits may change places
 PLAIN = "plain"
@@ -35,13 +44,25 @@ class Arm:
       name: as in tables.
       tree: a name or parents, as `generate` takes them; None: plain decoding.
       rule: a name; None: the default.
-      unrolled: how to verify if not packed.
+      verify: how trees are verified, see `stree_jax.speculation.step`.
     """
 
     name: str
     tree: str | tuple[int, ...] | None
     rule: str | None = None
-    unrolled: Unrolled | None = None
+    verify: Verify = packed
+
+    @property
+    def promises_tokens(self) -> bool:
+        """Whether its sampled text is plain decoding's, as the default rule's is."""
+        return (
+            self.rule is None or resolve_rule(self.rule, chain(0)).promise == "tokens"
+        )
+
+
+def tree_of(arm: str) -> str:
+    """The tree in an arm's name."""
+    return arm.rpartition("@")[2]
 
 
 def parse_arm(name: str) -> Arm:
@@ -126,16 +147,12 @@ def decode_once(
 ) -> Generation:
     """One generation, the decoding timed."""
     decoding, plan = begin_arm(work, arm, texts, temperature)
-    jax.block_until_ready(decoding.count)
+    jax.block_until_ready(decoding)
     began = time.perf_counter()
-    bare = (
-        without_tokenizer(work.target),
-        None if plan.drafter is None else without_tokenizer(plan.drafter),
-    )
     decoding = loop.advance_jit(
-        *bare, plan.tree, decoding, jnp.int32(FOREVER), plan.rule, arm.unrolled
+        plan.spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )
-    jax.block_until_ready(decoding.count)
+    jax.block_until_ready(decoding)
     seconds = time.perf_counter() - began
     return summarise(plan, decoding, [0] * len(plan.text), (0.0, seconds), False)
 
@@ -161,8 +178,8 @@ def decode_unit(
         return lambda: decode_once(work, arm, texts, temperature)
 
     # Greedy and sampled programs differ, and are warmed up apart.
-    kind = "greedy " if temperature == 0 else "sampled "
-    names = {kind + arm.name: arm for arm in work.arms}
+    which = "greedy " if temperature == 0 else "sampled "
+    names = {which + arm.name: arm for arm in work.arms}
     calls: dict[str, Callable[[], Any]] = {n: call(arm) for n, arm in names.items()}
     results, first = take_turns(calls | others, repeats, warm)
     last = {arm.name: results[name][-1] for name, arm in names.items()}
@@ -170,28 +187,32 @@ def decode_unit(
         check_ties(work.target, texts, last)
     record: dict[str, Any] = {}
     for name, arm in names.items():
-        result = last[arm.name]
-        # The other rules keep the distribution, not the very tokens.
-        promised = temperature == 0 or (arm.rule or "naive").startswith("naive")
-        record[arm.name] = {
-            "seconds": [turn.decode_s for turn in results[name]],
-            "tokens": int(result.lengths.sum()),
-            "calls": int(result.target_calls.sum()),
-            "gained": result.gained.sum(axis=0).tolist(),
-            "equal": result.tokens == last[PLAIN].tokens if promised else None,
-            "first_call_s": first.get(name),
-        }
-    tokens = record[PLAIN]["tokens"]
+        same = last[PLAIN] if temperature == 0 or arm.promises_tokens else None
+        record[arm.name] = record_of(results[name], same, first.get(name))
     for name in others:
-        record[name] = {
-            "seconds": results[name],
-            "tokens": tokens,
-            "calls": tokens,
-            "gained": None,
-            "equal": None,
-            "first_call_s": first.get(name),
-        }
+        seconds = {"seconds": results[name], "first_call_s": first.get(name)}
+        record[name] = record[PLAIN] | seconds | {"gained": None, "equal": None}
     return record
+
+
+def record_of(
+    turns: Sequence[Generation], same: Generation | None, first_call_s: float | None
+) -> dict[str, Any]:
+    """The record of an arm's turns.
+
+    Args:
+      same: whose tokens the arm's should be, if there is such a one.
+      first_call_s: None where the arm was warm.
+    """
+    last = turns[-1]
+    return {
+        "seconds": [turn.decode_s for turn in turns],
+        "tokens": int(last.lengths.sum()),
+        "calls": int(last.target_calls.sum()),
+        "gained": last.gained.sum(axis=0).tolist(),
+        "equal": None if same is None else last.tokens == same.tokens,
+        "first_call_s": first_call_s,
+    }
 
 
 def check_ties(
@@ -214,8 +235,23 @@ def check_ties(
                 )
 
 
+def settings_of(
+    benchmark: str,
+    pairs: Mapping[str, tuple[Model, Model]],
+    prompts: Mapping[str, Sequence[Prompt]],
+) -> dict[str, Any]:
+    """The settings of any measurement of pairs on prompts."""
+    target, _ = next(iter(pairs.values()))
+    return {
+        "kind": benchmark,
+        "dtype": str(param_dtype(target.params)),
+        "parameters": {label: sizes_of(*pair) for label, pair in pairs.items()},
+        "sets": {title: len(texts) for title, texts in prompts.items()},
+    }
+
+
 def measure_arms(
-    kind: str,
+    benchmark: str,
     works: dict[str, Workload],
     prompts: dict[str, list[Prompt]],
     temperatures: Sequence[float],
@@ -232,16 +268,13 @@ def measure_arms(
       others: makes decoders that are not ours for a text, greedy.
     """
     any_work = next(iter(works.values()))
-    units = {}
-    groups = max(len(texts) // any_work.batch for texts in prompts.values())
-    for i in range(groups):
-        for temperature in temperatures:
-            for title, texts in prompts.items():
-                group = texts[i * any_work.batch : (i + 1) * any_work.batch]
-                for label in works:
-                    if len(group) == any_work.batch:
-                        name = f"{label}/{title}/T={temperature:g}/{i}"
-                        units[name] = (label, group, temperature)
+    units = {
+        f"{label}/{title}/T={temperature:g}/{i}": (label, texts, temperature)
+        for i, groups in enumerate(rounds(prompts, any_work.batch))
+        for temperature in temperatures
+        for title, texts in groups.items()
+        for label in works
+    }
     warm = {label: set[str]() for label in works}
 
     def work_unit(name: str) -> dict[str, Any]:
@@ -255,13 +288,10 @@ def measure_arms(
             work, group, temperature, run.repeats, warm[label], strangers
         )
 
-    settings = {
-        "kind": kind,
-        "dtype": str(param_dtype(any_work.target.params)),
+    pairs = {label: (work.target, work.drafter) for label, work in works.items()}
+    settings = settings_of(benchmark, pairs, prompts) | {
         "pairs": list(works),
-        "parameters": {k: sizes_of(w.target, w.drafter) for k, w in works.items()},
         "arms": [arm.name for arm in any_work.arms],
-        "sets": {title: len(texts) for title, texts in prompts.items()},
         "temperatures": list(temperatures),
         "batch": any_work.batch,
         "max_new_tokens": any_work.max_new_tokens,
@@ -274,7 +304,7 @@ def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
     """One arm a tree and way to verify."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
-        kept.setdefault((arm.tree, arm.unrolled), arm)
+        kept.setdefault((arm.tree, arm.verify), arm)
     return tuple(kept.values())
 
 
@@ -286,58 +316,57 @@ def summarise_arms(units: dict[str, Any]) -> list[dict[str, Any]]:
         groups.setdefault((label, title, temperature), []).append(record)
     rows = []
     for (label, title, temperature), records in groups.items():
-        chain = next((n for n in records[0] if is_chain(n)), None)
+        chain = next((n for n in records[0] if tree_of(n).startswith("chain")), None)
         for arm in records[0]:
             row = {"pair": label, "set": title, "temperature": float(temperature[2:])}
             rows.append(row | {"arm": arm} | summarise_arm(records, arm, chain))
     return rows
 
 
-def is_chain(name: str) -> bool:
-    return name.rpartition("@")[2].startswith("chain")
+def summarise_cells(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What an arm's records, one a unit, say of it alone.
+
+    tau counts tokens and calls of all units. Speeds are of the median turn; their
+    median and quartiles are over units.
+    """
+    seconds = [median(c["seconds"]) for c in cells]
+    per_call = [s / c["calls"] for s, c in zip(seconds, cells, strict=True)]
+    return {
+        "units": len(cells),
+        "tau": sum(c["tokens"] for c in cells) / sum(c["calls"] for c in cells),
+        **quartiles_of("tokens_per_s", rates(cells)),
+        "ms_per_call": 1e3 * median(per_call),
+        "first_call_s": max(c["first_call_s"] or 0 for c in cells),
+    }
+
+
+def rates(cells: Sequence[dict[str, Any]]) -> list[float]:
+    """Tokens per second of the median turn, by unit."""
+    return [c["tokens"] / median(c["seconds"]) for c in cells]
 
 
 def summarise_arm(
-    records: list[dict[str, Any]], arm: str, chain: str | None
+    records: Sequence[dict[str, Any]], arm: str, chain: str | None
 ) -> dict[str, Any]:
-    """Statistics of an arm over the units of one set.
-
-    tau counts tokens and calls of all units. Speeds are ratios of medians over the
-    turns, unit by unit; their median and quartiles are over units.
-    """
-
-    def rates(name: str) -> list[float]:
-        """Tokens per second, by unit."""
-        return [
-            r[name]["tokens"] / spread(r[name]["seconds"])["median"] for r in records
-        ]
-
+    """Statistics of an arm over the units of one set; ratios are made unit by unit."""
     cells = [record[arm] for record in records]
-    own, plain = rates(arm), rates(PLAIN)
-    speedups = [a / b for a, b in zip(own, plain, strict=True)]
-    calls = sum(c["calls"] for c in cells)
-    seconds = [spread(c["seconds"])["median"] for c in cells]
-    row = {
-        "units": len(cells),
-        "tau": sum(c["tokens"] for c in cells) / calls,
-        "tokens_per_s": spread(own)["median"],
-        "ms_per_call": 1e3
-        * spread([s / c["calls"] for s, c in zip(seconds, cells, strict=True)])[
-            "median"
-        ],
+
+    def over(other: str) -> list[float]:
+        others = rates([record[other] for record in records])
+        return [a / b for a, b in zip(rates(cells), others, strict=True)]
+
+    speedups = over(PLAIN)
+    promised = cells[0]["equal"] is not None
+    row = summarise_cells(cells) | {
         "speedup": spread(speedups),
         "faster_than_plain": sum(s > 1 for s in speedups),
         "p_plain": sign_test(speedups),
-        "equal_to_plain": None
-        if cells[0]["equal"] is None
-        else sum(c["equal"] for c in cells),
-        "first_call_s": max((c["first_call_s"] or 0 for c in cells), default=0),
+        "equal_to_plain": sum(c["equal"] for c in cells) if promised else None,
         "over_chain": None,
         "p_chain": None,
     }
     if chain is not None and arm != chain:
-        ratios = [a / b for a, b in zip(own, rates(chain), strict=True)]
-        row |= {"over_chain": spread(ratios)["median"], "p_chain": sign_test(ratios)}
+        row["over_chain"], row["p_chain"] = median(over(chain)), sign_test(over(chain))
     return row
 
 
@@ -347,16 +376,16 @@ def arms_table(report: dict[str, Any]) -> str:
     head = ["pair"] if many else []
     head += ["set", "T", "arm", "tau", "tokens/s", "ms/call", "over plain (quartiles)"]
     head += ["faster, p", "over chain, p", "equal", "first call, s"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    rows = []
     for row in report["results"]:
         s, n = row["speedup"], row["units"]
-        chain = "-" if row["over_chain"] is None else f"{row['over_chain']:.2f}"
+        chain = shown(row["over_chain"], ".2f")
         if row["p_chain"] is not None:
             chain += f", {row['p_chain']:.2g}"
         equal = row["equal_to_plain"]
         cells = [row["pair"]] if many else []
         greedy = row["temperature"] == 0  # which knows no rules
-        named = row["arm"].rpartition("@")[2] if greedy else row["arm"]
+        named = tree_of(row["arm"]) if greedy else row["arm"]
         cells += [row["set"], f"{row['temperature']:g}", named]
         cells += [f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}"]
         cells += [f"{row['ms_per_call']:.2f}"]
@@ -366,44 +395,46 @@ def arms_table(report: dict[str, Any]) -> str:
         cells += ["-" if plain else faster, chain]
         cells += ["-" if equal is None else f"{equal}/{n}"]
         cells += [f"{row['first_call_s']:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(head, rows)
 
 
 def temperature_table(report: dict[str, Any]) -> str:
     """tau and speed-up over plain decoding, by arm and temperature, set by set."""
-    lines = []
+    sections = []
     for title in report["sets"]:
         rows = [row for row in report["results"] if row["set"] == title]
-        temperatures = sorted({row["temperature"] for row in rows})
-        cells = {(row["arm"], row["temperature"]): row for row in rows}
-        lines += [
-            f"{title}, {report['sets'][title]} prompts, batch {report['batch']}: "
-            "tau (over plain)\n",
-            f"| rule and tree | {' | '.join(f'T = {t:g}' for t in temperatures)} |",
-            f"| --- |{' --- |' * len(temperatures)}",
+        plain = {
+            row["temperature"]: f"{row['tokens_per_s']:.0f}"
+            for row in sorted(rows, key=lambda row: row["temperature"])
+            if row["arm"] == PLAIN
+        }
+        lines = [
+            [arm, *(_tau_and_speed(row_of(rows, arm, t)) for t in plain)]
+            for arm in dict.fromkeys(row["arm"] for row in rows)
         ]
-        for arm in dict.fromkeys(row["arm"] for row in rows):
-            shown = []
-            for t in temperatures:
-                row = cells.get((arm, t)) or _same_tree(rows, arm, t)
-                speed = row["speedup"]["median"] if row else 0
-                shown += [f"{row['tau']:.2f} ({speed:.2f}x)" if row else "-"]
-            lines.append(f"| {arm} | {' | '.join(shown)} |")
-        rates = [cells[PLAIN, t]["tokens_per_s"] for t in temperatures]
-        rates_shown = " | ".join(f"{rate:.0f}" for rate in rates)
-        lines += [f"| plain, tokens/s | {rates_shown} |", ""]
-    return "\n".join(lines)
+        lines.append(["plain, tokens/s", *plain.values()])
+        sections += [
+            f"{title}, {report['sets'][title]} prompts, batch {report['batch']}: "
+            "tau (over plain)",
+            table(["rule and tree", *(f"T = {t:g}" for t in plain)], lines),
+        ]
+    return "\n\n".join(sections)
 
 
-def _same_tree(
-    rows: list[dict[str, Any]], arm: str, temperature: float
+def _tau_and_speed(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['tau']:.2f} ({row['speedup']['median']:.2f}x)"
+
+
+def row_of(
+    rows: Sequence[dict[str, Any]], arm: str, temperature: float
 ) -> dict[str, Any] | None:
-    """At T = 0 one arm a tree was run: the row that stands for this one."""
-    tree = arm.rpartition("@")[2]
-    same = (
-        row
-        for row in rows
-        if row["temperature"] == temperature and row["arm"].rpartition("@")[2] == tree
-    )
-    return next(same, None)
+    """The row of an arm; at T = 0 one arm a tree was run, and stands for all of it."""
+
+    def same(name: str) -> bool:
+        return name == arm or (temperature == 0 and tree_of(name) == tree_of(arm))
+
+    at = (row for row in rows if row["temperature"] == temperature)
+    return next((row for row in at if same(row["arm"])), None)

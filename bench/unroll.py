@@ -13,20 +13,29 @@ import jax.numpy as jnp
 
 from stree_jax.models import (
     Model,
-    Nodes,
     Pending,
-    Records,
     State,
     chain_nodes,
     commit,
     forward_hidden,
+    logits_of,
+    tree_nodes,
 )
-from stree_jax.speculation.tree import Layout
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.step import Verified
+
+
+def is_leaf(parents: jax.Array) -> jax.Array:
+    """Which nodes [B, T] bool of trees with parents [B, T], -1 for the root."""
+    batch, T = parents.shape
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    parents = jnp.where(parents < 0, T, parents)
+    return jnp.ones((batch, T), bool).at[row, parents].set(False, mode="drop")
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """How to verify a tree as its paths.
+    """How to verify a tree as its paths: a `verify` of `stree_jax.speculation.step`.
 
     Attributes:
       leaves: R, sequences a row; a tree with more leaves than that is not verified
@@ -38,46 +47,34 @@ class Unrolled:
     leaves: int
     scan: Literal["step", "chunk"]
 
+    def __call__(
+        self, target: Model, state: State, draft: Draft, pending: Pending
+    ) -> Verified:
+        """What `packed` returns, by running each of the R root-to-leaf paths alone."""
+        layout, config = draft.layout, target.config
+        batch, T, M1 = layout.paths.shape
+        R = self.leaves
+        state = commit(state, pending.records, pending.path, pending.length)
+        copies = jax.tree.map(lambda x: jnp.repeat(x, R, axis=0), state)
 
-def verify_unrolled(
-    model: Model,
-    state: State,
-    tokens: jax.Array,
-    nodes: Nodes,
-    pending: Pending,
-    layout: Layout,
-    unrolled: Unrolled,
-) -> tuple[jax.Array, Records, State]:
-    """`forward_hidden` of a tree, by running each of its R root-to-leaf paths alone.
+        row = jnp.arange(T, dtype=jnp.int32)[None]
+        leaf = jnp.where(is_leaf(layout.parents), row, T)
+        leaf = jnp.sort(leaf, axis=1)[:, :R]  # [B, R], padded with T
+        b = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        paths = layout.paths.at[b, leaf].get(mode="fill", fill_value=0)  # [B, R, M + 1]
+        tokens = jnp.take_along_axis(draft.tokens, paths.reshape(batch, -1), axis=1)
+        tokens = tokens.reshape(batch * R, M1)
+        chains = chain_nodes(batch * R, M1, config.conv_taps, self.scan)
+        hidden, records, _ = forward_hidden(target, copies, tokens, chains)
 
-    Args:
-      tokens, nodes, layout: the tree, [B, T].
+        # A node is read off the first path that goes through it, at its depth.
+        above = tree_nodes(layout.parents, config.conv_taps).mask
+        through = above.at[b, leaf].get(mode="fill", fill_value=False)  # [B, R, T]
+        place = jnp.argmax(through, axis=1) * M1 + layout.depth
 
-    Returns:
-      as `forward_hidden`: hidden states and records of the T nodes, and the state
-      after `pending`.
-    """
-    batch, T = tokens.shape
-    R, M1 = unrolled.leaves, layout.paths.shape[2]
-    state = commit(state, pending.records, pending.path, pending.length)
-    copies = jax.tree.map(lambda x: jnp.repeat(x, R, axis=0), state)
+        def by_node(z: jax.Array) -> jax.Array:
+            """[B * R, M + 1, ...] by path to [B, T, ...] by node."""
+            return z.reshape(batch, R * M1, *z.shape[2:])[b, place]
 
-    row = jnp.arange(T, dtype=jnp.int32)[None]
-    is_leaf = (layout.kids == T).all(axis=-1)
-    leaf = jnp.sort(jnp.where(is_leaf, row, T), axis=1)[:, :R]  # [B, R]
-    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    paths = layout.paths.at[b, leaf].get(mode="fill", fill_value=0)  # [B, R, M + 1]
-    path_tokens = jnp.take_along_axis(tokens, paths.reshape(batch, -1), axis=1)
-    chains = chain_nodes(batch * R, M1, model.config.conv_taps, unrolled.scan)
-    path_tokens = path_tokens.reshape(batch * R, M1)
-    hidden, records, _ = forward_hidden(model, copies, path_tokens, chains)
-
-    # A node is read off the first path that goes through it, at its depth.
-    through = nodes.mask.at[b, leaf].get(mode="fill", fill_value=False)  # [B, R, T]
-    place = jnp.argmax(through, axis=1) * M1 + layout.depth[None]
-
-    def packed(z: jax.Array) -> jax.Array:
-        """[B * R, M + 1, ...] by path to [B, T, ...] by node."""
-        return z.reshape(batch, R * M1, *z.shape[2:])[b, place]
-
-    return packed(hidden), jax.tree.map(packed, records), state
+        hidden, records = jax.tree.map(by_node, (hidden, records))
+        return Verified(hidden, logits_of(target, hidden), records, state)

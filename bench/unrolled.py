@@ -6,16 +6,17 @@ verification: one packed pass with one state, or a sequence and a state per leaf
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from statistics import median
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.memory import compiled_bytes, megabytes
-from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
-from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.memory import compiled_bytes
+from stree_jax.bench.method import Run, measure, sign_test, take_turns
+from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.speculation import (
     PLAIN,
     Arm,
@@ -23,18 +24,25 @@ from stree_jax.bench.speculation import (
     begin_arm,
     check_ties,
     decode_once,
+    record_of,
+    settings_of,
+    summarise_cells,
     workload,
 )
-from stree_jax.bench.unroll import Unrolled
-from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model, without_tokenizer
-from stree_jax.generation import FOREVER
-from stree_jax.models import param_dtype
+from stree_jax.bench.tables import (
+    OUT_OF_MEMORY,
+    megabytes,
+    shown,
+    table,
+    with_quartiles,
+)
+from stree_jax.bench.unroll import Unrolled, is_leaf
+from stree_jax.checkpoint import Model
 from stree_jax.result import Generation
 from stree_jax.speculation import loop
-from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.loop import Decoding
-from stree_jax.speculation.tree import Topology, resolve_tree
+from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.step import Spec
+from stree_jax.speculation.tree import resolve_tree
 
 PACKED = "packed"
 FIGURES = (
@@ -52,45 +60,32 @@ FIGURES = (
 
 def leaves_of(parents: jax.Array) -> jax.Array:
     """Leaves [B] int32 of trees with parents [B, T], -1 for the root."""
-    T = parents.shape[1]
-    row = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
-    inner = jnp.zeros(parents.shape, bool)
-    inner = inner.at[row, jnp.where(parents < 0, T, parents)].set(True, mode="drop")
-    return (~inner).sum(axis=1, dtype=jnp.int32)
+    return is_leaf(parents).sum(axis=1, dtype=jnp.int32)
 
 
-@partial(jax.jit, static_argnames="rule")
-def _draft_leaves(
-    drafter: Model, tree: Topology, rule: Rule, decoding: Decoding
-) -> jax.Array:
-    return leaves_of(loop.propose(drafter, tree, rule, decoding)[0].parents)
+@jax.jit
+def _draft_leaves(spec: Spec, d: Decoding) -> jax.Array:
+    dist = d.distribution(spec.target.config.num_tokens)
+    (tree,) = spec.policy.menu
+    draft, _ = spec.drafter.propose(d.drafting, d.root, tree, dist, spec.rule)
+    return leaves_of(draft.layout.parents)
 
 
 def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
     """Leaves of every draft of a text, decoded packed, a step at a time."""
     decoding, plan = begin_arm(work, arm, [text], 0)
-    target, drafter, counts = (
-        without_tokenizer(work.target),
-        without_tokenizer(work.drafter),
-        [],
-    )
-    while (np.asarray(decoding.finish) == loop.RUNNING).any():
-        leaves = _draft_leaves(drafter, plan.tree, plan.rule, decoding)
-        counts.append(int(leaves[0]))
-        decoding = loop.advance_jit(
-            target, drafter, plan.tree, decoding, jnp.int32(1), plan.rule, None
-        )
+    counts = []
+    while (np.asarray(decoding.finish) == RUNNING).any():
+        counts.append(int(_draft_leaves(plan.spec, decoding)[0]))
+        decoding = loop.advance_jit(plan.spec, decoding, jnp.int32(1))
     return counts
 
 
 def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | None]:
     """`compiled_bytes` of the loop that decodes a text."""
     decoding, plan = begin_arm(work, arm, [text], 0)
-    bare = without_tokenizer(work.target), without_tokenizer(work.drafter)
-    forever = jnp.int32(FOREVER)
-    lowered = loop.advance_jit.lower(
-        *bare, plan.tree, decoding, forever, plan.rule, arm.unrolled
-    )
+    steps = jnp.int32(loop.FOREVER)
+    lowered = loop.advance_jit.lower(plan.spec, decoding, steps, verify=arm.verify)
     return compiled_bytes(lowered.compile())
 
 
@@ -117,15 +112,15 @@ def prepare(
 ) -> Prepared:
     """Arms whose room for leaves is the largest number that any draft has.
 
-    A beam W x D may have D (W - 1) + 1 leaves and has fewer as a rule. Sequences beyond
-    a draft's own leaves are padding that an engine would not compute, so the baseline
-    gets as little of it as one compiled program for all drafts can have.
+    A beam may have depth (width - 1) + 1 leaves and has fewer as a rule. Sequences
+    beyond a draft's own leaves are padding that an engine would not compute, so the
+    baseline gets as little of it as one compiled program for all drafts can have.
     """
     packed = Arm(PACKED, f"beam:{beam}")
     leaves = [n for text in texts for n in count_leaves(work, packed, text)]
     arms = {PACKED: packed}
     for scan in scans:
-        arms[scan] = Arm(scan, packed.tree, unrolled=Unrolled(max(leaves), scan))
+        arms[scan] = Arm(scan, packed.tree, verify=Unrolled(max(leaves), scan))
     memory = {name: program_bytes(work, arm, texts[0]) for name, arm in arms.items()}
     return Prepared(arms, leaves, memory)
 
@@ -140,7 +135,7 @@ def decode_text(
 ) -> dict[str, Any]:
     """The record of one prompt and beam: every arm, all turns.
 
-    An arm that memory does not suffice for has no "seconds".
+    An arm that runs out of memory has no "seconds".
 
     Raises:
       RuntimeError: tokens differ from plain decoding's beyond a tie.
@@ -159,16 +154,11 @@ def decode_text(
         "arms": {},
     }
     for name, turns in results.items():
-        arm: dict[str, Any] = {"seconds": [turn.decode_s for turn in turns]}
-        arm |= prepared.memory[name]
-        if turns:
-            arm |= {
-                "tokens": int(turns[-1].lengths.sum()),
-                "calls": int(turns[-1].target_calls.sum()),
-                "equal": PACKED in last and turns[-1].tokens == last[PACKED].tokens,
-                "first_call_s": first.get(name),
-            }
-        record["arms"][name] = arm
+        record["arms"][name] = prepared.memory[name] | (
+            record_of(turns, last.get(PACKED), first.get(name))
+            if turns
+            else {"seconds": []}
+        )
     return record
 
 
@@ -185,29 +175,29 @@ def measure_unrolled(
 ) -> dict[str, Any]:
     """Greedy decoding with beam trees of every width and depth, packed and unrolled.
 
-    A unit is a prompt with a beam, "WxD/SET/i"; the first prompt goes through all beams
-    before the second. Before a beam's first prompt in a process its drafts' leaves are
-    counted on all prompts (see `prepare`), again in a process that resumes.
+    A unit is a prompt with a beam, "WIDTHxDEPTH/SET/i"; the first prompt goes through
+    all beams before the second. Before a beam's first prompt in a process its drafts'
+    leaves are counted on all prompts (see `prepare`), again in a process that resumes.
 
     Args:
       prompts: texts, or token ids, by the name of their set.
-      widths, depths: W and D of the beams, the paper's M and N.
+      widths, depths: of the beams, the paper's M and N.
       scans: ways to go through an unrolled tree, see `Unrolled`.
 
     Returns:
       settings, "machine", "complete" and "units" of `measure`, and "results", a row a
-      set, beam and arm: "set", "width", "depth"; "nodes", 1 + W D; "scan", "packed",
-      "step" or "chunk"; "units", prompts; "tau", of all of them; "tokens_per_s",
-      "tokens_per_s_low", "tokens_per_s_high", median and quartiles over prompts of
-      medians over turns; "ms_per_call", median; "over_packed", median over prompts of
-      time over the packed arm's, and "p_packed" of a sign test of it, both None for
-      packed; "equal", prompts whose tokens are the packed arm's (others part at a tie);
-      "leaves", the most that a draft had and the room that the unrolled program has;
-      "leaves_mean", of all drafts; "leaves_bound", D (W - 1) + 1; "states" held;
-      "tokens_per_call" computed, leaves (D + 1) if unrolled; "memory_bytes",
-      "temp_bytes" of the program of the loop, drafter included (`compiled_bytes`);
-      "first_call_s", compilation included. Where memory does not suffice, "units" is 0
-      and what would have been measured is None.
+      set, beam and arm: "set", "width", "depth"; "nodes", 1 + width depth; "scan",
+      "packed", "step" or "chunk"; "units", prompts; "tau", of all of them;
+      "tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", median and quartiles over
+      prompts of medians over turns; "ms_per_call", median; "over_packed", median over
+      prompts of time over the packed arm's, and "p_packed" of a sign test of it, both
+      None for packed; "equal", prompts whose tokens are the packed arm's (others part
+      at a tie); "leaves", the most that a draft had and the room that the unrolled
+      program has; "leaves_mean", of all drafts; "leaves_bound", depth (width - 1) + 1;
+      "states" held; "tokens_per_call" computed, leaves (depth + 1) if unrolled;
+      "memory_bytes", "temp_bytes" of the program of the loop, drafter included
+      (`compiled_bytes`); "first_call_s", compilation included. Where an arm ran out of
+      memory, "units" is 0 and what would have been measured is None.
 
     Raises:
       ValueError: a beam without a node.
@@ -220,11 +210,10 @@ def measure_unrolled(
     work = workload(target, drafter, [plain_arm], prompts, max_new_tokens)
     texts = [text for group in prompts.values() for text in group]
     units = {
-        f"{beam}/{title}/{i}": (beam, group[i])
-        for i in range(max(map(len, prompts.values())))
-        for title, group in prompts.items()
+        f"{beam}/{title}/{i}": (beam, text)
+        for i, groups in enumerate(rounds(prompts))
+        for title, (text,) in groups.items()
         for beam in beams
-        if i < len(group)
     }
     prepared = cache(lambda beam: prepare(work, beam, scans, texts))
     plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
@@ -235,11 +224,7 @@ def measure_unrolled(
         arms = prepared(beam)
         return decode_text(work, arms, text, plain(text), run.repeats, warm[beam])
 
-    settings = {
-        "kind": "unrolled",
-        "dtype": str(param_dtype(target.params)),
-        "parameters": {"": sizes_of(target, drafter)},
-        "sets": {title: len(group) for title, group in prompts.items()},
+    settings = settings_of("unrolled", {"": (target, drafter)}, prompts) | {
         "widths": list(widths),
         "depths": list(depths),
         "scans": list(scans),
@@ -281,93 +266,74 @@ def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
 
 def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, Any]:
     """Statistics of one way to verify, over the prompts of a set that it was run on."""
-    row: dict[str, Any] = dict.fromkeys(FIGURES)
+    row: dict[str, Any] = dict.fromkeys(FIGURES) | {"units": 0}
     row |= {name: records[0][scan][name] for name in ("memory_bytes", "temp_bytes")}
     records = [r for r in records if r[scan]["seconds"] and r[PACKED]["seconds"]]
-    row["units"] = len(records)
     if not records:
         return row
-
-    def seconds(arm: str) -> list[float]:
-        return [spread(record[arm]["seconds"])["median"] for record in records]
-
     cells = [record[scan] for record in records]
-    own, packed = seconds(scan), seconds(PACKED)
-    rates = spread([c["tokens"] / s for c, s in zip(cells, own, strict=True)])
-    per_call = [s / c["calls"] for c, s in zip(cells, own, strict=True)]
-    ratios = [a / b for a, b in zip(own, packed, strict=True)]
-    alone = scan == PACKED
-    return row | {
-        "tau": sum(c["tokens"] for c in cells) / sum(c["calls"] for c in cells),
-        "tokens_per_s": rates["median"],
-        "tokens_per_s_low": rates["low"],
-        "tokens_per_s_high": rates["high"],
-        "ms_per_call": 1e3 * spread(per_call)["median"],
-        "over_packed": None if alone else spread(ratios)["median"],
-        "p_packed": None if alone else sign_test(ratios),
-        "equal": sum(c["equal"] for c in cells),
-        "first_call_s": max(c["first_call_s"] or 0 for c in cells),
-    }
+    row |= summarise_cells(cells) | {"equal": sum(c["equal"] for c in cells)}
+    if scan != PACKED:
+        ratios = [
+            median(r[scan]["seconds"]) / median(r[PACKED]["seconds"]) for r in records
+        ]
+        row |= {"over_packed": median(ratios), "p_packed": sign_test(ratios)}
+    return row
 
 
 def unrolled_table(report: dict[str, Any]) -> str:
     """The paper's table for each set and scan, and below them all rows."""
-    lines = []
+    sections = []
     for title in dict.fromkeys(row["set"] for row in report["results"]):
         rows = [row for row in report["results"] if row["set"] == title]
         for scan in report["scans"]:
-            lines += [
+            sections += [
                 f"{title}, {report['sets'][title]} prompts, {report['max_new_tokens']} "
-                f"new tokens: packed / unrolled ({scan}), tokens/s; MB\n",
-                *_paper_lines(rows, scan),
-                "",
+                f"new tokens: packed / unrolled ({scan}), tokens/s; MB",
+                _paper_table(rows, scan),
             ]
-    return "\n".join(lines + _detail_lines(report["results"]))
+    return "\n\n".join([*sections, _detail_table(report["results"])])
 
 
-def _paper_lines(rows: Sequence[dict[str, Any]], scan: str) -> list[str]:
+def _paper_table(rows: Sequence[dict[str, Any]], scan: str) -> str:
     """Rows are depths N, columns widths M."""
-    cells = {(row["width"], row["depth"], row["scan"]): row for row in rows}
-    widths = sorted({row["width"] for row in rows})
-    head = ["N", *(f"M = {width}" for width in widths)]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
-    for depth in sorted({row["depth"] for row in rows}):
-        shown = [f"{depth}"]
-        for width in widths:
-            pair = [cells.get((width, depth, name)) for name in (PACKED, scan)]
-            shown.append("-")
-            if pair[0] is not None and pair[1] is not None:
-                speeds = " / ".join(_rate(row["tokens_per_s"]) for row in pair if row)
-                sizes = [megabytes(row["memory_bytes"]) for row in pair if row]
-                shown[-1] = f"{speeds}; {' / '.join(sizes)}"
-        lines.append("| " + " | ".join(shown) + " |")
-    return lines
+    found = {(row["width"], row["depth"], row["scan"]): row for row in rows}
+    widths, depths = (
+        sorted({row[name] for row in rows}) for name in ("width", "depth")
+    )
+
+    def cell(width: int, depth: int) -> str:
+        pair = [found.get((width, depth, name)) for name in (PACKED, scan)]
+        if None in pair:
+            return "-"
+        speeds = " / ".join(_rate(row["tokens_per_s"]) for row in pair if row)
+        sizes = " / ".join(megabytes(row["memory_bytes"]) for row in pair if row)
+        return f"{speeds}; {sizes}"
+
+    return table(
+        ["N", *(f"M = {width}" for width in widths)],
+        [[f"{depth}", *(cell(width, depth) for width in widths)] for depth in depths],
+    )
 
 
 def _rate(tokens_per_s: float | None) -> str:
-    return "OOM" if tokens_per_s is None else f"{tokens_per_s:.1f}"
+    return shown(tokens_per_s, ".1f", OUT_OF_MEMORY)
 
 
-def _detail_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _detail_table(rows: Sequence[dict[str, Any]]) -> str:
     head = ["set", "M x N", "scan", "tau", "tokens/s (quartiles)", "ms/call"]
     head += ["over packed, p", "equal", "leaves: most (mean, bound)", "states"]
     head += ["tokens/call", "memory, MB", "temporaries, MB"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines = []
     for row in rows:
-        low, high = row["tokens_per_s_low"], row["tokens_per_s_high"]
+        over, mean = row["over_packed"], f"{row['leaves_mean']:.1f}"
         cells = [row["set"], f"{row['width']} x {row['depth']}", row["scan"]]
-        if row["units"]:
-            cells += [f"{row['tau']:.2f}"]
-            cells += [f"{row['tokens_per_s']:.1f} ({low:.1f}..{high:.1f})"]
-            cells += [f"{row['ms_per_call']:.2f}"]
-        else:
-            cells += ["-", _rate(None), "-"]
-        over = row["over_packed"]
+        cells += [shown(row["tau"], ".2f"), with_quartiles(row, "tokens_per_s", ".1f")]
+        cells += [shown(row["ms_per_call"], ".2f")]
         cells += ["-" if over is None else f"{over:.2f}, {row['p_packed']:.2g}"]
         cells += [f"{row['equal']}/{row['units']}" if row["units"] else "-"]
-        mean = f"{row['leaves_mean']:.1f}"
         cells += [f"{row['leaves']} ({mean}, {row['leaves_bound']})"]
         cells += [f"{row['states']}", f"{row['tokens_per_call']}"]
         cells += [megabytes(row[name]) for name in ("memory_bytes", "temp_bytes")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        lines.append(cells)
+    return table(head, lines)

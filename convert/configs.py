@@ -21,7 +21,6 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.hybrids import bamba, falcon_h1, granite, nemotron_h, zamba2
 from stree_jax.convert.supported import names
-from stree_jax.convert.tensors import param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models.config import (
     AttentionConfig,
@@ -30,6 +29,7 @@ from stree_jax.models.config import (
     ModelConfig,
     Rope,
 )
+from stree_jax.models.model import param_shapes
 
 HF_TYPES = (
     "mamba2",

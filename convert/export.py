@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from stree_jax.convert.export_configs import export_format, hf_config
 from stree_jax.convert.store import atomic_directory, check_space
 from stree_jax.convert.tensors import rows_of, split
-from stree_jax.models import ModelConfig
+from stree_jax.models import ModelConfig, by_path
 
 SHARD_BYTES = 5 * 10**9
 
@@ -55,10 +54,7 @@ def export_hf(
 
 def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Every tensor by its name in the file; views of the parameters where they can."""
-    flat = {
-        tuple(k.key for k in path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-    }
+    flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
     for row in rows_of(export_format(config), config):
         tensors |= split(row, flat[row.path])

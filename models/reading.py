@@ -68,8 +68,8 @@ def read_text(
     """The state after all of each text but its last token.
 
     Args:
-      token_ids: [P, S] int32, padded on the right.
-      lengths: [P] int32, at least 1.
+      token_ids: [Bp, S] int32, padded on the right.
+      lengths: [Bp] int32, at least 1.
       capacity: rows of the attention caches.
       past: a state that has read a beginning of each text; None: nothing was read.
     """
@@ -83,7 +83,7 @@ def read_text(
 
 
 def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:
-    """Text [P, S] from place `length` [P] on, in whole chunks, padded with 0."""
+    """Text [Bp, S] from place `length` [Bp] on, in whole chunks, padded with 0."""
     width = token_ids.shape[1] + -token_ids.shape[1] % PREFILL_CHUNK
     place = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(token_ids, place, axis=1, mode="fill", fill_value=0)

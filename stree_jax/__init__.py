@@ -1,26 +1,69 @@
-"""Exact tree-based speculative decoding for state-space and hybrid models."""
+"""Exact tree-based speculative decoding for state-space and hybrid models.
 
-from stree_jax.checkpoint import CheckpointError as CheckpointError
-from stree_jax.checkpoint import Model as Model
-from stree_jax.checkpoint import load as load
-from stree_jax.checkpoint import save as save
-from stree_jax.generation import generate as generate
-from stree_jax.generation import stream as stream
-from stree_jax.result import Generation as Generation
-from stree_jax.result import Past as Past
-from stree_jax.sampling.settings import Sampling as Sampling
-from stree_jax.sampling.settings import sampling_rows as sampling_rows
-from stree_jax.scoring import first_difference as first_difference
-from stree_jax.scoring import score as score
-from stree_jax.scoring import score_tree as score_tree
-from stree_jax.speculation.accept import Rule as Rule
-from stree_jax.speculation.accept import resolve_rule as resolve_rule
-from stree_jax.speculation.loop import generate_tokens as generate_tokens
-from stree_jax.speculation.tree import NAMED_TREES as NAMED_TREES
-from stree_jax.speculation.tree import Beam as Beam
-from stree_jax.speculation.tree import Tree as Tree
-from stree_jax.speculation.tree import chain as chain
-from stree_jax.speculation.tree import full_tree as full_tree
-from stree_jax.speculation.tree import layered as layered
-from stree_jax.speculation.tree import make_tree as make_tree
+Public names are imported when first used (PEP 562), so that `stree-jax --help` need not
+wait for jax. The imports below are what type checkers and editors read; the table after
+them says the same to Python, and a test that both agree.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from stree_jax.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from stree_jax.checkpoint import CheckpointError as CheckpointError
+    from stree_jax.checkpoint import Model as Model
+    from stree_jax.checkpoint import load as load
+    from stree_jax.checkpoint import save as save
+    from stree_jax.generation import generate as generate
+    from stree_jax.generation import stream as stream
+    from stree_jax.result import Generation as Generation
+    from stree_jax.result import Past as Past
+    from stree_jax.sampling.settings import Sampling as Sampling
+    from stree_jax.sampling.settings import sampling_rows as sampling_rows
+    from stree_jax.scoring import first_difference as first_difference
+    from stree_jax.scoring import score as score
+    from stree_jax.scoring import score_tree as score_tree
+    from stree_jax.speculation.accept import Rule as Rule
+    from stree_jax.speculation.accept import resolve_rule as resolve_rule
+    from stree_jax.speculation.loop import generate_tokens as generate_tokens
+    from stree_jax.speculation.tree import NAMED_TREES as NAMED_TREES
+    from stree_jax.speculation.tree import Beam as Beam
+    from stree_jax.speculation.tree import Tree as Tree
+    from stree_jax.speculation.tree import chain as chain
+    from stree_jax.speculation.tree import full_tree as full_tree
+    from stree_jax.speculation.tree import layered as layered
+    from stree_jax.speculation.tree import make_tree as make_tree
+
+_NAMES = {
+    "checkpoint": "CheckpointError Model load save",
+    "generation": "generate stream",
+    "result": "Generation Past",
+    "sampling.settings": "Sampling sampling_rows",
+    "scoring": "first_difference score score_tree",
+    "speculation.accept": "Rule resolve_rule",
+    "speculation.loop": "generate_tokens",
+    "speculation.tree": "NAMED_TREES Beam Tree chain full_tree layered make_tree",
+}
+_MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", *_MODULE_OF]
+
+
+if not TYPE_CHECKING:  # type checkers would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a module of the package that is not imported yet."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+            globals()[name] = value  # found without this function from now on
+            return value
+        try:
+            if not name.startswith("_"):
+                return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted(__all__)

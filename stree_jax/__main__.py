@@ -2,7 +2,7 @@
 
 import sys
 
-from stree_jax.cli.main import main
+from stree_jax.cli.main import console
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

@@ -22,9 +22,8 @@ from stree_jax.convert.store import (
     read_params,
     write_directory,
 )
-from stree_jax.convert.tensors import FLOAT32_PARAMS, param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
-from stree_jax.models import init_state
+from stree_jax.models import FLOAT32_PARAMS, init_state, param_shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

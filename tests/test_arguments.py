@@ -208,7 +208,9 @@ def test_scores_inside_jit_and_vmap(target):
     chex.assert_trees_all_close(inside, want, atol=1e-5)
     chex.assert_trees_all_close(mapped, want, atol=1e-5)
     with pytest.raises(ValueError, match="tokens: want integers with 2 axes, got floa"):
-        jax.jit(lambda tokens: stree_jax.score(target, tokens))(tokens * 1.0)
+        jax.jit(lambda tokens: stree_jax.score(target, tokens))(
+            tokens.astype(jnp.float32)
+        )
 
 
 def test_a_model_prints_in_a_line_or_so(target):

@@ -1,60 +1,86 @@
 """The `stree-jax` command: thin, all logic is importable.
 
-Exit codes: 0 done, 1 `--compare` or `--verify` found a difference, 2 bad input (one
-line on stderr), 130 interrupted.
+Exit codes: 0 done, 1 `--compare` or `--verify` found a difference, 2 bad input or out
+of memory (one line on stderr), 130 interrupted, 141 the reader of the output went away.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from stree_jax.bench.command import add_bench_parsers
-from stree_jax.bench.options import add_pair_options
+from stree_jax.bench.options import add_bench_parsers, add_pair_options
+from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.version import __version__
 
-# Imports beyond the package's own (jax, flax) stay inside the functions that need them.
+# jax, flax and numpy are imported in the functions that need them: --help is fast.
+
+CLOSED_PIPE = 128 + 13  # as if SIGPIPE had ended the process
+GENERATE_NOTES = """
+--json prints the text, its tokens and figures. tokens_per_s counts from the ninth pass
+on, without compilation (null if there are so few); prefill_s, decode_s and first_run_s
+(seconds) include compilation. With --compare a second run is timed, and first_run_s
+alone includes it."""
+CHAT_NOTES = (
+    "Ctrl-C ends an answer; /exit, Ctrl-D or the end of the input ends the chat."
+)
+TRAINING_NOTES = """
+A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
+before it ends."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong options are one line on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="stree-jax",
         description="Exact tree-based speculative decoding for Mamba2 and hybrids.",
+        epilog=f"Compiled programs are kept in {cache_directory() or 'no folder'} "
+        "(STREE_JAX_CACHE=DIR: in DIR/xla; STREE_JAX_CACHE=off: nowhere; bench keeps "
+        "none). The folder can be deleted at any time.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    p = commands.add_parser("generate", help="continue a prompt")
+    p = commands.add_parser("generate", help="continue a prompt", epilog=GENERATE_NOTES)
     p.add_argument("prompt", nargs="?", help="text; without it --file or stdin is read")
-    p.add_argument("--file", type=Path, help="read the prompt from a file")
+    option(p, "--file", Path, None, "read the prompt from a file, UTF-8")
     add_pair_options(p)
     add_text_options(p)
-    p.add_argument("--n", type=int, default=1, help="samples")
-    p.add_argument("--logprobs", type=int, help="with --json: of the N best tokens too")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
+    option(p, "--n", int, 1, "samples of the prompt")
+    option(
+        p,
+        "--logprobs",
+        int,
+        None,
+        "with --json: log-probabilities of the tokens, and of the N best beside each",
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object; below")
     p.add_argument(
         "--compare",
         action="store_true",
         help="also decode plainly: check for equal tokens, report the speed-up",
     )
-    p.set_defaults(run=run_generate)
 
-    p = commands.add_parser("chat", help="talk to a model that keeps its state")
+    p = commands.add_parser(
+        "chat", help="talk to a model that keeps its state", epilog=CHAT_NOTES
+    )
     add_pair_options(p)
     add_text_options(p)
-    p.add_argument("--system", help="system message, for models with a chat template")
-    p.add_argument(
-        "--context", type=int, default=2048, help="tokens before a larger cache is made"
-    )
-    p.set_defaults(run=run_chat)
+    option(p, "--system", str, None, "system message, for models with a chat template")
+    option(p, "--context", int, 2048, "tokens before a larger cache is made")
 
     p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
-    p.add_argument("src", help="checkpoint directory or hub id")
-    p.add_argument("dst", type=Path, help="directory to make; must not exist")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"])
+    add_paths(p, "checkpoint directory or hub id")
     p.add_argument(
         "--dt-floor",
         action="store_true",
@@ -65,109 +91,219 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compare logits with those of transformers; exit code 1 above 1e-3",
     )
-    p.set_defaults(run=run_convert)
 
     p = commands.add_parser("export", help="a Hugging Face directory from a model")
-    p.add_argument("src", help="model directory")
-    p.add_argument("dst", type=Path, help="directory to make; must not exist")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"])
-    p.set_defaults(run=run_export)
+    add_paths(p, "model directory")
 
     p = commands.add_parser("info", help="what a checkpoint holds")
     p.add_argument("path", help="directory, hub id, demo or demo-drafter")
-    p.add_argument("--json", action="store_true")
-    p.set_defaults(run=run_info)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
 
     p = commands.add_parser("train", help="train a small hybrid on text")
-    add_training_options(p)
-    p.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: train one")
-    p.add_argument("--vocab-size", type=int, default=2048)
-    p.add_argument("--width", type=int, default=384, help="d_model")
-    p.add_argument("--mixers", type=int, default=6, help="each with an MLP behind it")
+    add_training_options(p, steps=3600, learning_rate=2e-3)
+    option(p, "--tokenizer", Path, None, "tokenizer.json; default: train one")
+    option(p, "--vocab-size", int, 2048, "entries of the tokenizer to train")
+    option(p, "--width", int, 384, "d_model, a multiple of 128")
+    option(p, "--mixers", int, 6, "layers that mix tokens, each with an MLP behind it")
+    option(p, "--attention", int, 2, "how many of the mixers attend")
+
+    p = commands.add_parser("distill", help="train a Mamba2 drafter by KL")
     p.add_argument(
-        "--attention", type=int, default=2, help="how many of the mixers attend"
+        "--target", required=True, help="model to imitate: directory, hub id or demo"
     )
-    p.set_defaults(run=run_train, steps=3600, learning_rate=2e-3)
+    add_training_options(p, steps=2000, learning_rate=4e-3)
+    option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
+    option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
 
-    p = commands.add_parser("distill", help="train a 2-layer Mamba2 drafter by KL")
-    p.add_argument("--target", required=True, help="model to imitate")
-    add_training_options(p)
-    p.set_defaults(run=run_distill, steps=2000, learning_rate=4e-3)
-
-    p = commands.add_parser("bench", help="measure this machine")
-    add_bench_parsers(p)
-    p.set_defaults(run=run_bench)
+    add_bench_parsers(commands.add_parser("bench", help="measure this machine"))
     return parser
+
+
+def option(
+    p: argparse.ArgumentParser, name: str, kind: type, default: Any, text: str
+) -> None:
+    """Add an option whose help ends with its default; where that is None, `text` may
+    say what happens without the option."""
+    if default is not None:
+        text += "; default %(default)s"
+    p.add_argument(name, type=kind, default=default, help=text)
+
+
+def add_paths(p: argparse.ArgumentParser, src: str) -> None:
+    """From where to where a model is written, and its dtype."""
+    p.add_argument("src", help=src)
+    p.add_argument("dst", type=Path, help="directory to make; must not exist")
+    p.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of the weights; default: bfloat16 stays, anything else becomes float32",
+    )
 
 
 def add_text_options(p: argparse.ArgumentParser) -> None:
     """How text is drawn and where it ends."""
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--min-new-tokens", type=int, default=0)
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    p.add_argument("--top-k", type=int, default=0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--min-p", type=float, default=0.0)
-    p.add_argument("--repetition-penalty", type=float, default=1.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument(
+    option(p, "--max-new-tokens", int, 128, "most tokens to make")
+    option(p, "--min-new-tokens", int, 0, "tokens before which nothing ends the text")
+    option(p, "--temperature", float, 0.0, "of sampling; 0 is greedy")
+    for name, kind, text in (
+        ("--top-k", int, "draw from the K likeliest tokens; default 0: all"),
+        ("--top-p", float, "from the likeliest of so much probability; default 1: all"),
+        ("--min-p", float, "least probability, as a fraction of the best's; default 0"),
+        ("--seed", int, "of the random numbers; default 0"),
+    ):
+        option(p, name, kind, None, f"with --temperature: {text}")
+    option(
+        p,
+        "--repetition-penalty",
+        float,
+        1.0,
+        "above 1: tokens that were there become less likely",
+    )
+    option(
+        p,
         "--rule",
-        help="how sampled drafts are accepted: naive/coupled (default), naive, "
-        "leviathan, mss, recursive",
+        str,
+        None,
+        "how sampled drafts are accepted: naive/coupled (default; naive for beams), "
+        "naive, leviathan, mss or recursive",
     )
-    p.add_argument("--stop", action="append", default=[], help="text to stop before")
-    p.add_argument("--ignore-eos", action="store_true", help="go on to the limit")
-
-
-def add_training_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--text", type=Path, nargs="+", required=True, help="files or folders"
+        "--stop",
+        action="append",
+        default=[],
+        type=unescape,
+        metavar="TEXT",
+        help=r"end before this text; \n, \t, \r, \\ and \uXXXX stand for characters; "
+        "may be given several times",
     )
-    p.add_argument("--out", type=Path, required=True, help="Hugging Face directory")
-    p.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
-    p.add_argument("--steps", type=int)
-    p.add_argument("--batch", type=int, default=8)
-    p.add_argument("--length", type=int, default=256)
-    p.add_argument("--learning-rate", type=float)
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--ignore-eos", action="store_true", help="stop tokens do not end the text"
+    )
+
+
+def add_training_options(
+    p: argparse.ArgumentParser, steps: int, learning_rate: float
+) -> None:
+    """What to train on, how, and when to save."""
+    p.epilog = TRAINING_NOTES
+    p.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="files or folders of text, or one folder of prepared tokens",
+    )
+    p.add_argument(
+        "--out", type=Path, required=True, help="Hugging Face directory to make"
+    )
+    p.add_argument(
+        "--work", type=Path, required=True, help="folder of this run's saves"
+    )
+    option(p, "--steps", int, steps, "optimizer steps")
+    option(p, "--batch", int, 8, "sequences a step")
+    option(p, "--length", int, 256, "tokens a sequence")
+    option(p, "--learning-rate", float, learning_rate, "at its peak")
+    option(p, "--warmup", int, None, "steps up to it; default: STEPS/10, at most 150")
+    option(p, "--seed", int, 0, "of the first weights and of the batches")
+    option(p, "--minutes", float, None, "stop after so many, and write what there is")
+    option(p, "--save-minutes", float, 5.0, "minutes between saves")
+
+
+def unescape(text: str) -> str:
+    r"""`text` with \n, \t, \r, \\ and \uXXXX as what they stand for."""
+    import re
+
+    known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+    def character(match: re.Match[str]) -> str:
+        code = match[1]
+        if code not in known and len(code) != 5:
+            problem = rf"\{code} is no escape; known are \n \t \r \\ \uXXXX"
+            raise argparse.ArgumentTypeError(problem)
+        return known.get(code) or chr(int(code[1:], 16))
+
+    joined = re.sub(r"\\(u[0-9a-fA-F]{4}|.?)", character, text, flags=re.DOTALL)
+    try:  # two halves of a character become it
+        return joined.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8, or half a character: {text!a}"
+        raise argparse.ArgumentTypeError(problem) from error
+
+
+def console() -> int:
+    """The command as a process of its own: what it does to the process is done here."""
+    try:
+        args = build_parser().parse_args()
+        if args.command != "bench":  # which reports what compiling takes
+            keep_programs()
+        code = execute(args)
+        sys.stdout.flush()  # here, and not when the interpreter ends
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit code 2."""
-    args = build_parser().parse_args(argv)
+    """Run one command within this process, which it leaves as it is."""
+    return execute(build_parser().parse_args(argv))
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run a command; a user's mistake is one line on stderr and exit code 2."""
     try:
-        return args.run(args) or 0
+        return run_command(args)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
-        print(f"stree-jax: {error}", file=sys.stderr)
-        return 2
+        problem = " ".join(str(error).split()) or type(error).__name__
+    except OverflowError as error:
+        problem = f"a number is too large ({error})"
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        asked = str(error).splitlines()[0] if str(error) else "no details"
+        problem = (
+            f"out of memory ({asked}); lower --max-new-tokens, --tree, --n, --context, "
+            "--batch or --length, or take --dtype bfloat16"
+        )
     except KeyboardInterrupt:
         print("stree-jax: interrupted", file=sys.stderr)
         return 130
+    print(f"stree-jax: {problem}", file=sys.stderr)
+    return 2
 
 
-def run_generate(args: argparse.Namespace) -> int:
-    from stree_jax.cli import terminal
+def run_command(args: argparse.Namespace) -> int:
+    match args.command:
+        case "generate" | "chat":
+            from stree_jax.cli import terminal
 
-    return terminal.run_generate(args)
+            run = terminal.run_chat if args.command == "chat" else terminal.run_generate
+            return run(args)
+        case "convert":
+            return run_convert(args)
+        case "export":
+            run_export(args)
+        case "info":
+            run_info(args)
+        case "train" | "distill":
+            run_training(args)
+        case "bench":
+            from stree_jax.bench import command
 
-
-def run_chat(args: argparse.Namespace) -> int:
-    from stree_jax.cli import terminal
-
-    return terminal.run_chat(args)
+            return command.run(args)
+    return 0
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from stree_jax import parity as verify
+    from stree_jax import parity
     from stree_jax.checkpoint import resolve
     from stree_jax.convert import convert_checkpoint
 
-    def tell(text: str) -> None:
-        print(text, file=sys.stderr)
-
     src, dst = resolve(args.src), args.dst
     if args.verify:
-        verify.check_verifiable(src)  # else known only after the work is done
+        parity.check_verifiable(src)  # else known only after the work is done
     convert_checkpoint(
         src,
         dst,
@@ -178,66 +314,47 @@ def run_convert(args: argparse.Namespace) -> int:
     tell(f"wrote {dst}")
     if not args.verify:
         return 0
-    difference = verify.largest_difference(src, dst, args.dt_floor)
+    difference = parity.largest_difference(src, dst, args.dt_floor)
     tell(f"largest difference to transformers' logits: {difference:.2e}")
-    return 0 if difference <= verify.LIMIT else 1  # NaN is 1
+    return 0 if difference <= parity.LIMIT else 1  # NaN is 1
 
 
-def run_export(args: argparse.Namespace) -> int:
+def tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def run_export(args: argparse.Namespace) -> None:
     from stree_jax.checkpoint import load
     from stree_jax.convert.export import export_hf
 
     model = load(args.src, dtype=args.dtype)
     export_hf(model.config, model.params, model.tokenizer, args.dst)
-    print(f"wrote {args.dst}", file=sys.stderr)
-    return 0
+    tell(f"wrote {args.dst}")
 
 
-def run_info(args: argparse.Namespace) -> int:
+def run_info(args: argparse.Namespace) -> None:
     from stree_jax.checkpoint import info
 
     facts = info(args.path)
     if args.json:
         print(json.dumps(facts))
-        return 0
+        return
     width = max(len(name) for name in facts)
     for name, value in facts.items():
         print(f"{name:{width}}  {value}")
-    return 0
 
 
-def run_train(args: argparse.Namespace) -> int:
+def run_training(args: argparse.Namespace) -> None:
     from stree_jax.training import recipe
-
-    recipe.train_target(
-        args.text,
-        args.out,
-        args.work,
-        train_config(args),
-        size=recipe.TargetSize(args.width, args.mixers, args.attention),
-        tokenizer=args.tokenizer,
-        vocab_size=args.vocab_size,
-    )
-    return 0
-
-
-def run_distill(args: argparse.Namespace) -> int:
-    from stree_jax.training import recipe
-
-    recipe.distill_drafter(
-        args.target, args.text, args.out, args.work, train_config(args)
-    )
-    return 0
-
-
-def train_config(args: argparse.Namespace) -> Any:
     from stree_jax.training.train import TrainConfig
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**{k: v for k, v in vars(args).items() if k in names})
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    from stree_jax.bench import command
-
-    return command.run(args)
+    train = TrainConfig(**{k: v for k, v in vars(args).items() if k in names})
+    job = recipe.Job(
+        args.text, args.out, args.work, train, args.minutes, args.save_minutes
+    )
+    if args.command == "distill":
+        recipe.distill_drafter(job, args.target, args.width, args.layers)
+    else:
+        size = recipe.TargetSize(args.width, args.mixers, args.attention)
+        recipe.train_target(job, size, args.tokenizer, args.vocab_size)

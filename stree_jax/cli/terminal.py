@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -17,6 +20,7 @@ from stree_jax.cli.chat import (
     read_chat_template,
     read_special_tokens,
 )
+from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.generation import DEFAULT_RULE, encode_prompts, generate, stream
 from stree_jax.pair import load_pair
 from stree_jax.result import Generation, Past
@@ -25,33 +29,42 @@ from stree_jax.scoring import first_difference
 from stree_jax.speculation.accept import NAIVE, resolve_rule
 from stree_jax.speculation.tree import chain
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-def pair_of(args: argparse.Namespace) -> tuple[Model, Model | None]:
-    """The target and the drafter that the options name."""
-    target, drafter = load_pair(args.model, args.drafter, args.dtype)
+PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
+
+
+def load_models(
+    args: argparse.Namespace,
+) -> tuple[Model, "Tokenizer", dict[str, Any]]:
+    """The target, its tokenizer, and what `generate` is told of the drafter."""
+    with waiting(f"reading {args.model}"):
+        target, drafter = load_pair(args.model, args.drafter, args.dtype)
     if drafter is None and args.tree:
         raise ValueError("--tree needs a drafter to fill it; give --drafter")
-    return target, drafter
-
-
-def with_tokenizer(model: Model, name: str) -> Model:
-    if model.tokenizer is None:
-        raise ValueError(f"{name}: no tokenizer.json, so it cannot read text")
-    return model
+    if target.tokenizer is None:
+        raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
+    drafting = {"drafter": drafter, "tree": args.tree if drafter else None}
+    return target, target.tokenizer, {**drafting, "rule": args.rule}
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
     """The settings asked for; None is greedy."""
-    settings = Sampling(
+    names = ("top_k", "top_p", "min_p", "seed")
+    given = {name: v for name in names if (v := getattr(args, name)) is not None}
+    if args.temperature == 0 and given:
+        name = next(iter(given)).replace("_", "-")
+        raise ValueError(
+            f"--{name}: greedy decoding draws nothing; add --temperature, 0.8 for one"
+        )
+    if args.temperature == 0 and args.repetition_penalty == 1:
+        return None
+    return Sampling(
         temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        **given,
     )
-    plain = args.temperature == 0 and args.repetition_penalty == 1
-    return None if plain else settings
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,58 +78,112 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def check_text(source: str, text: str) -> str:
+    """Refuse what was not UTF-8; Python reads such bytes as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{source}: not UTF-8 text ({error.reason})") from error
+    return text
+
+
 def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.file is not None:
         raise ValueError("give the prompt as an argument or with --file, not both")
-    if args.file is not None:
-        try:
-            return args.file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.file}: not UTF-8 text ({error.reason})") from error
-    return args.prompt if args.prompt is not None else sys.stdin.read()
-
-
-def show(parts: Iterable[Generation], before: str) -> tuple[Generation | None, bool]:
-    """Print a row's text as it comes; the last item, and whether Ctrl-C ended it."""
-    result, interrupted = None, False
+    if args.prompt is not None:
+        return check_text("the prompt", args.prompt)
+    if args.file is None and sys.stdin.isatty():
+        print("stree-jax: reading the prompt; Ctrl-D ends it", file=sys.stderr)
     try:
-        for part in parts:
-            if result is None:  # bad options have been refused by now
-                print(before, end="")
-            result = part
-            assert part.new_texts is not None  # `with_tokenizer`
-            print(part.new_texts[0], end="", flush=True)
+        text = sys.stdin.read() if args.file is None else args.file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        source = args.file or "standard input"
+        raise ValueError(f"{source}: not UTF-8 text ({error.reason})") from error
+    return check_text("standard input", text)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """If it takes long, say so on stderr, until it is over; only to a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    line = f"stree-jax: {what}"[: shutil.get_terminal_size().columns - 1]
+    said = threading.Event()
+
+    def say() -> None:
+        said.set()
+        print(line, end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(PATIENCE_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if said.is_set():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def working() -> str:
+    """What a first pass may be waiting for."""
+    folder = kept_programs()
+    once = "first" if folder is None else f"once, keeps programs in {folder}"
+    return f"working (compiles {once})"
+
+
+def follow(
+    parts: Iterator[Generation], before: str | None
+) -> tuple[list[Generation], bool]:
+    """The first and the last item of a stream, and whether Ctrl-C ended it.
+
+    Unless `before` is None, it and the first row's text are printed as it comes.
+    """
+    ends: list[Generation] = []
+    try:
+        with waiting(working()):
+            part = next(parts)  # bad options are refused here
+        if before is not None:
+            print(before, end="")
+        while True:
+            ends = [*ends[:1], part]
+            if before is not None:
+                print((part.new_texts or [""])[0], end="", flush=True)
+            part = next(parts)
+    except StopIteration:
+        return ends, False
     except KeyboardInterrupt:
-        interrupted = True
-    return result, interrupted
+        return ends, True
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    prompt = read_prompt(args)
-    target, drafter = pair_of(args)
-    with_tokenizer(target, args.model)
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs: only --json prints them; add --json")
     plainly = {**options_of(args), "n": args.n, "logprobs": args.logprobs}
-    options = {**plainly, "drafter": drafter, "rule": args.rule}
-    options["tree"] = args.tree if drafter else None
+    prompt = read_prompt(args)
+    target, _, drafting = load_models(args)
+    options = {**plainly, **drafting}
     began = time.perf_counter()
-    interrupted = False
-    if args.json or args.n > 1:
-        result = generate(target, prompt, **options)
-    else:
-        last, interrupted = show(stream(target, prompt, **options), prompt)
+    quiet = args.json or args.n > 1
+    ends, interrupted = follow(
+        stream(target, prompt, **options), None if quiet else prompt
+    )
+    if not quiet:
         print()
-        if last is None:
-            raise KeyboardInterrupt
-        result = last
-    first_s = time.perf_counter() - began
+    if not ends:
+        raise KeyboardInterrupt
+    first, result = ends[0], ends[-1]
+    first_run_s = time.perf_counter() - began
     if args.n > 1 and not args.json:
         for text in result.texts or []:
             print(f"{prompt}{text}\n{'-' * 8}")
 
-    report = figures(target, result)
+    report = figures(target, result, first)
     if args.compare and not interrupted:
         compare(report, target, prompt, result, options, plainly)
-    report["first_run_s"] = first_s  # with compilation
+    report["first_run_s"] = first_run_s  # with compilation
     print(json.dumps(report) if args.json else closing_line(report))
     if interrupted:
         return 130
@@ -133,7 +200,8 @@ def compare(
 ) -> None:
     """Add plain decoding's figures, and whether the tokens are its own."""
     timed = generate(target, prompt, **options)  # compiled by now
-    generate(target, prompt, **plainly)
+    with waiting(f"plain decoding, {working()}"):
+        generate(target, prompt, **plainly)
     plain = generate(target, prompt, **plainly)
     report.update(figures(target, timed))
     report["plain"] = figures(target, plain)
@@ -151,7 +219,18 @@ def compare(
             report["first_difference"], report["logit_gap_there"] = parted
 
 
-def figures(target: Model, result: Generation) -> dict[str, Any]:
+def tokens_per_s(result: Generation, before: Generation | None) -> float | None:
+    """Tokens a second, since an item `before` of its stream that waited to compile."""
+    tokens, seconds = int(result.lengths.sum()), result.decode_s
+    if before is not None:
+        tokens -= int(before.lengths.sum())
+        seconds -= before.decode_s
+    return tokens / seconds if seconds > 0 else None
+
+
+def figures(
+    target: Model, result: Generation, before: Generation | None = None
+) -> dict[str, Any]:
     """The report of a one-prompt generation; of several samples, by sample."""
     samples = [
         {
@@ -169,7 +248,7 @@ def figures(target: Model, result: Generation) -> dict[str, Any]:
     several = {"samples": samples} if len(samples) > 1 else samples[0]
     return {
         **several,
-        "tokens_per_s": float(result.lengths.sum() / result.decode_s),
+        "tokens_per_s": tokens_per_s(result, before),
         "prefill_s": result.prefill_s,
         "decode_s": result.decode_s,
         "dtype": str(target.params["embedding"].dtype),
@@ -224,27 +303,35 @@ class Conversation:
     past: Past | None = None
 
 
-def answer(
-    model: Model,
-    template: str | None,
-    special_tokens: dict[str, str],
-    conversation: Conversation,
-    text: str,
-    options: dict[str, Any],
-) -> Conversation:
+@dataclass(frozen=True)
+class Speaker:
+    """What answers: a model, its way with words, and the options of `stream`."""
+
+    model: Model
+    tokenizer: "Tokenizer"
+    template: str | None
+    special_tokens: dict[str, str]
+    options: dict[str, Any]
+
+
+def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
     """Say `text`, print the answer as it comes, and return the longer conversation."""
     messages = (*conversation.messages, Message(role="user", content=text))
     fed, past = conversation.fed, conversation.past
-    assert model.tokenizer is not None  # `with_tokenizer`
-    kept, ids = next_turn(model.tokenizer, template, special_tokens, messages, fed)
-    if not kept:
+    continues, ids = next_turn(
+        speaker.tokenizer, speaker.template, speaker.special_tokens, messages, fed
+    )
+    if not continues:
         fed, past = (), None
     unread = ids if past is not None else [*fed, *ids]
-    parts = stream(model, [unread], past=past, keep_past=True, **options)
-    result, _ = show(parts, "")
+    ends, _ = follow(
+        stream(speaker.model, [unread], past=past, keep_past=True, **speaker.options),
+        "",
+    )
     print()
-    if result is None:  # interrupted before the first word
+    if not ends:  # interrupted before the first word
         return conversation
+    result = ends[-1]
     reply = Message(role="assistant", content=(result.texts or [""])[0])
     fed = [*fed, *ids, *result.tokens[0]]
     return Conversation((*messages, reply), fed, result.past)
@@ -252,18 +339,23 @@ def answer(
 
 def run_chat(args: argparse.Namespace) -> int:
     """A conversation on stdin and stdout; it ends with the input, or with /exit."""
-    target, drafter = pair_of(args)
-    with_tokenizer(target, args.model)
+    options = options_of(args) | {"capacity": args.context}
+    if args.context < 1:
+        raise ValueError(f"--context: want at least 1 token, got {args.context}")
+    model, tokenizer, drafting = load_models(args)
     directory = resolve(args.model)
-    template = read_chat_template(directory)
-    special_tokens = read_special_tokens(directory)
-    options = options_of(args) | {"drafter": drafter, "rule": args.rule}
-    options |= {"tree": args.tree if drafter else None, "capacity": args.context}
+    speaker = Speaker(
+        model,
+        tokenizer,
+        read_chat_template(directory),
+        read_special_tokens(directory),
+        options | drafting,
+    )
     conversation = Conversation()
-    if args.system and template is None:
-        raise ValueError(f"--system: {args.model} has no chat template to put it in")
     if args.system:
-        system = Message(role="system", content=args.system)
+        if speaker.template is None:
+            raise ValueError(f"--system: {args.model} has no chat template")
+        system = Message(role="system", content=check_text("--system", args.system))
         conversation = Conversation(messages=(system,))
     while True:
         try:
@@ -274,6 +366,5 @@ def run_chat(args: argparse.Namespace) -> int:
         if text.strip() == "/exit":
             return 0
         if text.strip():
-            conversation = answer(
-                target, template, special_tokens, conversation, text, options
-            )
+            text = check_text("standard input", text)
+            conversation = answer(speaker, conversation, text)

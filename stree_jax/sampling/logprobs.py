@@ -10,16 +10,16 @@ from jax import lax
 
 @struct.dataclass
 class LogProbs:
-    """By output place, for N places; arrays of jax or NumPy, with or without [B].
+    """By output place, for O places; arrays of jax or NumPy, with or without [B].
 
     "Raw" is the target's own distribution; "processed" the one that tokens are chosen
     by, after penalty, temperature, filters and forbidden stop tokens (a greedy row has
     temperature 1 here).
 
     Attributes:
-      raw, processed: [B, N] float32, of the token at that place.
-      top_raw, top: [B, N, n] float32, the n largest of either, best first.
-      top_raw_tokens, top_tokens: [B, N, n] int32, whose they are.
+      raw, processed: [B, O] float32, of the token at that place.
+      top_raw, top: [B, O, n] float32, the n largest of either, best first.
+      top_raw_tokens, top_tokens: [B, O, n] int32, whose they are.
     """
 
     raw: Any
@@ -31,7 +31,7 @@ class LogProbs:
 
 
 def empty(batch: int, places: int, top: int) -> LogProbs:
-    """Room for N places, filled with zeros."""
+    """Room for O places, filled with zeros."""
     one = jnp.zeros((batch, places), jnp.float32)
     values = jnp.zeros((batch, places, top), jnp.float32)
     tokens = jnp.zeros((batch, places, top), jnp.int32)
@@ -50,7 +50,7 @@ def write(
     Args:
       raw, processed: [B, D, V] float32, logits of either distribution, normalised here.
       tokens: [B, D] int32, the token chosen after each.
-      places: [B, D] int32, where it stands in the output; N or more: nowhere.
+      places: [B, D] int32, where it stands in the output; O or more: nowhere.
     """
     row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
 

@@ -5,7 +5,6 @@ Letters: B rows, T nodes, W width of the beam, V tokens of the vocabulary.
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from stree_jax.models import (
@@ -18,50 +17,15 @@ from stree_jax.models import (
 )
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import News
+from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import below_root, tree_layout
-from stree_jax.speculation.model_drafter import (
-    Reading,
-    add_news,
-    begin_reading,
-    read_all,
-)
-from stree_jax.speculation.tree import Beam, Topology
+from stree_jax.speculation.model_drafter import ModelDrafter
+from stree_jax.speculation.tree import Beam
 
 
-@struct.dataclass
-class BeamDrafter:
+def beam_drafter(model: Model) -> ModelDrafter:
     """A model that chooses the tree's shape, too: its most probable paths."""
-
-    model: Model
-
-    def init(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        capacity: int,
-        news_width: int,
-        past: Reading | None,
-    ) -> Reading:
-        return begin_reading(self.model, token_ids, lengths, capacity, news_width, past)
-
-    def propose(
-        self,
-        state: Reading,
-        root: jax.Array,
-        tree: Topology,
-        dist: Distribution,
-        rule: Rule,
-    ) -> tuple[Draft, Reading]:
-        if tree.size == 1:
-            return only_root(root), state
-        assert isinstance(tree, Beam)
-        hidden, state = read_all(self.model, state)
-        return search(self.model, state.state, root, hidden, tree, dist), state
-
-    def commit(self, state: Reading, news: News) -> Reading:
-        return add_news(self.model, state, news)
+    return ModelDrafter(model, search)
 
 
 def search(
@@ -71,8 +35,9 @@ def search(
     at_root: jax.Array,
     beam: Beam,
     dist: Distribution,
+    rule: Rule,
 ) -> Draft:
-    """The tree of a beam search; arguments are those of `fill_tree`.
+    """The tree of a beam search; see `Fill`.
 
     Each layer holds the W continuations of the layer above that are most probable as
     whole paths, best first.

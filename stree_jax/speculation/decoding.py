@@ -1,6 +1,6 @@
 """A batch in the middle of being decoded, and how a step's gain is written down.
 
-Letters: B rows, T nodes, M depth of the deepest tree, N room for output, V tokens of
+Letters: B rows, T nodes, M depth of the deepest tree, O room for output, V tokens of
 the vocabulary.
 """
 
@@ -38,7 +38,7 @@ class Decoding:
       policy: the policy's state.
       choice: [] int32, place in the policy's menu of the next tree.
       root: [B] int32, the last token of the text, which the target reads next.
-      tokens: [B, N] int32, the output so far, padded with 0.
+      tokens: [B, O] int32, the output so far, padded with 0.
       length: [B] int32, valid tokens in it.
       seen: [B, V] bool, tokens in prompt and output; None without a penalty.
       stop_state: [B] int32, state of the automaton of stop strings, or None.
@@ -166,6 +166,10 @@ def record_step(
     if seen is not None:
         text = jnp.where(counts, tokens, seen.shape[1])
         seen = seen.at[row, text].set(True, mode="drop")
+
+    def write(old: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[place].set(new, mode="drop")  # by row: shardings stay
+
     last = jnp.maximum(length - 1, 0)[:, None]
     root = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
     ran = (d.finish == RUNNING).astype(jnp.int32)
@@ -173,7 +177,7 @@ def record_step(
     return replace(
         d,
         root=jnp.where(length > 0, root, d.root),
-        tokens=d.tokens.at[row, places].set(tokens, mode="drop"),
+        tokens=jax.vmap(write)(d.tokens, places, tokens),
         length=d.length + length,
         seen=seen,
         stop_state=stop.state,

@@ -1,6 +1,6 @@
 """What proposes a tree of tokens: the protocol of drafters, and none at all.
 
-Letters: B rows (P prompts before samples are made of them), T nodes, M depth of the
+Letters: B rows (Bp prompts before samples are made of them), T nodes, M depth of the
 tree, V tokens of the vocabulary, d width of the target's hidden states.
 """
 
@@ -15,6 +15,23 @@ from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.tree import Topology
 
 DraftState = Any  # a drafter's own pytree; the first axis of every leaf is the row's
+
+
+@struct.dataclass
+class Prompts:
+    """Texts to be continued; their last tokens are the first trees' roots.
+
+    Attributes:
+      token_ids: [Bp, S] int32, padded on the right.
+      lengths: [Bp] int32, at least 1.
+      capacity: tokens of text that there has to be room for.
+      news_width: most tokens that one `Drafter.commit` brings.
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    capacity: int = struct.field(pytree_node=False)
+    news_width: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -37,23 +54,8 @@ class News:
 class Drafter(Protocol):
     """Pure functions over a state of its own; a pytree whose leaves are parameters."""
 
-    def init(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        capacity: int,
-        news_width: int,
-        past: DraftState | None,
-    ) -> DraftState:
-        """The state after the prompts, whose last tokens are the first trees' roots.
-
-        Args:
-          token_ids: [P, S] int32, padded on the right.
-          lengths: [P] int32, at least 1.
-          capacity: tokens of text that there has to be room for.
-          news_width: most tokens that one `commit` brings.
-          past: the state after a beginning of each text, or None.
-        """
+    def init(self, prompts: Prompts, past: DraftState | None) -> DraftState:
+        """The state after the prompts, or after a `past` that has read their begin."""
         ...
 
     def propose(
@@ -76,14 +78,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: nothing is drafted, nothing kept."""
 
-    def init(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        capacity: int,
-        news_width: int,
-        past: DraftState | None,
-    ) -> None:
+    def init(self, prompts: Prompts, past: DraftState | None) -> None:
         return None
 
     def propose(

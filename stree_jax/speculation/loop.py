@@ -1,6 +1,6 @@
 """The loop around the steps: one `lax.while_loop` from prompts to finished texts.
 
-Letters: B rows, P prompts, S width of the prompts, N room for output, V tokens of the
+Letters: B rows, Bp prompts, S width of the prompts, O room for output, V tokens of the
 vocabulary.
 """
 
@@ -27,10 +27,10 @@ from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
-from stree_jax.speculation.beam_drafter import BeamDrafter
+from stree_jax.speculation.beam_drafter import beam_drafter
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING, Decoding
-from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter
-from stree_jax.speculation.model_drafter import ModelDrafter
+from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter, Prompts
+from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.policy import FixedTree, Policy
 from stree_jax.speculation.step import Spec, Verify, packed, step
 from stree_jax.speculation.tree import Beam, Topology, resolve_tree
@@ -51,7 +51,8 @@ def make_spec(
         drafter = NoDrafter()
     elif isinstance(drafter, Model):
         model = Model(drafter.params, drafter.config)
-        drafter = BeamDrafter(model) if isinstance(tree, Beam) else ModelDrafter(model)
+        beam = isinstance(tree, Beam)
+        drafter = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
     return Spec(target, drafter, FixedTree(tree), rule)
 
 
@@ -87,10 +88,10 @@ def init_decoding(
     """Read the texts, all but their last tokens, which are the first trees' roots.
 
     Args:
-      token_ids: [P, S] int32, P prompts, padded on the right.
-      lengths: [P] int32, at least 1.
-      requests: of B = P * `samples` rows, prompt by prompt.
-      max_new_tokens: N, size of the output buffer.
+      token_ids: [Bp, S] int32, padded on the right.
+      lengths: [Bp] int32, at least 1.
+      requests: of B = Bp * `samples` rows, prompt by prompt.
+      max_new_tokens: O, size of the output buffer.
       capacity: rows of the attention caches, `cache_capacity` at least (default).
       samples: rows per prompt; they share its reading.
       top_logprobs: how many of the best log-probabilities to keep a token (0: only the
@@ -103,10 +104,10 @@ def init_decoding(
         width = token_ids.shape[1]
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
     read, drafted = (None, None) if past is None else past
-    prompts = token_ids, lengths, capacity
+    prompts = Prompts(token_ids, lengths, capacity, M + 1)
     states = (
-        read_text(target, *prompts, read),
-        spec.drafter.init(*prompts, M + 1, drafted),
+        read_text(target, token_ids, lengths, capacity, read),
+        spec.drafter.init(prompts, drafted),
         jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0],
     )
     repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), states)
@@ -142,7 +143,7 @@ def init_decoding(
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
-    """Which tokens [P, V] are in the first `lengths` of texts [P, S]."""
+    """Which tokens [Bp, V] are in the first `lengths` of texts [Bp, S]."""
     row = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     token = jnp.where(place < lengths[:, None], token_ids, vocab_size)

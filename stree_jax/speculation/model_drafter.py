@@ -9,6 +9,7 @@ of a node, V tokens of the vocabulary, U room for unread tokens.
 """
 
 from dataclasses import replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from stree_jax.models import (
 from stree_jax.sampling.distribution import DRAFT, Distribution
 from stree_jax.speculation.accept import Drafting, Rule
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import News
+from stree_jax.speculation.drafter import News, Prompts
 from stree_jax.speculation.layout import below_root, tree_layout, tree_levels
 from stree_jax.speculation.tree import Topology, Tree
 
@@ -51,17 +52,11 @@ class Reading:
     room: int = struct.field(pytree_node=False)
 
 
-def begin_reading(
-    model: Model,
-    token_ids: jax.Array,
-    lengths: jax.Array,
-    capacity: int,
-    room: int,
-    past: Reading | None,
-) -> Reading:
+def begin_reading(model: Model, prompts: Prompts, past: Reading | None) -> Reading:
     """`Drafter.init` of a model: all of each prompt is read but its last token."""
-    old = None if past is None else past.state
-    state = read_text(model, token_ids, lengths, capacity, old)
+    token_ids, lengths, room = prompts.token_ids, prompts.lengths, prompts.news_width
+    read = None if past is None else past.state
+    state = read_text(model, token_ids, lengths, prompts.capacity, read)
     unread = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
     unread = jnp.pad(unread, ((0, 0), (0, room - 1)))
     return Reading(state, unread, jnp.ones_like(lengths), room)
@@ -105,21 +100,44 @@ def add_news(model: Model, reading: Reading, news: News) -> Reading:
     )
 
 
+class Fill(Protocol):
+    """How a model fills a tree, static or a beam."""
+
+    def __call__(
+        self,
+        model: Model,
+        state: State,
+        root: jax.Array,
+        at_root: jax.Array,
+        tree: Any,
+        dist: Distribution,
+        rule: Rule,
+        /,
+    ) -> Draft:
+        """A draft of `tree`.
+
+        Args:
+          state: of the model, after the root.
+          root: [B] int32.
+          at_root: [B, 1, d] float32, the model's hidden state there.
+        """
+        ...
+
+
 @struct.dataclass
 class ModelDrafter:
-    """A model that fills static trees with what it would say itself."""
+    """A model that fills trees with what it would say itself.
+
+    Attributes:
+      model: its parameters are the drafter's.
+      fill: `fill_tree`, or `beam_drafter.search` for beams.
+    """
 
     model: Model
+    fill: Fill = struct.field(pytree_node=False)
 
-    def init(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        capacity: int,
-        news_width: int,
-        past: Reading | None,
-    ) -> Reading:
-        return begin_reading(self.model, token_ids, lengths, capacity, news_width, past)
+    def init(self, prompts: Prompts, past: Reading | None) -> Reading:
+        return begin_reading(self.model, prompts, past)
 
     def propose(
         self,
@@ -131,9 +149,9 @@ class ModelDrafter:
     ) -> tuple[Draft, Reading]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # beams have a drafter of their own
         hidden, state = read_all(self.model, state)
-        return fill_tree(self.model, state.state, root, hidden, tree, dist, rule), state
+        draft = self.fill(self.model, state.state, root, hidden, tree, dist, rule)
+        return draft, state
 
     def commit(self, state: Reading, news: News) -> Reading:
         return add_news(self.model, state, news)
@@ -148,13 +166,7 @@ def fill_tree(
     dist: Distribution,
     rule: Rule,
 ) -> Draft:
-    """Fill a static tree with a model's guesses.
-
-    Args:
-      state: of the model, after the root.
-      root: [B] int32.
-      at_root: [B, 1, d] float32, the model's hidden state there.
-    """
+    """Fill a static tree with a model's guesses; see `Fill`."""
     batch, T, config = root.shape[0], tree.size, model.config
     parents, levels = jnp.asarray(tree.parents, jnp.int32), tree_levels(tree)
     layout = tree_layout(tree, tree.rows(1))  # all rows have this one

@@ -1,6 +1,6 @@
 """Build the training text of the bundled model pair: files, tokenizer, token ids.
 
-    build_text.py --corpus DIR --wheels DIR --out DIR
+    python -m stree_jax.training.build_corpus --corpus DIR --wheels DIR --out DIR
 
 `--corpus` holds gsm8k/, mbpp/ and standard-ebooks/; `--wheels` the wheels that
 `pip download --no-deps` fetched; the standard library is the running Python's (3.11).
@@ -17,8 +17,10 @@ import shutil
 import sys
 import sysconfig
 import zipfile
+from dataclasses import asdict, dataclass
 from email.parser import Parser
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +31,9 @@ from stree_jax.training.corpus import (
     split_holdout,
     train_tokenizer,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 VOCAB_SIZE = 2048
 TOKENIZER_CHARS = 24_000_000  # the tokenizer learns from the first so many characters
@@ -105,29 +110,45 @@ def write_python(files: dict[str, bytes], folder: Path, budget: int) -> None:
         target.write_bytes(data)
 
 
-def write_sources(corpus: Path, wheels: Path, text: Path) -> list[dict[str, object]]:
-    """Write every source's documents below `text`; return the list of sources."""
-    sources: list[dict[str, object]] = []
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from; `repeats` is how often training sees each document."""
 
-    for name, budget, repeats, licence in WHEELS:
-        (wheel,) = wheels.glob(f"{name}-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            names = archive.namelist()
-            (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
-            about = Parser().parsestr(archive.read(metadata).decode())
-            files = {n: archive.read(n) for n in names if n.endswith(".py")}
-        write_python(files, text / name, budget)
-        sources.append(
-            {
-                "name": name,
-                "kind": "python",
-                "version": about["Version"],
-                "origin": f"PyPI wheel {wheel.name}",
-                "licence": about["License-Expression"] or licence,
-                "repeats": repeats,
-            }
-        )
+    name: str
+    kind: str
+    version: str
+    origin: str
+    licence: str
+    repeats: int
 
+
+def write_sources(corpus: Path, wheels: Path, text: Path) -> list[Source]:
+    """Write every source's documents in a folder of its name below `text`."""
+    return [
+        *(write_wheel(wheels, text, *wheel) for wheel in WHEELS),
+        write_stdlib(text),
+        write_gsm8k(corpus, text),
+        write_mbpp(corpus, text),
+        write_books(corpus, text),
+    ]
+
+
+def write_wheel(
+    wheels: Path, text: Path, name: str, budget: int, repeats: int, licence: str
+) -> Source:
+    (wheel,) = wheels.glob(f"{name}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+        about = Parser().parsestr(archive.read(metadata).decode())
+        files = {n: archive.read(n) for n in names if n.endswith(".py")}
+    write_python(files, text / name, budget)
+    licence = about["License-Expression"] or licence
+    origin = f"PyPI wheel {wheel.name}"
+    return Source(name, "python", about["Version"], origin, licence, repeats)
+
+
+def write_stdlib(text: Path) -> Source:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = {
         path.relative_to(stdlib).as_posix(): path.read_bytes()
@@ -135,30 +156,19 @@ def write_sources(corpus: Path, wheels: Path, text: Path) -> list[dict[str, obje
         if not SKIP_PARTS & set(path.relative_to(stdlib).parts)
     }
     write_python(files, text / "cpython-stdlib", 10**9)
-    sources.append(
-        {
-            "name": "cpython-stdlib",
-            "kind": "python",
-            "version": sys.version.split()[0],
-            "origin": "the standard library's .py files",
-            "licence": "PSF-2.0",
-            "repeats": 1,
-        }
-    )
+    version, origin = sys.version.split()[0], "the standard library's .py files"
+    return Source("cpython-stdlib", "python", version, origin, "PSF-2.0", 1)
 
+
+def write_gsm8k(corpus: Path, text: Path) -> Source:
     (text / "gsm8k").mkdir(parents=True)
     shutil.copyfile(corpus / "gsm8k/train.jsonl", text / "gsm8k/train.jsonl")
-    sources.append(
-        {
-            "name": "gsm8k",
-            "kind": "questions",
-            "version": "3101c7d5072418e28b9008a6636bde82a006892c",
-            "origin": "github.com/openai/grade-school-math, train part",
-            "licence": "MIT",
-            "repeats": 2,
-        }
-    )
+    version = "3101c7d5072418e28b9008a6636bde82a006892c"
+    origin = "github.com/openai/grade-school-math, train part"
+    return Source("gsm8k", "questions", version, origin, "MIT", 2)
 
+
+def write_mbpp(corpus: Path, text: Path) -> Source:
     (text / "mbpp").mkdir()
     lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").splitlines()
     kept = [
@@ -167,37 +177,26 @@ def write_sources(corpus: Path, wheels: Path, text: Path) -> list[dict[str, obje
         if not 11 <= json.loads(line)["task_id"] <= 510  # the evaluation part
     ]
     (text / "mbpp/train.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
-    sources.append(
-        {
-            "name": "mbpp",
-            "kind": "python",
-            "version": "google-research@30adf0ec5f35f9609c2f1d896005e184195d9146",
-            "origin": f"tasks 1-10 and 511-974 ({len(kept)} tasks), Google Research",
-            "licence": "CC-BY-4.0",
-            "repeats": 4,
-        }
-    )
+    version = "google-research@30adf0ec5f35f9609c2f1d896005e184195d9146"
+    origin = f"tasks 1-10 and 511-974 ({len(kept)} tasks), Google Research"
+    return Source("mbpp", "python", version, origin, "CC-BY-4.0", 4)
 
+
+def write_books(corpus: Path, text: Path) -> Source:
     (text / "books").mkdir()
     for book in BOOKS:
         packed = (corpus / f"standard-ebooks/{book}.txt.gz").read_bytes()
         (text / f"books/{book}.txt").write_bytes(gzip.decompress(packed))
-    sources.append(
-        {
-            "name": "books",
-            "kind": "prose",
-            "version": "Standard Ebooks, see the corpus README for commits",
-            "origin": "; ".join(BOOKS),
-            "licence": "public domain in the US (edition: CC0-1.0)",
-            "repeats": 1,
-        }
-    )
-    return sources
+    version = "Standard Ebooks, see the corpus README for commits"
+    licence = "public domain in the US (edition: CC0-1.0)"
+    return Source("books", "prose", version, "; ".join(BOOKS), licence, 1)
 
 
 def main() -> None:
     """Write text/, tokenizer.json, train.npy, heldout.npy and sources.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("corpus", "wheels", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     args = parser.parse_args()
@@ -209,49 +208,61 @@ def main() -> None:
     unique: list[list[str]] = []
     mixed: list[str] = []
     for source in sources:
-        documents = list(dict.fromkeys(iter_documents([text / str(source["name"])])))
+        documents = list(dict.fromkeys(iter_documents([text / source.name])))
         random.Random(0).shuffle(documents)
-        source["documents"] = len(documents)
-        source["bytes"] = sum(len(document.encode()) for document in documents)
         unique.append(documents)
-        mixed += documents * int(str(source["repeats"]))
+        mixed += documents * source.repeats
     random.Random(0).shuffle(mixed)
     sizes = np.cumsum([len(document) for document in mixed])
     sample = mixed[: int(np.searchsorted(sizes, TOKENIZER_CHARS))]
     tokenizer = train_tokenizer(sample, VOCAB_SIZE)
     tokenizer.save(str(args.out / "tokenizer.json"))
+
+    tokens, facts = split_sources(sources, unique, tokenizer)
+    for part, stream in tokens.items():
+        np.save(args.out / f"{part}.npy", stream)
+        print(part, len(stream), "tokens")
+    print("characters per token", sizes[-1] / len(tokens["train"]))
+    (args.out / "sources.json").write_text(json.dumps(facts, indent=1) + "\n")
+    for fact in facts:
+        print({k: v for k, v in fact.items() if k != "origin"})
+
+
+def split_sources(
+    sources: list[Source], documents: list[list[str]], tokenizer: "Tokenizer"
+) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """The tokens to train on and those held out, and the facts of every source.
+
+    Blocks are held out of each source before it is repeated, so that no repeat of a
+    held-out text is trained on.
+    """
     eos = tokenizer.token_to_id(END_OF_TEXT)
     assert eos is not None  # train_tokenizer makes it
-
-    # Blocks are held out of each source before it is repeated, so that no repeat of a
-    # held-out text is trained on.
     train: list[np.ndarray] = []
     held: list[np.ndarray] = []
-    for source, documents in zip(sources, unique, strict=True):
-        tokens = encode_corpus(documents, tokenizer, eos)
-        characters = sum(map(len, documents))
-        source["chars_per_token"] = round(
-            characters / (len(tokens) - len(documents)), 3
-        )
+    facts: list[dict[str, Any]] = []
+    for source, texts in zip(sources, documents, strict=True):
+        tokens = encode_corpus(texts, tokenizer, eos)
         rest, out = split_holdout(tokens, HELD_OUT_FRACTION, HELD_OUT_BLOCK)
-        parts = np.split(rest, np.flatnonzero(rest == eos) + 1)
-        repeats = int(str(source["repeats"]))
-        train += parts * repeats
+        train += np.split(rest, np.flatnonzero(rest == eos) + 1) * source.repeats
         held.append(out)
-        source["train_tokens"] = len(rest) * repeats
-        source["heldout_tokens"] = len(out)
+        chars_per_token = sum(map(len, texts)) / (len(tokens) - len(texts))
+        facts.append(
+            {
+                **asdict(source),
+                "documents": len(texts),
+                "bytes": sum(len(text.encode()) for text in texts),
+                "chars_per_token": round(chars_per_token, 3),
+                "train_tokens": len(rest) * source.repeats,
+                "heldout_tokens": len(out),
+            }
+        )
     random.Random(0).shuffle(train)
-    for part, arrays in (("train", train), ("heldout", held)):
-        tokens = np.concatenate(arrays)
-        np.save(args.out / f"{part}.npy", tokens)
-        for source in sources:
-            share = int(str(source[f"{part}_tokens"])) / len(tokens)
-            source[f"{part}_share"] = round(share, 4)
-        print(part, len(tokens), "tokens")
-    print("characters per token", sizes[-1] / sum(map(len, train)))
-    (args.out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
-    for source in sources:
-        print({k: v for k, v in source.items() if k != "origin"})
+    streams = {"train": np.concatenate(train), "heldout": np.concatenate(held)}
+    for part, stream in streams.items():
+        for fact in facts:
+            fact[f"{part}_share"] = round(fact[f"{part}_tokens"] / len(stream), 4)
+    return streams, facts
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """The recipe of the bundled pair: a small hybrid target and its distilled drafter."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
-from stree_jax.checkpoint import Model, load
+from stree_jax import models
+from stree_jax.checkpoint import Model, load, without_tokenizer
 from stree_jax.convert.export import export_hf
 from stree_jax.models import (
     AttentionConfig,
@@ -19,11 +21,12 @@ from stree_jax.models import (
     MLPConfig,
     ModelConfig,
     Rope,
+    cast_params,
 )
-from stree_jax.training import corpus as text
+from stree_jax.training import corpus
 from stree_jax.training.train import (
+    Loss,
     TrainConfig,
-    cast_matrices,
     distillation_loss,
     fit,
     next_token_loss,
@@ -31,6 +34,34 @@ from stree_jax.training.train import (
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to learn from, where to write, and how to train.
+
+    Attributes:
+      text: files and folders as `corpus.iter_documents` reads them, or one folder that
+        holds train.npy, heldout.npy and tokenizer.json.
+      out: Hugging Face directory to make; must not exist.
+      work: folder of this run's saves, to go on from if there are any.
+      train: how to train.
+      minutes, save_minutes: see `fit`.
+    """
+
+    text: Sequence[Path]
+    out: Path
+    work: Path
+    train: TrainConfig
+    minutes: float | None = None
+    save_minutes: float = 5.0
+
+    def check(self) -> None:
+        """Refuse what could not be written, before anything is trained."""
+        if self.out.exists() or self.out.is_symlink():
+            raise ValueError(f"{self.out}: exists already; choose another place")
+        if not self.out.absolute().parent.is_dir():
+            raise ValueError(f"{self.out.parent}: no such directory")
 
 
 @dataclass(frozen=True)
@@ -83,93 +114,125 @@ def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
     )
 
 
-def drafter_config(target: ModelConfig) -> ModelConfig:
-    """Two Mamba2 layers, half the target's width: about an eleventh of its weights."""
-    width = target.d_model // 2
+def drafter_config(
+    target: ModelConfig, width: int | None = None, layers: int = 2
+) -> ModelConfig:
+    """Mamba2 layers of half the target's width, in whole 64s, or of a given one.
+
+    With two layers it has about an eleventh of the bundled target's weights.
+    """
+    if width is None:
+        width = max(target.d_model // 128, 1) * 64
+    if width < 64 or width % 64:
+        raise ValueError(f"--width: want a multiple of 64, got {width}")
+    if layers < 1:
+        raise ValueError(f"--layers: want at least 1, got {layers}")
+    mamba: LayerKind = "mamba"
     return ModelConfig(
         vocab_size=target.vocab_size,
         num_tokens=target.num_tokens,
         d_model=width,
-        layers=("mamba", "mamba"),
+        layers=(mamba,) * layers,
         mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
         tie_embeddings=True,
         stop_tokens=target.stop_tokens,
     )
 
 
+def read_tokenizer_file(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises nothing more particular
+        raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
+
+
 def prepare(
     paths: Sequence[Path],
     tokenizer: "Tokenizer | None" = None,
     vocab_size: int = 2048,
+    end: int | None = None,
 ) -> TrainingData:
-    """Token streams from text, or from one folder of prepared ones.
+    """Token streams from text, or from one folder of prepared ones; see `Job.text`.
 
     Args:
-      paths: text as `text.iter_documents` reads it, or one folder that holds
-        train.npy, heldout.npy and tokenizer.json.
       tokenizer: to encode text with; None: train one of `vocab_size` entries.
+      end: the token after each document, where the tokenizer has no `END_OF_TEXT`.
     """
-    from tokenizers import Tokenizer
-
     folder = paths[0]
     if len(paths) == 1 and (folder / "train.npy").is_file():
         return TrainingData(
-            Tokenizer.from_file(str(folder / "tokenizer.json")),
+            read_tokenizer_file(folder / "tokenizer.json"),
             np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False),
             np.load(folder / "heldout.npy", allow_pickle=False),
         )
     if tokenizer is None:
-        tokenizer = text.train_tokenizer(text.iter_documents(paths), vocab_size)
-    end = tokenizer.token_to_id(text.END_OF_TEXT)
+        documents = tqdm(corpus.iter_documents(paths), "for the tokenizer", unit="doc")
+        tokenizer = corpus.train_tokenizer(documents, vocab_size)
+    own = tokenizer.token_to_id(corpus.END_OF_TEXT)
+    end = end if own is None else own
     if end is None:
-        raise ValueError(f"tokenizer: no entry {text.END_OF_TEXT!r}")
-    tokens = text.encode_corpus(text.iter_documents(paths), tokenizer, end)
-    train, heldout = text.split_holdout(tokens)
+        raise ValueError(f"tokenizer: no entry {corpus.END_OF_TEXT!r}")
+    tokens = corpus.encode_corpus(corpus.iter_documents(paths), tokenizer, end)
+    train, heldout = corpus.split_holdout(tokens)
     return TrainingData(tokenizer, train, heldout)
 
 
 def train_target(
-    paths: Sequence[Path],
-    out: Path,
-    work: Path,
-    train: TrainConfig,
-    *,
+    job: Job,
     size: TargetSize,
     tokenizer: Path | None = None,
     vocab_size: int = 2048,
 ) -> None:
     """Train a small hybrid on text and write it as a Hugging Face directory."""
-    from tokenizers import Tokenizer
-
-    given = None if tokenizer is None else Tokenizer.from_file(str(tokenizer))
-    data = prepare(paths, given, vocab_size)
+    job.check()
+    given = None if tokenizer is None else read_tokenizer_file(tokenizer)
+    data = prepare(job.text, given, vocab_size)
     config = target_config(data.tokenizer.get_vocab_size(), size)
-    loss = partial(next_token_loss, config)
-    params, _ = fit(config, train, loss, data.train, data.heldout, work)
-    write(params, config, data.tokenizer, out)
+    finish(job, data, config, next_token_loss)
 
 
 def distill_drafter(
+    job: Job,
     target: str | Path | Model,
-    paths: Sequence[Path],
-    out: Path,
-    work: Path,
-    train: TrainConfig,
+    width: int | None = None,
+    layers: int = 2,
 ) -> None:
-    """Train a two-layer Mamba2 to predict the target's distributions on text."""
-    teacher = target if isinstance(target, Model) else load(target, dtype="bfloat16")
-    if teacher.tokenizer is None:
+    """Train Mamba2 layers to predict the target's distributions on text."""
+    job.check()
+    loaded = target if isinstance(target, Model) else load(target, dtype="bfloat16")
+    config = drafter_config(loaded.config, width, layers)
+    if loaded.tokenizer is None:
         raise ValueError(f"{target}: distillation needs its tokenizer.json")
-    data = prepare(paths, teacher.tokenizer)
-    if data.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+    end = next(iter(loaded.config.stop_tokens), None)
+    data = prepare(job.text, loaded.tokenizer, end=end)
+    if data.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         raise ValueError(f"{target}: its tokenizer is not the one of the prepared text")
-    config = drafter_config(teacher.config)
-    loss = partial(distillation_loss, config, teacher.config, teacher.params)
-    params, _ = fit(config, train, loss, data.train, data.heldout, work)
-    write(params, config, data.tokenizer, out)
+    finish(job, data, config, distillation_loss, without_tokenizer(loaded))
 
 
-def write(params, config: ModelConfig, tokenizer: "Tokenizer", out: Path) -> None:
-    """A bfloat16 Hugging Face directory of the model."""
-    rounded = jax.tree.map(jnp.asarray, cast_matrices(params, jnp.bfloat16))
-    export_hf(config, rounded, tokenizer, out)
+def finish(
+    job: Job,
+    data: TrainingData,
+    config: ModelConfig,
+    loss: Loss,
+    teacher: models.Model | None = None,
+) -> None:
+    """Train, and write a bfloat16 Hugging Face directory."""
+    params, _ = fit(
+        config,
+        job.train,
+        loss,
+        data.train,
+        data.heldout,
+        job.work,
+        teacher=teacher,
+        minutes=job.minutes,
+        save_minutes=job.save_minutes,
+    )
+    print(f"stree-jax: writing {job.out}", file=sys.stderr)
+    rounded = jax.tree.map(jnp.asarray, cast_params(params, jnp.bfloat16))
+    export_hf(config, rounded, data.tokenizer, job.out)

@@ -1,14 +1,21 @@
 """Training a language model on text, and distilling a drafter from a target.
 
 Both are one loop: batches are a pure function of (seed, step), so a run that was killed
-resumes from its last checkpoint and ends with the same parameters.
+goes on from its newest save and ends with the same parameters.
 """
 
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +27,7 @@ from tqdm import tqdm
 from stree_jax.models import (
     Model,
     ModelConfig,
+    cast_params,
     chain_nodes,
     forward_hidden,
     init_params,
@@ -28,8 +36,16 @@ from stree_jax.models import (
 )
 from stree_jax.training.corpus import sample_batches
 
+if TYPE_CHECKING:
+    from orbax.checkpoint import CheckpointManager
+
 Params = Any
-Loss = Callable[[Params, jax.Array], jax.Array]  # params, windows [B, T+1] -> scalar
+History = list[dict[str, float]]
+# Of a model on windows [B, T+1], beside a teacher if there is one; a scalar.
+Loss = Callable[[Model, jax.Array, Model | None], jax.Array]
+
+MOST_WARMUP = 150
+EVALUATED_BATCHES = 32
 
 
 @dataclass(frozen=True)
@@ -39,17 +55,18 @@ class TrainConfig:
     Attributes:
       steps, batch, length: optimizer steps, sequences a step, tokens a sequence.
       learning_rate: peak; linear warm-up over `warmup` steps, cosine to a tenth.
+      warmup: None is a tenth of the steps, at most 150.
       weight_decay, clip: AdamW's decay of matrices, global-norm clip.
       seed: of the initialisation and of the batches.
       compute_dtype: of the matrix products; parameters and optimizer stay float32.
-      checkpoint_every: steps between checkpoints (and held-out evaluations).
+      checkpoint_every: steps between held-out evaluations, each followed by a save.
     """
 
     steps: int
     batch: int = 8
     length: int = 256
     learning_rate: float = 2e-3
-    warmup: int = 150
+    warmup: int | None = None
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -57,10 +74,22 @@ class TrainConfig:
     checkpoint_every: int = 200
 
     def __post_init__(self):
-        if not 0 < self.warmup < self.steps:
+        if self.steps < 1:
+            raise ValueError(f"steps: want at least 1, got {self.steps}")
+        if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(
                 f"steps: want more than the {self.warmup} of warm-up, got {self.steps}"
             )
+        if not self.learning_rate > 0:
+            raise ValueError(
+                f"learning_rate: want more than 0, got {self.learning_rate}"
+            )
+
+    @property
+    def warmup_steps(self) -> int:
+        return (
+            min(MOST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
+        )
 
 
 @struct.dataclass
@@ -70,47 +99,49 @@ class TrainState:
     step: jax.Array
 
 
-def cast_matrices(params: Params, dtype: Any) -> Params:
-    """Round the weights to `dtype`; A_log, dt_bias and D stay float32."""
+@dataclass
+class Progress:
+    """What a run has come to.
 
-    def cast(path: tuple, leaf: jax.Array) -> jax.Array:
-        keep = path[-1].key in ("A_log", "dt_bias", "D")
-        return leaf.astype(jnp.float32 if keep else dtype)
+    Attributes:
+      state: after the last step.
+      history: step, train and held-out loss of every evaluation.
+      recent: losses of the steps since the last one.
+    """
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+    state: TrainState
+    history: History
+    recent: list[Any]
 
 
-def sequence_logits(
-    config: ModelConfig, params: Params, tokens: jax.Array
-) -> jax.Array:
+def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """Logits [B, T, V] float32 of whole sequences [B, T], each from an empty state."""
     batch, T = tokens.shape
-    dtype = params["embedding"].dtype
-    state = init_state(config, batch, 1, dtype)
+    config = model.config
+    state = init_state(config, batch, 1, model.params["embedding"].dtype)
     nodes = chain_nodes(batch, T, config.conv_taps)
-    hidden, _, _ = forward_hidden(Model(params, config), state, tokens, nodes)
-    return logits_of(Model(params, config), hidden)
+    hidden, _, _ = forward_hidden(model, state, tokens, nodes)
+    return logits_of(model, hidden)
 
 
-def next_token_loss(config: ModelConfig, params: Params, windows: jax.Array):
-    """Mean cross-entropy (nats per token) of windows [B, T+1]."""
-    logits = sequence_logits(config, params, windows[:, :-1])
+def next_token_loss(
+    model: Model, windows: jax.Array, teacher: Model | None = None
+) -> jax.Array:
+    """Mean cross-entropy (nats per token) of windows [B, T+1]; the text teaches."""
+    logits = sequence_logits(model, windows[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean()
 
 
 def distillation_loss(
-    config: ModelConfig,
-    target_config: ModelConfig,
-    target_params: Params,
-    params: Params,
-    windows: jax.Array,
-):
-    """Mean KL(target || drafter) in nats per token over windows [B, T+1]."""
+    model: Model, windows: jax.Array, teacher: Model | None
+) -> jax.Array:
+    """Mean KL(teacher || model) in nats per token over windows [B, T+1]."""
+    if teacher is None:
+        raise ValueError("teacher: distillation needs one")
     tokens = windows[:, :-1]
-    target = sequence_logits(target_config, target_params, tokens)
-    p = jax.nn.log_softmax(jax.lax.stop_gradient(target))
-    q = jax.nn.log_softmax(sequence_logits(config, params, tokens))
+    p = jax.nn.log_softmax(jax.lax.stop_gradient(sequence_logits(teacher, tokens)))
+    q = jax.nn.log_softmax(sequence_logits(model, tokens))
     return (jnp.exp(p) * (p - q)).sum(axis=-1).mean()
 
 
@@ -118,7 +149,7 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         train.learning_rate,
-        train.warmup,
+        train.warmup_steps,
         train.steps,
         train.learning_rate / 10,
     )
@@ -132,13 +163,32 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def _train_step(
-    loss: Loss, train: TrainConfig, state: TrainState, windows: jax.Array
-) -> tuple[TrainState, jax.Array]:
-    def rounded_loss(params: Params) -> jax.Array:
-        return loss(cast_matrices(params, train.compute_dtype), windows)
+def _rounded_loss(
+    config: ModelConfig,
+    train: TrainConfig,
+    loss: Loss,
+    params: Params,
+    windows: jax.Array,
+    teacher: Model | None,
+) -> jax.Array:
+    model = Model(cast_params(params, train.compute_dtype), config)
+    return loss(model, windows, teacher)
 
-    value, grads = jax.value_and_grad(rounded_loss)(state.params)
+
+_evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1, 2))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _train_step(
+    config: ModelConfig,
+    train: TrainConfig,
+    loss: Loss,
+    state: TrainState,
+    windows: jax.Array,
+    teacher: Model | None,
+) -> tuple[TrainState, jax.Array]:
+    rounded_loss = partial(_rounded_loss, config, train, loss)
+    value, grads = jax.value_and_grad(rounded_loss)(state.params, windows, teacher)
     optimizer = make_optimizer(train)
     updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -152,97 +202,196 @@ def fit(
     tokens: np.ndarray,
     heldout: np.ndarray,
     directory: Path,
+    *,
+    teacher: Model | None = None,
+    minutes: float | None = None,
+    save_minutes: float = 5.0,
     progress: bool = True,
-) -> tuple[Params, list[dict[str, float]]]:
-    """Train `config` from scratch or from the newest checkpoint in `directory`.
+) -> tuple[Params, History]:
+    """Train `config` from scratch or from the newest save in `directory`.
+
+    Ctrl-C ends the step that is running, and saves; a second one stops at once.
 
     Args:
-      loss: as `next_token_loss` or `distillation_loss` with their models bound.
+      loss: as `next_token_loss` or `distillation_loss`.
       tokens, heldout: uint16 token streams.
-      directory: of the run's checkpoints; holds two at a time.
+      directory: of the run's saves; holds two at a time.
+      teacher: for `loss`; an argument of the compiled step, not a constant in it.
+      minutes: stop after so many with what there is; None: at the last step.
+      save_minutes: between saves, beside those that follow an evaluation.
+      progress: show bars and say what happens on stderr.
 
     Returns:
       float32 parameters, and the history: step, train and held-out loss.
+
+    Raises:
+      ValueError: too little text, or `directory` is of a run with other settings.
+      KeyboardInterrupt: after the save.
     """
     import orbax.checkpoint as ocp
 
+    for name, value in (("minutes", minutes), ("save_minutes", save_minutes)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: want more than 0, got {value}")
+    windows = _windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
+    settings = _settings(config, train, tokens)
     params = init_params(config, jax.random.key(train.seed), jnp.float32)
-    state = TrainState(
-        params, make_optimizer(train).init(params), jnp.zeros((), jnp.int32)
-    )
-    step_fn = jax.jit(partial(_train_step, loss, train), donate_argnums=0)
-    eval_fn = jax.jit(lambda p, w: loss(cast_matrices(p, train.compute_dtype), w))
+    optimizer = make_optimizer(train).init(params)
+    run = Progress(TrainState(params, optimizer, jnp.zeros((), jnp.int32)), [], [])
+
+    def say(text: str) -> None:
+        if progress:
+            tqdm.write(f"stree-jax: {text}", file=sys.stderr)
+
+    def evaluate() -> None:
+        batches = tqdm(windows, "held-out loss", leave=False, disable=not progress)
+        losses = [
+            _evaluate(config, train, loss, run.state.params, jnp.asarray(w), teacher)
+            for w in batches
+        ]
+        _note(run, losses)
+
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    history: list[dict[str, float]] = []
-    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
-        if (latest := manager.latest_step()) is not None:
-            restored = manager.restore(
-                latest,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(state),
-                    history=ocp.args.JsonRestore(),
-                ),
-            )
-            state, history = restored["state"], restored["history"]
-        start = int(state.step)
+    with (
+        ocp.CheckpointManager(directory.absolute(), options=options) as manager,
+        _finish_on_ctrl_c() as interrupted,
+    ):
+        if manager.latest_step() is not None:
+            run = _newest_save(manager, run.state, settings, directory)
+            say(f"going on from step {int(run.state.step)}, saved in {directory}")
+        done = int(run.state.step)
         batches = sample_batches(
             tokens,
             batch=train.batch,
             length=train.length,
             seed=train.seed,
-            start_step=start,
+            start_step=done,
         )
-        bar = tqdm(
-            range(start, train.steps),
-            initial=start,
-            total=train.steps,
-            unit="step",
-            disable=not progress,
-        )
-        recent: list[jax.Array] = []
-        for step in bar:
-            state, value = step_fn(state, jnp.asarray(next(batches)))
-            recent.append(value)
-            done = step + 1
-            if done % train.checkpoint_every and done != train.steps:
-                continue
-            entry = {
-                "step": done,
-                "train_loss": float(np.mean(jax.device_get(recent))),
-                "heldout_loss": _evaluate(eval_fn, state.params, heldout, train),
-            }
-            recent = []
-            history.append(entry)
-            bar.write(
-                f"step {done}: train {entry['train_loss']:.4f}, "
-                f"held out {entry['heldout_loss']:.4f} nats/token"
+        began = saved = time.monotonic()
+        last = done >= train.steps
+        bar = tqdm(initial=done, total=train.steps, unit="step", disable=not progress)
+        while not last:
+            batch = jnp.asarray(next(batches))
+            run.state, value = _train_step(
+                config, train, loss, run.state, batch, teacher
             )
-            manager.save(
-                done,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
-                    history=ocp.args.JsonSave(history),
-                ),
-            )
+            jax.block_until_ready(run.recent[-1:])  # no more than two steps wait
+            run.recent.append(value)
+            done += 1
+            bar.update()
+            now = time.monotonic()
+            last = done == train.steps or now - began >= 60 * (minutes or np.inf)
+            evaluates = last or done % train.checkpoint_every == 0
+            if evaluates:
+                evaluate()
+            due = evaluates or now - saved >= 60 * save_minutes
+            if due or interrupted.is_set():
+                _save(manager, run, settings)
+                saved = now
+            if interrupted.is_set() and not last:
+                manager.wait_until_finished()
+                bar.close()
+                say(f"saved step {done} in {directory}; the same command goes on there")
+                raise KeyboardInterrupt
+        bar.close()
+        if done < train.steps:
+            say(f"stopped by --minutes, after step {done} of {train.steps}")
         manager.wait_until_finished()
-    return state.params, history
+    return run.state.params, run.history
 
 
-def _evaluate(
-    eval_fn: Loss, params: Params, heldout: np.ndarray, train: TrainConfig
-) -> float:
-    """Mean loss over the same held-out windows every time (up to 32 batches)."""
-    losses = [
-        eval_fn(params, jnp.asarray(windows))
-        for windows in _windows(heldout, train.batch, train.length, limit=32)
-    ]
-    return float(np.mean(jax.device_get(losses)))
+def _note(run: Progress, heldout_losses: list[jax.Array]) -> None:
+    """Add the mean losses to the history, and print them."""
+    step = int(run.state.step)
+    seen, held = (
+        float(np.mean(jax.device_get(losses)))
+        for losses in (run.recent, heldout_losses)
+    )
+    run.history.append({"step": step, "train_loss": seen, "heldout_loss": held})
+    run.recent = []
+    tqdm.write(f"step {step}: train {seen:.4f}, held out {held:.4f} nats/token")
+
+
+@contextlib.contextmanager
+def _finish_on_ctrl_c() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; a second one is an interrupt as ever.
+
+    An interrupt amid a step would lose the state, which the step consumes.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # signals go to the main thread
+        return
+    usual = signal.getsignal(signal.SIGINT)
+
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        asked.set()
+        with contextlib.suppress(OSError):  # print may be what was interrupted
+            os.write(
+                2,
+                b"\nstree-jax: stopping after this step; "
+                b"Ctrl-C again stops at once, without a save\n",
+            )
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _settings(
+    config: ModelConfig, train: TrainConfig, tokens: np.ndarray
+) -> dict[str, Any]:
+    """What a run has to have in common with the saves that it goes on from."""
+    return {"model": repr(config), "text": len(tokens), **dataclasses.asdict(train)}
+
+
+def _save(
+    manager: "CheckpointManager", run: Progress, settings: dict[str, Any]
+) -> None:
+    import orbax.checkpoint as ocp
+
+    told = {
+        "settings": settings,
+        "history": run.history,
+        "recent": [float(value) for value in jax.device_get(run.recent)],
+    }
+    manager.save(
+        int(run.state.step),
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(run.state), progress=ocp.args.JsonSave(told)
+        ),
+    )
+
+
+def _newest_save(
+    manager: "CheckpointManager",
+    like: TrainState,
+    settings: dict[str, Any],
+    directory: Path,
+) -> Progress:
+    import orbax.checkpoint as ocp
+
+    step = manager.latest_step()
+    json_only = ocp.args.Composite(progress=ocp.args.JsonRestore())
+    told = manager.restore(step, args=json_only)["progress"]
+    other = [name for name in settings if told["settings"].get(name) != settings[name]]
+    if other:
+        raise ValueError(
+            f"{directory}: saves of a run with another {', '.join(other)}; "
+            "give its options, or another folder"
+        )
+    state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+    state = manager.restore(step, args=state_only)["state"]
+    return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
 
 
 def _windows(
     tokens: np.ndarray, batch: int, length: int, limit: int
-) -> Iterator[np.ndarray]:
-    """Consecutive windows [batch, length + 1] covering the stream evenly."""
+) -> list[np.ndarray]:
+    """At most `limit` batches [batch, length + 1] int32, evenly over the stream."""
     count = (len(tokens) - 1) // length
     if count < batch:
         raise ValueError(
@@ -251,5 +400,7 @@ def _windows(
         )
     starts = np.arange(count) * length
     keep = np.linspace(0, count - 1, min(count // batch, limit) * batch).astype(int)
-    for group in starts[keep].reshape(-1, batch):
-        yield np.stack([tokens[s : s + length + 1] for s in group]).astype(np.int32)
+    return [
+        np.stack([tokens[s : s + length + 1] for s in group]).astype(np.int32)
+        for group in starts[keep].reshape(-1, batch)
+    ]

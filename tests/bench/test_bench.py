@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import cost, figures, kinds, method, profile, speculation
+from stree_jax.bench import (
+    benchmarks,
+    cost,
+    figures,
+    method,
+    options,
+    profile,
+    speculation,
+)
 from stree_jax.bench import report as report_module
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
-from stree_jax.bench.prompts import prompt_of, read_prompts
+from stree_jax.bench.prompts import prompt_of, read_prompts, rounds
 from stree_jax.bench.speculation import parse_arm, summarise_arms
 from stree_jax.cli import main as cli
 from stree_jax.speculation import loop
@@ -42,7 +50,7 @@ def report(pair, tmp_path_factory):
     """Both sets have prompts of two lengths: an arm is traced once all the same."""
     path = tmp_path_factory.mktemp("bench") / "r.json"
     counted = chex.assert_max_traces(loop.advance, n=7)
-    program = jax.jit(counted, static_argnames=("rule", "unrolled"))
+    program = jax.jit(counted, static_argnames=("verify",))
     with mock.patch.object(loop, "advance_jit", program):
         return measured(pair, Run(2, path))
 
@@ -65,7 +73,7 @@ def test_arms_take_turns_after_a_first_call_of_each():
     assert "".join(calls[8:]) == "abc"
 
 
-def test_an_arm_that_memory_does_not_suffice_for_takes_no_turns():
+def test_an_arm_that_runs_out_of_memory_takes_no_turns():
     def wrong():
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
@@ -175,6 +183,15 @@ def test_statistics_of_an_arm():
     assert rows["chain:2"]["over_chain"] is None
 
 
+def test_a_greedy_row_stands_for_all_rules_and_a_sampled_one_for_its_own():
+    names = [(0, "plain"), (0, "mss@A"), (1, "plain"), (1, "mss@A")]
+    rows = [{"temperature": t, "arm": arm} for t, arm in names]
+    assert speculation.row_of(rows, "naive@A", 0) is rows[1]
+    assert speculation.row_of(rows, "mss@A", 1) is rows[3]
+    assert speculation.row_of(rows, "naive@A", 1) is None  # of a run cut short
+    assert speculation.row_of(rows, "naive@E", 0) is None
+
+
 def test_decoding_is_measured_arm_by_arm(pair, report):
     assert report["complete"] and len(report["units"]) == 8
     for name, record in report["units"].items():
@@ -196,7 +213,7 @@ def test_decoding_is_measured_arm_by_arm(pair, report):
         if cell["first_call_s"] is not None
     ]
     assert len(compiled) == 7  # every program once
-    table = kinds.table_of(report)
+    table = benchmarks.table_of(report)
     assert table.count("\n| GSM8K") == 7 and method.machine_line(report) in table
     assert "| 0 | A |" in table and "| 0 | mss" not in table
     assert "| 1 | mss@A |" in table
@@ -220,7 +237,7 @@ def test_figures_can_be_drawn(report, tmp_path, kind):
         else []
     )
     assert kind == "temperature" or "tree A, mss" in texts
-    assert "A" in kinds.table_of(shown)
+    assert "A" in benchmarks.table_of(shown)
 
 
 @pytest.mark.parametrize("arm", ["Q", "mss@Q", "foo@A", "leviathan@A", "mss@beam:2x2"])
@@ -243,6 +260,15 @@ def test_a_wrong_token_ends_the_run(pair):
     with pytest.raises(RuntimeError, match="A: token 0 differs from plain decoding"):
         results = {"plain": plain, "A": wrong}
         speculation.check_ties(pair[0], ["def f(x):"], results)
+
+
+def test_prompts_go_round_the_sets():
+    prompts = {"a": [1, 2, 3, 4, 5], "b": [6, 7]}
+    first, second = {"a": [1, 2], "b": [6, 7]}, {"a": [3, 4]}
+    assert rounds(prompts, 2) == [first, second]
+    assert [list(groups) for groups in rounds(prompts)] == [["a", "b"]] * 2 + [
+        ["a"]
+    ] * 3
 
 
 def test_prompt_files(tmp_path):
@@ -327,7 +353,7 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     for arm in ("chain:2", "optimal:3"):  # the replayed walk is the loop's
         assert rows[arm]["simulated_tau"] == rows[arm]["tau"]
         assert 1 < rows[arm]["tau"] <= 3
-    text = kinds.table_of(report)
+    text = benchmarks.table_of(report)
     assert "With this target, drafter and machine" in text and "| 6 |" in text
     labels = figures.draw(report).axes[0].get_legend().get_texts()
     assert [text.get_text() for text in labels][-1] == "optimal"
@@ -366,18 +392,28 @@ def test_profile_adds_up_to_the_step(pair):
 
 def test_all_writes_one_report(folder, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(report_module, "TITLES", {"decode": "Decoding", "trees": "T"})
-    monkeypatch.setattr(kinds, "ARMS", {"decode": ["chain:2"], "trees": ["mss@A"]})
-    options = ["--count", "1", "--max-new-tokens", "4", "--out", tmp_path / "all"]
+    monkeypatch.setitem(options.ARMS, "decode", ["chain:2"])
+    monkeypatch.setitem(options.ARMS, "trees", ["mss@A"])
+    words = ["--count", "1", "--max-new-tokens", "4", "--out", tmp_path / "all"]
     with mock.patch.object(jax, "clear_caches", wraps=jax.clear_caches) as cleared:
-        assert command(folder, "all", *options) == 0
-    assert cleared.call_count == 2  # or many kinds exhaust a process's memory maps
+        assert command(folder, "all", *words) == 0
+    assert cleared.call_count == 2  # or many benchmarks exhaust a process's memory maps
     names = {path.name for path in (tmp_path / "all").iterdir()}
     figures_of = {f"{k}.{s}" for k in ("decode", "trees") for s in ("png", "svg")}
     assert names == {"REPORT.md", "decode.json", "trees.json"} | figures_of
     text = (tmp_path / "all" / "REPORT.md").read_text()
     assert "![Decoding](decode.png)" in text and "| p.jsonl | 1 | mss@A |" in text
-    with mock.patch.object(report_module, "measure_kind", side_effect=AssertionError):
-        assert command(folder, "all", *options) == 0  # all of it is there
+    with mock.patch.object(
+        report_module, "measure_benchmark", side_effect=AssertionError
+    ):
+        assert command(folder, "all", *words) == 0  # all of it is there
+    capsys.readouterr()
+
+
+def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
+    assert command(folder, "all", "--out", tmp_path, "--minutes", "0") == 0
+    text = (tmp_path / "REPORT.md").read_text()
+    assert text.count("Not measured: the time was over.") == text.count("## ") == 6
     capsys.readouterr()
 
 

@@ -16,6 +16,7 @@ import pytest
 import stree_jax
 from stree_jax import cost
 from stree_jax.cost import Acceptance, MeasuredTime, PassTime
+from stree_jax.speculation.layout import tree_layout, tree_levels
 from stree_jax.speculation.tree import (
     Beam,
     chain,
@@ -23,7 +24,6 @@ from stree_jax.speculation.tree import (
     full_tree,
     make_tree,
     resolve_tree,
-    tree_layout,
 )
 from tests.support.tiny import REAL, STOP, perturbed, tiny
 
@@ -333,7 +333,7 @@ def table_of(shape, seed):
 def test_expected_tau_is_the_sum_over_paths(tree):
     table = table_of((5, 3), 4)
     layout = tree_layout(tree, tree.rows(1))
-    rank, paths = np.asarray(layout.rank[0]), np.asarray(layout.paths[0])
+    rank, paths = np.asarray(tree_levels(tree).rank), np.asarray(layout.paths[0])
     total = 0.0
     for node, depth in enumerate(np.asarray(layout.depth).tolist()):
         path = paths[node, 1 : depth + 1]

@@ -21,11 +21,13 @@ from stree_jax.bench import (
     unrolled,
 )
 from stree_jax.bench.method import Run
+from stree_jax.bench.unroll import Unrolled
 from stree_jax.cli.main import main
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import TensorInfo
 from stree_jax.models import init_records, init_state
 from stree_jax.models.state import Pending
+from stree_jax.speculation.step import packed as verify_packed
 from stree_jax.speculation.tree import resolve_tree
 from tests.support.tiny import REAL, perturbed, tiny, too_much
 
@@ -198,7 +200,7 @@ def test_what_a_full_tree_unrolls_to(levels, leaves, tokens):
     assert unrolled.leaves_of(tree.rows(2)).tolist() == [leaves] * 2
     assert (packed.tokens, packed.states) == (2**levels - 1, 1)
     assert (step.tokens, step.states) == (tokens, 1 + leaves)
-    assert step.unrolled.leaves == leaves
+    assert step.verify == Unrolled(leaves, "step") and packed.verify is verify_packed
 
 
 @pytest.mark.parametrize("nodes", [15, 63])
@@ -210,26 +212,23 @@ def test_the_ways_to_verify_agree(target, nodes):
         value = rng.normal(size=z.shape).astype(z.dtype)
         return jnp.asarray(-abs(value) if path[-1].name == "a" else value)
 
-    given = passes.tree_of(passes.Case(nodes, "packed"), model.config)
+    draft = passes.draft_of(passes.Case(nodes, "packed"), model.config)
     state = jax.eval_shape(lambda: init_state(model.config, 1, 24, jnp.float32))
     layers = jax.tree_util.tree_map_with_path(noise, state.layers)
     state = replace(state, layers=layers, length=jnp.asarray([9], jnp.int32))
     records = jax.eval_shape(lambda: init_records(model.config, 1, nodes, jnp.float32))
     records = jax.tree_util.tree_map_with_path(noise, records)
-    path = given[2].paths[:, -1]
+    path = draft.layout.paths[:, -1]
     pending = Pending(records, path, jnp.asarray([3], jnp.int32))
 
     @jax.jit
     def all_ways(model, *args):
-        return [
-            passes.verify(model, passes.Case(nodes, scan), *args)
-            for scan in passes.SCANS
-        ]
+        return [passes.Case(nodes, scan).verify(model, *args) for scan in passes.SCANS]
 
-    packed, *others = all_ways(model, state, pending, given)
+    packed, *others = all_ways(model, state, draft, pending)
     for other in others:
         chex.assert_trees_all_close(other, packed, atol=2e-4, rtol=1e-3)
-    assert float(jnp.std(packed[0])) > 0.1
+    assert float(jnp.std(packed.hidden)) > 0.1
 
 
 def test_forward_report(target, monkeypatch, tmp_path):
@@ -288,7 +287,7 @@ def test_forward_report(target, monkeypatch, tmp_path):
     assert forward.forward_table(cut).startswith("small, float32")
 
 
-def test_passes_that_memory_does_not_suffice_for(target, monkeypatch):
+def test_passes_that_run_out_of_memory(target, monkeypatch):
     def compile_case(model, case, passes_a_call):
         program = passes.compile_case(model, case, passes_a_call)
         fits = case.scan == "packed" and case.nodes < 7
@@ -394,9 +393,9 @@ def test_unrolled_report(target, drafter, monkeypatch, tmp_path):
     assert set(columns(unrolled.unrolled_table(report))) == {3, 14}
 
 
-def test_a_baseline_that_memory_does_not_suffice_for(target, drafter, monkeypatch):
+def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
     def decode_once(work, arm, texts, temperature):
-        if arm.unrolled is not None:
+        if arm.verify is not verify_packed:
             too_much()
         return speculation.decode_once(work, arm, texts, temperature)
 

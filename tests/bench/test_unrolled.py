@@ -1,20 +1,21 @@
 """Trees verified by a sequence per leaf: a baseline with the packed results."""
 
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench.unroll import Unrolled, verify_unrolled
-from stree_jax.generation import FOREVER, begin
-from stree_jax.models import forward_hidden, init_state, tree_nodes
+from stree_jax.bench.unroll import Unrolled
+from stree_jax.generation import begin
+from stree_jax.models import init_state
 from stree_jax.models.state import Pending, init_records
-from stree_jax.pallas_kernels import step_scan, tree_scan
+from stree_jax.pallas_kernels import ScanInputs, step_scan, tree_scan
 from stree_jax.speculation import loop
-from stree_jax.speculation.tree import make_tree, resolve_tree, tree_layout
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.step import packed
+from stree_jax.speculation.tree import make_tree, resolve_tree
 from tests.support.tiny import REAL, perturbed, tiny
 
 BATCH, T = 2, 11
@@ -36,8 +37,9 @@ def test_step_scan_is_the_tree_scan_of_a_chain():
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool))[None], (BATCH, T, T))
     for D in (rng.normal(size=H), rng.normal(size=(H, P))):
         D = jnp.asarray(D, jnp.float32)
-        packed = tree_scan(x, dt, a, B, C, D, h0, causal)
-        stepped = step_scan(x, dt, a, B, C, D, h0)
+        inputs = ScanInputs(x, dt, a, B, C, D)
+        packed = tree_scan(inputs, h0, causal)
+        stepped = step_scan(inputs, h0)
         chex.assert_trees_all_close(stepped, packed, atol=2e-5)
 
 
@@ -49,8 +51,6 @@ def test_a_pass_is_the_packed_pass(kind, scan):
     rng = np.random.default_rng(1)
     parents = [-1] + [int(rng.integers(max(0, t - 4), t)) for t in range(1, T)]
     tree = make_tree(parents)
-    rows = tree.rows(BATCH)
-    nodes, layout = tree_nodes(rows, config.conv_taps), tree_layout(tree, rows)
 
     def noise(z):
         return jnp.asarray(rng.normal(size=z.shape), z.dtype)
@@ -69,13 +69,13 @@ def test_a_pass_is_the_packed_pass(kind, scan):
     tokens = jnp.asarray(rng.integers(8, REAL, (BATCH, T)), jnp.int32)
     leaves = len(set(range(T)) - set(parents))
 
-    packed = forward_hidden(model, state, tokens, nodes, pending=pending)
-    args = (model, state, tokens, nodes, pending, layout)
+    args = model, state, Draft(tree_layout(tree, tree.rows(BATCH)), tokens), pending
+    want = packed(*args)
     for R in (leaves, leaves + 3):  # a bound that is too high only costs time
-        unrolled = jax.jit(partial(verify_unrolled, unrolled=Unrolled(R, scan)))(*args)
-        chex.assert_trees_all_close(unrolled, packed, atol=1e-4, rtol=1e-4)
-    fewer = verify_unrolled(*args, Unrolled(leaves - 1, scan))
-    assert np.abs(np.asarray(fewer[0] - packed[0])).max() > 1e-2
+        got = jax.jit(Unrolled(R, scan))(*args)
+        chex.assert_trees_all_close(got, want, atol=1e-4, rtol=1e-4)
+    fewer = Unrolled(leaves - 1, scan)(*args)
+    assert np.abs(np.asarray(fewer.hidden - want.hidden)).max() > 1e-2
 
 
 @pytest.mark.parametrize("scan", ["step", "chunk"])
@@ -87,7 +87,7 @@ def test_the_loop_gives_the_same_text(name, leaves, scan):
     rng = np.random.default_rng(2)
     prompts = [rng.integers(8, REAL, n).tolist() for n in (4, 9)]
     done = []
-    for unrolled in (None, Unrolled(leaves, scan)):
+    for verify in (packed, Unrolled(leaves, scan)):
         begun, plan = begin(
             target,
             prompts,
@@ -96,9 +96,8 @@ def test_the_loop_gives_the_same_text(name, leaves, scan):
             tree=tree,
             stop_tokens=(),
         )
-        forever = jnp.int32(FOREVER)
-        arms = (target, drafter, tree, begun, forever, plan.rule, unrolled)
-        decoding = loop.advance_jit(*arms)
+        steps = jnp.int32(loop.FOREVER)
+        decoding = loop.advance_jit(plan.spec, begun, steps, verify=verify)
         done.append((decoding.tokens, decoding.calls, decoding.gained))
     chex.assert_trees_all_equal(*done)
     assert int(done[0][1].max()) < 16

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import kinds
+from stree_jax.bench import benchmarks
+from stree_jax.bench.options import parse_bench
 from stree_jax.bench.report import arguments
 from stree_jax.bench.widen import sizes_of, widened
-from stree_jax.cli.main import build_parser
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
 from tests.support.tiny import REAL, perturbed, tiny
 
@@ -69,15 +69,15 @@ def test_it_is_speculated_with_like_the_small_one():
 
 def test_the_option_widens_targets(monkeypatch):
     model = model_of()
-    monkeypatch.setattr(kinds, "load_pair", lambda args: (model, model))
-    monkeypatch.setattr(kinds, "load", lambda path, dtype: model)
-    parser, words = build_parser(), ["--prompts", "p.jsonl", "--widen", "4"]
-    args = parser.parse_args(["bench", "cost", *words])
-    target, drafter = kinds.pair(args)
+    monkeypatch.setattr(benchmarks, "load_pair", lambda *args: (model, model))
+    monkeypatch.setattr(benchmarks, "load", lambda path, dtype: model)
+    words = ["--prompts", "p.jsonl", "--widen", "4"]
+    args = parse_bench(["cost", *words])
+    target, drafter = benchmarks.pair(args)
     assert target.config.d_model == 128 and drafter is model
-    named = kinds.named_pairs(["a=t:d"], "float32", args.widen)
+    named = benchmarks.named_pairs(["a=t:d"], "float32", args.widen)
     assert named["a"][0].config.d_model == 128 and named["a"][1] is model
-    args = parser.parse_args(["bench", "all", "--out", "R", *words])
+    args = parse_bench(["all", "--out", "R", *words])
     assert arguments(args, "unrolled").widen == 4
     small, wide = sizes_of(model, widened(model, 4))
     assert 10 < wide / small < 16

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 import stree_jax
 from stree_jax.checkpoint import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.convert.tensors import param_shapes
-from stree_jax.models import init_params
+from stree_jax.models import init_params, param_shapes
 from tests.support.checkpoints import (
     CASES,
     HF_CASES,

@@ -1,7 +1,8 @@
 """Training: losses fall, a killed run resumes exactly, distillation imitates."""
 
 import dataclasses
-from functools import partial
+import os
+import signal
 
 import chex
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.checkpoint import without_tokenizer
 from stree_jax.training import train
-from stree_jax.training.recipe import TargetSize, target_config
+from stree_jax.training.recipe import TargetSize, drafter_config, target_config
 from tests.support.tiny import tiny
 
 CONFIG = train.TrainConfig(
@@ -40,56 +42,180 @@ def tokens():
 def test_sequence_logits_are_the_scores(tokens):
     model = tiny(1)
     batch = jnp.asarray(tokens[:140].reshape(2, 70), jnp.int32)
-    whole = train.sequence_logits(model.config, model.params, batch)
+    whole = train.sequence_logits(model, batch)
     scores = stree_jax.score(model, batch)
     chex.assert_trees_all_close(whole, scores, rtol=1e-4, atol=1e-4)
 
 
-def test_a_killed_run_resumes_to_the_same_parameters(tokens, tmp_path):
-    config = tiny(1).config
-    loss = partial(train.next_token_loss, config)
+class Fuse:
+    """A loss that does something at one of the times it is computed."""
 
-    def fit(folder, steps_until_killed=None):
-        bombs = iter(range(steps_until_killed or 10**9))
+    def __init__(self):
+        self.left, self.action = 0, None
 
-        def maybe_killed(params, windows):
-            jax.debug.callback(lambda: next(bombs))
-            return loss(params, windows)
+    def burn(self):
+        self.left -= 1
+        if self.left == 0:
+            self.action()
 
-        return train.fit(
-            config, CONFIG, maybe_killed, tokens, tokens[:600], folder, progress=False
-        )
+    def loss(self, *args):
+        jax.debug.callback(self.burn)
+        return train.next_token_loss(*args)
 
-    whole, history = fit(tmp_path / "whole")
-    with pytest.raises(Exception, match="StopIteration"):
-        fit(tmp_path / "killed", steps_until_killed=4 + 4 + 2)  # 4 held-out batches
-        jax.effects_barrier()
-    resumed, resumed_history = fit(tmp_path / "killed")
-    chex.assert_trees_all_equal(whole, resumed)
-    assert resumed_history == history
+
+FUSE = Fuse()
+LOSS = FUSE.loss  # one function: the tests share its programs
+
+
+def fit(folder, *, config=CONFIG, after=0, action=None, **options):
+    """A run in which `action` happens at the loss number `after`."""
+    FUSE.left, FUSE.action = after, action
+    tokens = np.tile(np.arange(8, 31, dtype=np.uint16), 60)
+    options = {"progress": False, **options}
+    model = tiny(1).config
+    return train.fit(model, config, LOSS, tokens, tokens[:600], folder, **options)
+
+
+def kill():
+    raise RuntimeError("killed")
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def saved_steps(folder):
+    return {int(path.name) for path in folder.iterdir() if path.name.isdigit()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    with jax.numpy_dtype_promotion("standard"):
+        params, history = fit(tmp_path_factory.mktemp("runs") / "whole")
     assert [entry["step"] for entry in history] == [4, 8]
     assert history[-1]["heldout_loss"] < history[0]["heldout_loss"]
+    return params, history
+
+
+def assert_goes_on_to(whole, folder, **options):
+    params, history = fit(folder, **options)
+    chex.assert_trees_all_equal(whole[0], params)
+    assert history == whole[1]
+
+
+def test_a_killed_run_resumes_to_the_same_parameters(whole, tmp_path):
+    with pytest.raises(Exception, match="killed"):
+        fit(tmp_path, after=4 + 4 + 2, action=kill)  # 4 held-out batches
+        jax.effects_barrier()
+    assert saved_steps(tmp_path) == {4}
+    assert_goes_on_to(whole, tmp_path)
+
+
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(whole, tmp_path, capsys):
+    usual = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, after=2, action=interrupt, progress=True)
+    assert signal.getsignal(signal.SIGINT) is usual
+    (step,) = saved_steps(tmp_path)
+    assert 2 <= step < 4, "neither lost nor run to the next evaluation"
+    said = capsys.readouterr().err
+    assert f"saved step {step} in {tmp_path}; the same command goes on there" in said
+    assert_goes_on_to(whole, tmp_path, progress=True)
+    assert f"going on from step {step}, saved in {tmp_path}" in capsys.readouterr().err
+
+
+def test_saves_by_the_clock(whole, tmp_path):
+    with pytest.raises(Exception, match="killed"):
+        fit(tmp_path, save_minutes=1e-9, after=4, action=kill)
+        jax.effects_barrier()
+    assert max(saved_steps(tmp_path)) in (2, 3)
+    assert_goes_on_to(whole, tmp_path)
+
+
+def test_stops_by_the_clock_with_a_whole_result(whole, tmp_path):
+    _, (entry,) = fit(tmp_path, minutes=1e-9)
+    assert entry["step"] == 1 and entry["heldout_loss"] > 0
+    assert saved_steps(tmp_path) == {1}
+
+
+def test_saves_of_another_run_are_refused(tmp_path):
+    fit(tmp_path, minutes=1e-9)
+    other = dataclasses.replace(CONFIG, learning_rate=1.0, seed=3)
+    with pytest.raises(ValueError, match="another learning_rate, seed; give its"):
+        fit(tmp_path, config=other)
+    assert saved_steps(tmp_path) == {1}
+
+
+def test_too_little_held_out_text_is_refused_before_training(tokens, tmp_path):
+    model = tiny(1).config
+    with pytest.raises(ValueError, match="held-out text has 100 tokens; one batch"):
+        train.fit(model, CONFIG, LOSS, tokens, tokens[:100], tmp_path / "work")
+    assert not (tmp_path / "work").exists()
 
 
 def test_distillation_pulls_the_drafter_to_the_target(tokens, tmp_path):
     target, drafter = tiny(1), tiny(2, layers=("mamba",))
-    loss = partial(
-        train.distillation_loss, drafter.config, target.config, target.params
-    )
     _, history = train.fit(
-        drafter.config, CONFIG, loss, tokens, tokens[:600], tmp_path, progress=False
+        drafter.config,
+        CONFIG,
+        train.distillation_loss,
+        tokens,
+        tokens[:600],
+        tmp_path,
+        teacher=without_tokenizer(target),
+        progress=False,
     )
     assert history[-1]["heldout_loss"] < history[0]["heldout_loss"]
     windows = jnp.asarray(tokens[:142].reshape(2, 71), jnp.int32)
-    same = train.distillation_loss(
-        target.config, target.config, target.params, target.params, windows
-    )
+    same = train.distillation_loss(target, windows, target)
     assert abs(float(same)) < 1e-5
+
+
+def test_teachers_share_the_compiled_step(tokens, tmp_path):
+    """Their weights are its arguments; as constants they would be in every program."""
+    traces = []
+
+    def loss(*args):
+        traces.append(1)
+        return train.distillation_loss(*args)
+
+    drafter, count, losses = tiny(2, layers=("mamba",)), [], []
+    for seed in (1, 3):
+        teacher = without_tokenizer(tiny(seed, layers=("mamba",)))
+        _, history = train.fit(
+            drafter.config,
+            CONFIG,
+            loss,
+            tokens,
+            tokens[:600],
+            tmp_path / str(seed),
+            teacher=teacher,
+            minutes=1e-9,
+            progress=False,
+        )
+        count.append(len(traces))
+        losses.append(history[0]["train_loss"])
+    assert count[0] == count[1] and losses[0] != losses[1]
 
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="steps: want more than the 2 of warm-up"):
         dataclasses.replace(CONFIG, steps=2)
+    with pytest.raises(ValueError, match="learning_rate: want more than 0, got nan"):
+        dataclasses.replace(CONFIG, learning_rate=float("nan"))
+
+
+@pytest.mark.parametrize("name", ["minutes", "save_minutes"])
+def test_times_are_checked(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name}: want more than 0, got 0"):
+        fit(tmp_path, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(3600, 150), (2000, 150), (100, 10), (1, 0)]
+)
+def test_warm_up_is_a_tenth_and_at_most_the_bundled_pairs(steps, warmup):
+    assert train.TrainConfig(steps).warmup_steps == warmup
 
 
 @pytest.mark.parametrize(
@@ -112,3 +238,16 @@ def test_attention_is_spread_evenly(size, mixers):
 def test_sizes_that_cannot_be(size):
     with pytest.raises(ValueError, match="--width|--attention"):
         TargetSize(*size)
+
+
+def test_sizes_of_drafters():
+    target = target_config(300, TargetSize())
+    bundled = drafter_config(target)
+    assert (bundled.d_model, bundled.layers) == (192, ("mamba", "mamba"))
+    wide = drafter_config(target, 320, 3)
+    assert (wide.d_model, wide.layers) == (320, ("mamba",) * 3)
+    odd = dataclasses.replace(target, d_model=100)
+    assert drafter_config(odd).d_model == 64, "heads of 64"
+    for width, layers in ((100, 2), (0, 2), (64, 0)):
+        with pytest.raises(ValueError, match="--width|--layers"):
+            drafter_config(target, width, layers)

@@ -1,4 +1,4 @@
-"""The kinds of `stree-jax bench`, from options to a report, and from it to a table."""
+"""The benchmarks: from options to a report, and from a report to a table."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -13,8 +13,7 @@ from stree_jax.bench import (
     speculation,
     unrolled,
 )
-from stree_jax.bench.command import run_of
-from stree_jax.bench.method import machine_line
+from stree_jax.bench.method import Run, machine_line
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
@@ -23,27 +22,17 @@ from stree_jax.checkpoint import Model, load
 from stree_jax.pair import load_pair
 
 RANDOM_PROMPT = 128  # tokens
-# Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
-# at T = 0 only the trees make a difference.
-ARMS = {
-    "decode": ["leviathan@chain:4", "mss@A", "naive/coupled@A", "naive/coupled@E"],
-    "temperature": [
-        "leviathan@chain:4",
-        "mss@A",
-        "recursive@A",
-        "naive@A",
-        "naive/coupled@A",
-    ],
-    "trees": ["leviathan@chain:4", *(f"mss@{tree}" for tree in "ABCDE")],
-    "attention": ["leviathan@chain:4", "mss@A"],
-}
 
 
-def measure_kind(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the options ask for."""
-    match args.kind:
+def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """The report of what the options ask for.
+
+    Raises:
+      ValueError: options that do not go together; nothing has been measured.
+    """
+    match args.benchmark:
         case "decode" | "temperature" | "trees" | "attention":
-            return _speculation(args)
+            return _measure_arms(args)
         case "unrolled":
             return unrolled.measure_unrolled(
                 *_pair_and_prompts(args),
@@ -61,16 +50,14 @@ def measure_kind(args: argparse.Namespace) -> dict[str, Any]:
             return cost.measure_cost(
                 *pair(args),
                 read_prompts(args.prompts, args.count),
-                arms=args.arms or cost.ARMS,
+                arms=args.arms,
                 max_new_tokens=args.max_new_tokens,
                 run=run_of(args),
             )
         case "profile":
+            prompts = read_prompts(args.prompts, 1)
             return profile.measure_profile(
-                *pair(args),
-                read_prompts(args.prompts, 1),
-                arms=args.arms or ["plain", "chain:4", "E"],
-                run=run_of(args),
+                *pair(args), prompts, arms=args.arms, run=run_of(args)
             )
         case "kernels":
             return kernels.measure_kernels(
@@ -79,7 +66,18 @@ def measure_kind(args: argparse.Namespace) -> dict[str, Any]:
                 dtype=args.dtype,
                 run=run_of(args),
             )
-    raise ValueError(f"bench: unknown kind {args.kind!r}")
+    raise ValueError(f"bench: unknown benchmark {args.benchmark!r}")
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """How to measure, from the options."""
+    if args.repeats < 1:
+        raise ValueError(f"--repeats: want at least 1, got {args.repeats}")
+    for name in ("json", "figure"):
+        path = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name}: {path.parent}: no such directory")
+    return Run(args.repeats, args.json, args.minutes)
 
 
 def table_of(report: dict[str, Any]) -> str:
@@ -92,14 +90,14 @@ def table_of(report: dict[str, Any]) -> str:
         "profile": profile.profile_table,
         "kernels": kernels.kernels_table,
     }
-    table = tables.get(report["kind"], speculation.arms_table)(report)
-    return f"{table.rstrip()}\n\n{machine_line(report)}"
+    text = tables.get(report["kind"], speculation.arms_table)(report)
+    return f"{text}\n\n{machine_line(report)}"
 
 
 def pair(args: argparse.Namespace) -> tuple[Model, Model]:
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
     if drafter is None:
-        raise ValueError(f"bench {args.kind} needs a drafter; give --drafter")
+        raise ValueError(f"bench {args.benchmark} needs a drafter; give --drafter")
     return widened(target, args.widen), drafter
 
 
@@ -133,22 +131,22 @@ def named_pairs(
     return pairs
 
 
-def _speculation(args: argparse.Namespace) -> dict[str, Any]:
-    names = [PLAIN, *(args.arms or ARMS[args.kind])]
-    arms = [parse_arm(name) for name in dict.fromkeys(names)]
-    if args.kind == "attention":
+def _measure_arms(args: argparse.Namespace) -> dict[str, Any]:
+    arms = [parse_arm(name) for name in dict.fromkeys([PLAIN, *args.arms])]
+    if args.benchmark == "attention":
         pairs = named_pairs(args.pairs, args.dtype, args.widen)
     else:
         pairs = {"": pair(args)}
     prompts = read_prompts(args.prompts, args.count)
-    batch = getattr(args, "batch", 1)
+    batch = args.batch if args.benchmark == "temperature" else 1
     works = {
         label: workload(*models, arms, prompts, args.max_new_tokens, batch)
         for label, models in pairs.items()
     }
     strangers = None
-    if getattr(args, "transformers", False):
+    if args.benchmark == "decode" and args.transformers:
         target, _ = pairs[""]
         strangers = others.with_transformers(target, args.max_new_tokens)
-    run = run_of(args)
-    return measure_arms(args.kind, works, prompts, args.temperatures, run, strangers)
+    return measure_arms(
+        args.benchmark, works, prompts, args.temperatures, run_of(args), strangers
+    )

@@ -1,0 +1,89 @@
+"""The options of `stree-jax bench`: help, defaults, and what making them imports."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from stree_jax.bench import options
+from stree_jax.bench.options import parse_bench
+from stree_jax.bench.report import TITLES, arguments
+from stree_jax.cli.main import build_parser
+
+PROMPTS = ["--prompts", "p.jsonl"]
+NEEDED = {
+    "attention": [*PROMPTS, "--pairs", "a=t:d"],
+    "all": [*PROMPTS, "--out", "R"],
+    **dict.fromkeys(("unrolled", "forward", "kernels"), []),
+}
+
+
+def parsers():
+    """The parser of each benchmark by name."""
+    parser = argparse.ArgumentParser()
+    options.add_bench_parsers(parser)
+    (benchmarks,) = (
+        action
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return benchmarks.choices
+
+
+@pytest.mark.parametrize("name", parsers())
+def test_every_option_says_what_it_is_by_default(name):
+    parser = parsers()[name]
+    assert parser.description
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        assert action.help, action.dest
+        if action.required:
+            continue
+        said = action.help.rpartition("(default: ")[2].removesuffix(")")
+        assert said != action.help, action.dest
+        if action.default:  # else words say what is done without it
+            several = isinstance(action.default, list | tuple)
+            values = action.default if several else [action.default]
+            assert said == " ".join(map(str, values)), action.dest
+    parser.format_help()  # no stray % in it
+
+
+@pytest.mark.parametrize("name", parsers())
+def test_the_options_are_those_of_the_command(name):
+    words = [name, *NEEDED.get(name, PROMPTS)]
+    command = vars(build_parser().parse_args(["bench", *words]))
+    assert command.items() >= vars(parse_bench(words)).items()
+
+
+def test_all_gives_each_benchmark_its_options():
+    words = [*PROMPTS, "--model", "M", "--drafter", "D", "--count", "3", "--widen", "4"]
+    words += ["--pairs", "a=t:d", "--shape", "S", "--dtype", "bfloat16"]
+    args = parse_bench(["all", "--out", "R", "--max-new-tokens", "5", *words])
+    for name in TITLES:
+        made = arguments(args, name)
+        assert made.benchmark == name and str(made.json) == f"R/{name}.json"
+        if name == "forward":
+            assert made.shape == "S"
+            continue
+        names = ("model", "drafter", "count", "widen", "dtype", "max_new_tokens")
+        assert [getattr(made, n) for n in names] == ["M", "D", 3, 4, "bfloat16", 5]
+        assert name != "attention" or made.pairs == ["a=t:d"]
+
+
+def test_a_tree_is_an_arm_here(capsys):
+    """`--tree` of other commands was taken, and nothing done with it."""
+    with pytest.raises(SystemExit):
+        parse_bench(["decode", *PROMPTS, "--tree", "A"])
+    assert "unrecognized arguments: --tree A" in capsys.readouterr().err
+
+
+def test_making_the_options_imports_next_to_nothing():
+    code = (
+        "import runpy, sys\n"
+        f"runpy.run_path({options.__file__!r})\n"
+        "heavy = {'jax', 'numpy', 'stree_jax'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,222 @@
+"""Text in a terminal: wrong options, what is said while waiting, and figures."""
+
+import argparse
+import io
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from stree_jax.cli import main as cli
+from stree_jax.cli import terminal
+from stree_jax.result import Generation
+from tests.support.tiny import too_much
+
+
+def run(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys, *args):
+    """The one line that a command refuses its input with."""
+    code, out, err = run(capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("stree-jax: ")
+    return err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--top-k", 3), ("--top-p", 1.0), ("--min-p", 0.0), ("--seed", 0)],
+)
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_sampling_options_want_a_temperature(command, option, capsys):
+    for temperature in ([], ["--temperature", "0"], ["--repetition-penalty", "1.3"]):
+        err = refused(capsys, *command, *option, *temperature)
+        assert f"{option[0]}: " in err and "add --temperature" in err
+
+
+def test_log_probabilities_want_json(capsys):
+    assert "add --json" in refused(capsys, "generate", "x", "--logprobs", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (r"\n\n", "\n\n"),
+        (r"\tx\r", "\tx\r"),
+        (r"\\n", r"\n"),
+        (r"\u6771", "東"),
+        (r"\ud83d\ude00.", "😀."),
+        ("\n é 東 😀", "\n é 東 😀"),
+    ],
+)
+def test_escapes_in_stop_strings(given, text):
+    args = cli.build_parser().parse_args(["generate", "--stop", given, "--stop", "x"])
+    assert args.stop == [text, "x"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("x\\", r"\ is no escape"),
+        (r"\q", r"\q is no escape; known are \n \t \r \\ \uXXXX"),
+        (r"\u12", r"\u is no escape"),
+        ("\\\n", "is no escape"),
+        (r"\ud83d", "half a character"),
+        ("\udcff", "not UTF-8"),
+    ],
+)
+def test_bad_escapes(given, problem, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate", "x", "--stop", given])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and problem in err
+    assert err.startswith("stree-jax generate: argument --stop: ")
+    assert err.replace("\\\n", "").count("\n") == 1
+    assert err.endswith("(see stree-jax generate --help)\n")
+
+
+def no_text():
+    return io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8", "surrogateescape")
+
+
+def test_prompts_that_are_no_text(capsys, monkeypatch, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    err = refused(capsys, "generate", "--file", tmp_path / "bytes")
+    assert "bytes: not UTF-8 text" in err
+    assert str(tmp_path) in refused(capsys, "generate", "--file", tmp_path)
+    assert "the prompt: not UTF-8 text" in refused(capsys, "generate", "\udcff")
+    for command in ("generate", "chat"):
+        monkeypatch.setattr("sys.stdin", no_text())
+        assert "standard input: not UTF-8 text" in refused(capsys, command)
+    err = refused(capsys, "chat", "--context", 0)
+    assert "--context: want at least 1 token, got 0" in err
+
+
+def raising(error):
+    def run_command(args):
+        raise error
+
+    return run_command
+
+
+def test_numbers_and_memory_that_are_too_large(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "run_command", too_much)
+    err = refused(capsys, "info", "demo")
+    assert "out of memory (RESOURCE_EXHAUSTED: Out of memory allocating" in err
+    assert "lower --max-new-tokens" in err
+    for error, problem in (
+        (MemoryError(), "out of memory"),
+        (OverflowError("10**11"), "a number is too large (10**11)"),
+        (ValueError("two\nlines"), "two lines"),
+        (OSError(), "OSError"),
+    ):
+        monkeypatch.setattr(cli, "run_command", raising(error))
+        assert problem in refused(capsys, "info", "demo")
+    for error in (RuntimeError("a defect"), jax.errors.JaxRuntimeError("INTERNAL")):
+        monkeypatch.setattr(cli, "run_command", raising(error))
+        with pytest.raises(RuntimeError, match=str(error)):
+            cli.main(["info", "demo"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_waiting_is_said_to_a_terminal_and_wiped(monkeypatch, capsys):
+    def wait(stderr, seconds):
+        monkeypatch.setattr("sys.stderr", stderr)
+        with pytest.raises(KeyError), terminal.waiting("compiling " + "x" * 200):
+            time.sleep(seconds)
+            raise KeyError
+        return stderr.getvalue()
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+    said = wait(Terminal(), 0.5)
+    line, rest = said.split("\r")
+    assert line.startswith("stree-jax: compiling") and len(line) == 39
+    assert rest == "\x1b[K"
+    assert wait(io.StringIO(), 0.1) == ""
+    monkeypatch.setattr(terminal, "PATIENCE_S", 60)
+    assert wait(Terminal(), 0) == ""
+
+
+def part(text, tokens, seconds):
+    """What a stream gives: all so far, and its seconds."""
+    return Generation(
+        tokens=[[1] * tokens],
+        lengths=np.array([tokens]),
+        texts=[text],
+        new_texts=[text],
+        finish_reasons=["length"],
+        stop_reasons=[None],
+        logprobs=None,
+        target_calls=np.array([tokens]),
+        acceptance_length=np.array([1.0]),
+        gained=np.zeros((1, 2), int),
+        min_margin=np.array([1.0]),
+        past=None,
+        prefill_s=5.0,
+        decode_s=seconds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "rate"),
+    [
+        ([part("a", 8, 10.0), part("b", 16, 11.0), part("c", 28, 12.0)], 10.0),
+        ([part("a", 8, 10.0)], None),
+    ],
+)
+def test_the_rate_leaves_out_compilation(parts, rate, monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "stream", lambda *args, **options: iter(parts))
+    code, out, _ = run(capsys, "generate", "x", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["tokens_per_s"] == rate
+    assert len(report["tokens"]) == len(parts[-1].tokens[0])
+    assert report["prefill_s"] == 5.0 and report["first_run_s"] < 10
+
+
+def test_a_long_wait_for_the_first_word_is_told_on_stderr_alone(monkeypatch, capsys):
+    def slow(*args, **options):
+        time.sleep(0.5)
+        yield part("one", 8, 10.0)
+        time.sleep(0.5)
+        yield part(" two", 16, 20.0)
+
+    monkeypatch.setattr(terminal, "stream", slow)
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(terminal, "load_pair", lambda *names: (model, None))
+    model = type("Model", (), {"tokenizer": "one", "params": {"embedding": np.ones(1)}})
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    assert cli.main(["generate", "x"]) == 0
+    assert capsys.readouterr().out.startswith("xone two\n[16 tokens")
+    assert stderr.getvalue().count("working (compiles") == 1
+    assert stderr.getvalue().endswith("\r\x1b[K")
+
+
+PAIR = {"model", "drafter", "tree", "dtype"}  # of `bench.options`
+
+
+def test_every_option_says_what_it_does_and_its_default():
+    (commands,) = (
+        action
+        for action in cli.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    names = [name for name in commands.choices if name != "bench"]
+    assert len(names) == 7
+    for name in names:
+        for action in commands.choices[name]._actions:
+            assert action.dest in PAIR or action.help, action.option_strings
+            if action.default not in (None, False, [], argparse.SUPPRESS):
+                assert action.dest in PAIR or "%(default)s" in action.help
+        assert commands.choices[name].format_help()
