@@ -145,12 +145,6 @@ def test_code_imports_no_tests():
         assert not {m for _, m in imports_of(file) if m.split(".")[0] == "tests"}, file
 
 
-LENT = {  # until the helpers are in `tests/support`
-    "tests.pallas_kernels.test_ops",
-    "tests.pallas_kernels.test_triton_scan",
-}
-
-
 def test_no_test_module_is_imported():
     """What several of them need is in `tests/support`, or in a module of the room."""
     modules = {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in TESTS}
@@ -161,4 +155,4 @@ def test_no_test_module_is_imported():
                 leaf.startswith("test_") or leaf == "conftest"
             )
             where = f"{file.relative_to(ROOT)}:{line}"
-            assert not ours or module in LENT, f"{where} imports {module}"
+            assert not ours, f"{where} imports {module}"
