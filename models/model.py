@@ -268,7 +268,12 @@ def forward_hidden(
     Returns:
       hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
       state after `pending`.
+
+    Raises:
+      ValueError: `rows` and `pending` are both given.
     """
+    if rows is not None and pending is not None:
+        raise ValueError("rows: of a state without a pending path; commit it first")
     args = (tokens, nodes, state, records, rows, pending)
     return model.module.apply({"params": model.params}, *args)
 

@@ -316,6 +316,19 @@ def test_level_by_level_is_the_tree_in_one_pass(model, seed):
     jax.tree.map(assert_close, mine, records)
 
 
+def test_rows_with_a_pending_path_are_refused(hybrid):
+    records = init_records(hybrid.config, BATCH, T, jnp.float32)
+    path, length = np.zeros((BATCH, M), np.int32), np.zeros(BATCH, np.int32)
+    given = dict(records=records, rows=np.arange(1, dtype=np.int32))
+    args = (
+        hybrid.empty,
+        np.zeros((BATCH, 1), np.int32),
+        hybrid.nodes([[-1] * T] * BATCH),
+    )
+    with pytest.raises(ValueError, match="rows: .* commit it first"):
+        hybrid.forward(*args, **given, pending=Pending(records, path, length))
+
+
 def test_siblings_may_change_places(hybrid):
     rng = np.random.default_rng(30)
     state = hybrid.prefix(rng)
@@ -355,15 +368,17 @@ def test_prefill_by_any_chunk_is_one_pass(hybrid, monkeypatch):
     assert_same_state(run(24), whole)
 
 
-def test_extend_is_one_token_at_a_time(hybrid):
+@pytest.mark.parametrize("name", ["mamba2 hybrid", "two mixers a layer"])
+def test_extend_is_one_token_at_a_time(name):
+    model = model_of(name)
     rng = np.random.default_rng(50)
     tokens = random_tokens(rng)
-    start = hybrid.prefix(rng)
-    hidden, whole = hybrid.extend(start, tokens, np.full(BATCH, T, np.int32))
+    start = model.prefix(rng)
+    hidden, whole = model.extend(start, tokens, np.full(BATCH, T, np.int32))
     state = start
     for t in range(T):
         one = np.ones(BATCH, np.int32)
-        out, state = hybrid.extend(state, tokens[:, t : t + 1], one)
+        out, state = model.extend(state, tokens[:, t : t + 1], one)
         assert_near(hidden[:, t : t + 1], out, TOLERANCE)
     assert_same_state(state, whole)
 
