@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types check wheel-test gpu-check gpu-test clean
+.PHONY: demo test test-fast lint types check wheel-test gpu-check gpu-test clean
 
 .venv/.core: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -19,6 +19,10 @@ demo: .venv/.core
 
 test: .venv/.test
 	$(BIN)/pytest -n 2 --dist loadfile -q
+
+# A first look, in two minutes: the tests that tests/fast.txt names.
+test-fast: .venv/.test
+	$(BIN)/pytest -n 2 --dist loadfile -q @tests/fast.txt
 
 lint: .venv/.test
 	$(BIN)/ruff check .

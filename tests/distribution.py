@@ -7,6 +7,7 @@ classic mistakes, each of which is planted here and must be found out.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from unittest import mock
 
@@ -19,6 +20,7 @@ import stree_jax
 from stree_jax import Sampling, sampling_rows
 from stree_jax.models import MambaConfig, ModelConfig, init_params
 from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
+from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation import accept, model_drafter
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.model_drafter import ModelDrafter
@@ -94,14 +96,20 @@ def joint(target: stree_jax.Model, s: Sampling) -> np.ndarray:
     return out
 
 
+@cache
+def sampled_rows() -> SamplingRows:
+    """ROWS rows of every setting, each with a seed of its own."""
+    seeds = range(len(SETTINGS) * ROWS)
+    settings = [replace(SETTINGS[i // ROWS], seed=i) for i in seeds]
+    return sampling_rows(settings, jax.random.key(KEY))
+
+
 def drawn(
     target: stree_jax.Model, drafter: stree_jax.Model, tree: Tree, rule: Rule
 ) -> np.ndarray:
     """How often each text was generated, [settings] + [V] * PLACES; traced anew."""
-    seeds = range(len(SETTINGS) * ROWS)
-    settings = [replace(SETTINGS[i // ROWS], seed=i) for i in seeds]
-    rows = sampling_rows(settings, jax.random.key(KEY))
-    prompts = jnp.full((len(settings), 1), PROMPT, jnp.int32)
+    rows = sampled_rows()
+    prompts = jnp.full((len(SETTINGS) * ROWS, 1), PROMPT, jnp.int32)
 
     @jax.jit
     def run(target, drafter, tree, rows):

@@ -20,7 +20,7 @@ from stree_jax.models import (
     init_state,
     logits_of,
 )
-from tests.models.test_state import CONFIGS
+from tests.models.configs import CONFIGS
 
 CONFIG = replace(CONFIGS["two mixers a layer"], layers=("parallel",))
 

@@ -13,7 +13,7 @@ from stree_jax.models import (
     nest,
     param_shapes,
 )
-from tests.models.test_state import CONFIGS
+from tests.models.configs import CONFIGS
 
 MOE = CONFIGS["two mixers a layer"]
 

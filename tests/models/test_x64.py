@@ -29,7 +29,7 @@ from stree_jax.pallas_kernels import (
     triton_attention,
     triton_scan,
 )
-from tests.models.test_state import CONFIGS
+from tests.models.configs import CONFIGS
 from tests.support.reference import assert_near
 
 EVERY_KIND = ("mamba", "attention", "mlp", "parallel", "moe", "shared")

@@ -15,14 +15,13 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.pallas_kernels import mosaic_scan, triton_attention, triton_scan
-from tests.pallas_kernels.test_ops import Shape, masks_of, normal
-from tests.pallas_kernels.test_triton_scan import definition, replay_inputs
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
     attend_tree,
     random_parents,
 )
+from tests.support.scans import Shape, definition, masks_of, normal, replay_inputs
 
 INTERPRET = os.environ.get("STREE_INTERPRET") == "1"
 pytestmark = [

@@ -1,7 +1,5 @@
 """The ops against recurrences stepped along every path in float64."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,19 +35,17 @@ from tests.support.reference import (
     step_path,
     window_of,
 )
+from tests.support.scans import (
+    Shape,
+    masks_of,
+    normal,
+    of_arrays,
+    random_paths,
+    scan_inputs,
+)
 
 TOLERANCE = OP_TOLERANCE["float32"]
 seeds = st.integers(0, 2**32 - 1)
-
-
-class Shape(NamedTuple):
-    batch: int
-    T: int
-    heads: int
-    groups: int
-    P: int
-    N: int
-    D_per_channel: bool = False
 
 
 SHAPES = {
@@ -63,15 +59,6 @@ SHAPE = SHAPES["two groups"]
 all_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def of_arrays(op):
-    """A scan as a function of x, dt, a, B, C, D, h0, and what else it takes."""
-
-    def run(*args, **options):
-        return op(ScanInputs(*args[:6]), *args[6:], **options)
-
-    return run
-
-
 jit_tree_scan = jax.jit(of_arrays(tree_scan))
 jit_replay = jax.jit(replay)
 jit_replay_tree_scan = jax.jit(replay_tree_scan)
@@ -79,31 +66,6 @@ jit_chunk_scan = jax.jit(of_arrays(chunk_scan), static_argnames="chunk")
 jit_tree_conv = jax.jit(tree_conv)
 jit_commit_window = jax.jit(commit_window)
 jit_tree_attention = jax.jit(tree_attention)
-
-
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def scan_inputs(rng, s: Shape, extreme=False):
-    """(x, dt, a, B, C, D, h0); extreme: dt from 0 to 50 and A down to -100."""
-    A = -np.exp(rng.uniform(np.log(0.05), np.log(16), s.heads))
-    dt = np.exp(rng.uniform(np.log(1e-3), np.log(2), (s.batch, s.T, s.heads)))
-    if extreme:
-        A[rng.integers(s.heads)] = -100.0
-        kind = rng.integers(0, 4, dt.shape)
-        dt = np.where(kind == 0, 0.0, np.where(kind == 1, 50.0, dt))
-    dt = dt.astype(np.float32)
-    a = dt * A.astype(np.float32)
-    x = normal(rng, s.batch, s.T, s.heads, s.P)
-    B = normal(rng, s.batch, s.T, s.groups, s.N)
-    C = normal(rng, s.batch, s.T, s.groups, s.N)
-    D = normal(rng, s.heads, s.P) if s.D_per_channel else normal(rng, s.heads)
-    return x, dt, a, B, C, D, normal(rng, s.batch, s.heads, s.P, s.N)
-
-
-def masks_of(parents):
-    return np.stack([mask_of(row) for row in parents])
 
 
 # tree_scan
@@ -322,12 +284,6 @@ def test_gradient_of_chunk_scan(extreme):
 
 
 # replay
-
-
-def random_paths(rng, batch, T, M):
-    """Rows of a random path per sequence, in any order, and how many count."""
-    path = np.stack([rng.permutation(T)[:M] for _ in range(batch)]).astype(np.int32)
-    return path, rng.integers(0, M + 1, batch).astype(np.int32)
 
 
 @all_shapes

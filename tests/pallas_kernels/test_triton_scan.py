@@ -14,15 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from stree_jax.pallas_kernels import Replayed, ScanInputs, scan, triton_scan
+from stree_jax.pallas_kernels import Replayed, scan, triton_scan
 from stree_jax.pallas_kernels.triton_scan import Blocks, unsupported
-from tests.pallas_kernels.test_ops import (
-    Shape,
-    masks_of,
-    of_arrays,
-    random_paths,
-    scan_inputs,
-)
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
@@ -33,7 +26,14 @@ from tests.support.reference import (
     scan_order,
     scan_tree,
     star,
-    step_path,
+)
+from tests.support.scans import (
+    Shape,
+    definition,
+    masks_of,
+    of_arrays,
+    replay_inputs,
+    scan_inputs,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -57,28 +57,6 @@ interpreted_replay = partial(triton_scan.replay_tree_scan, interpret=True)
 interpreted_scan = partial(triton_scan.tree_scan, interpret=True)
 jit_replay = jax.jit(interpreted_replay)
 jit_scan = jax.jit(of_arrays(interpreted_scan))
-
-
-def replay_inputs(rng, shape, parents, T0=20, M=6, dtype="float32", extreme=False):
-    """Arguments of replay_tree_scan: a path in a tree of T0, then a tree of T."""
-    x0, dt0, a0, B0, _, _, h0 = scan_inputs(rng, shape._replace(T=T0), extreme)
-    x, dt, a, B, C, D, _ = scan_inputs(rng, shape, extreme)
-    path, length = random_paths(rng, shape.batch, T0, M)
-    x0, B0, x, B, C = (jnp.asarray(z, dtype) for z in (x0, B0, x, B, C))
-    past = Replayed(x0, dt0, a0, B0, path, length)
-    return h0, past, ScanInputs(x, dt, a, B, C, D), masks_of(parents)
-
-
-def definition(inputs, parents):
-    """(y, h) in float64, token by token."""
-    h0, (*tokens, path, length), tree, _ = inputs
-    h = np.stack(
-        [
-            step_path(h0[b], *(np.asarray(z[b]) for z in tokens), path[b, : length[b]])
-            for b in range(len(h0))
-        ]
-    )
-    return scan_tree(*map(np.asarray, tree), h, parents), h
 
 
 def lower(f, *args):
