@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def add_training_options(p: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
+    warnings.showwarning = _show_warning
     try:
         return args.run(args) or 0
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
@@ -143,6 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stree-jax: interrupted", file=sys.stderr)
         return 130
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """In one line, without a place in the code."""
+    print(f"stree-jax: warning: {message}", file=sys.stderr)
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -179,16 +186,17 @@ def run_convert(args: argparse.Namespace) -> int:
     if not args.verify:
         return 0
     difference = verify.largest_difference(src, dst, args.dt_floor)
-    tell(f"largest difference to transformers' logits: {difference:.2e}")
-    return 0 if difference <= verify.LIMIT else 1  # NaN is 1
+    tell(str(difference))
+    return 0 if difference.relative <= verify.LIMIT else 1  # NaN is 1
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from stree_jax.checkpoint import load
+    from stree_jax.checkpoint import load, resolve
     from stree_jax.convert.export import export_hf
 
-    model = load(args.src, dtype=args.dtype)
-    export_hf(model.config, model.params, model.tokenizer, args.dst)
+    src = resolve(args.src)
+    model = load(src, dtype=args.dtype)
+    export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
     print(f"wrote {args.dst}", file=sys.stderr)
     return 0
 
