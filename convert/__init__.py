@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from stree_jax.convert.configs import Warn, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
-from stree_jax.convert.families import FORMATS
+from stree_jax.convert.families import NAMES
 from stree_jax.convert.rows import Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
@@ -103,7 +103,7 @@ def open_checkpoint(
     tokenizer_files(directory)
     format, config = read_config(directory, source.tensors, dt_floor, warn)
     _check_layer_count(source, config)
-    rows = rows_of(FORMATS[format].names, config)
+    rows = rows_of(NAMES[format], config)
     check_tensors(source, rows, config)
     kept = source_dtype(source) if dtype is None else dtype_named(dtype)
     return Checkpoint(source, config, rows, kept)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.families import FAMILIES, FORMATS, mambainllama
+from stree_jax.convert.families import EXPORTERS, PARSERS, mambainllama
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
@@ -17,7 +17,7 @@ from stree_jax.convert.tensors import param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models import AttentionConfig, ModelConfig
 
-HF_TYPES = tuple(family.format for family in FAMILIES if family.export is not None)
+HF_TYPES = tuple(EXPORTERS)
 GENERATION = "generation_config.json"
 Warn = Callable[[str], object]
 MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
@@ -63,7 +63,7 @@ def read_config(
     fields = ConfigFields.read(directory / "config.json", tensors)
     format = detect(fields)
     try:
-        config = FORMATS[format].parse(fields)
+        config = PARSERS[format](fields)
         param_shapes(config)  # sizes that fit no parameter are found here
     except CheckpointError:
         raise
@@ -158,14 +158,12 @@ def hf_config(
       CheckpointError: the model has an option that its class has not.
     """
     format = export_format(config)
-    export = FORMATS[format].export
-    assert export is not None
     return {
         "model_type": format,
         "vocab_size": config.vocab_size,
         "torch_dtype": dtype,
         "bos_token_id": None,
         "pad_token_id": None,
-        **export(config),
+        **EXPORTERS[format](config),
         **kept,
     }

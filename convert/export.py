@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
-from stree_jax.convert.families import FORMATS
+from stree_jax.convert.families import NAMES
 from stree_jax.convert.fields import MAX_SIZE, ConfigFields
 from stree_jax.convert.rows import split
 from stree_jax.convert.source import is_file, read_json
@@ -106,8 +106,7 @@ def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     }
     tensors: dict[str, np.ndarray] = {}
-    names = FORMATS[export_format(config)].names
-    for row in rows_of(names, config):
+    for row in rows_of(NAMES[export_format(config)], config):
         tensors |= split(row, flat[row.path])
     return tensors
 

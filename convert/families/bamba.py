@@ -5,7 +5,6 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
@@ -78,6 +77,3 @@ def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "partial_rotary_factor": rope.dim / head_dim,
     }
-
-
-FAMILY = Family("bamba", "bamba", "Bamba", THEIRS, NAMES, parse, export)

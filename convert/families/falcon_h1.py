@@ -5,7 +5,6 @@ from typing import Any
 
 from stree_jax.convert.families import bamba
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import (
     Field,
     finite,
@@ -100,14 +99,3 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **write_fields(format, MLP, mlp, ("gate_multiplier", "down_multiplier")),
         "mlp_multipliers": [mlp.gate_multiplier, mlp.down_multiplier],
     }
-
-
-FAMILY = Family(
-    "falcon_h1",
-    "falcon_h1",
-    "Falcon-H1: mixer and attention side by side",
-    THEIRS,
-    NAMES,
-    parse,
-    export,
-)

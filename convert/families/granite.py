@@ -6,7 +6,6 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import (
     Field,
     positive,
@@ -117,14 +116,3 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= hf.write_mamba(FORMAT, MAMBA, config.mamba, config.norm_eps)
         values["mamba_expand"] = hf.expand(FORMAT, config)
     return values
-
-
-FAMILY = Family(
-    FORMAT,
-    FORMAT,
-    "Granite 4: hybrid, attention only, rotary or none, with experts or without",
-    THEIRS,
-    NAMES,
-    parse,
-    export,
-)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
@@ -48,14 +47,3 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **write_fields("llama", MLP, config.mlp),
         "hidden_act": "silu",
     }
-
-
-FAMILY = Family(
-    "llama",
-    "llama",
-    "LlamaForCausalLM, llama3 rotary scaling",
-    THEIRS,
-    NAMES,
-    parse,
-    export,
-)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import (
     Field,
     divisor,
@@ -61,7 +60,3 @@ def export(config: ModelConfig) -> dict[str, Any]:
         **hf.write_mamba("mamba2", MAMBA, mamba, config.norm_eps),
         "expand": hf.expand("mamba2", config),
     }
-
-
-FAMILY = Family("mamba2", "mamba2", "Mamba2ForCausalLM", THEIRS, NAMES, parse, export)
-SINGULAR_FAMILY = FAMILY._replace(format="mamba2-embedding", names=SINGULAR)

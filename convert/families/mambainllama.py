@@ -9,7 +9,6 @@ from dataclasses import replace
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama
-from stree_jax.convert.families.family import OURS, Family
 from stree_jax.convert.families.table import (
     NO_LIMITS,
     Field,
@@ -66,13 +65,3 @@ def parse(fields: ConfigFields) -> ModelConfig:
         x_heads=x_heads,
     )
     return replace(teacher, layers=hf.with_mlps(mixers), mamba=mamba)
-
-
-FAMILY = Family(
-    "mambainllama",
-    FILE,
-    "MambaInLlama, Mamba-2 flavour",
-    OURS,
-    NAMES,
-    parse,
-)

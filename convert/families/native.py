@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2
-from stree_jax.convert.families.family import OURS, Family
 from stree_jax.convert.families.table import (
     NO_LIMITS,
     Field,
@@ -140,13 +139,3 @@ def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfi
         d_conv=count(c, "d_conv", 0),
         d_mlp=mlp // 2,
     )
-
-
-FAMILY = Family(
-    "native",
-    "ssm_cfg (state-spaces)",
-    "Mamba2, with attention layers or MLPs",
-    OURS,
-    NAMES,
-    parse,
-)

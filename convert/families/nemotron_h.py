@@ -6,7 +6,6 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import (
     Field,
     Read,
@@ -171,14 +170,3 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= write_fields(FORMAT, SHARED, moe.shared, FORM)
         values |= write_fields(FORMAT, MOE, moe, ("shared", "router", *FORM))
     return values
-
-
-FAMILY = Family(
-    FORMAT,
-    FORMAT,
-    "Nemotron-H, dense or with experts (groups, latent width)",
-    THEIRS,
-    NAMES,
-    parse,
-    export,
-)

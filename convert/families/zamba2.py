@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.family import THEIRS, Family
 from stree_jax.convert.families.table import (
     Field,
     choice,
@@ -208,14 +207,3 @@ def _check(
         "blocks shared without tied embeddings": config.tie_embeddings or own,
     }
     require("zamba2", facts)
-
-
-FAMILY = Family(
-    "zamba2",
-    "zamba2",
-    "Zamba2: shared transformer blocks with adapters",
-    THEIRS,
-    NAMES,
-    parse,
-    export,
-)

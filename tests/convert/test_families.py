@@ -6,11 +6,29 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    Mamba2Config,
+    NemotronHConfig,
+    Zamba2Config,
+)
 
 import stree_jax
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.configs import export_format, hf_config, read_config
-from stree_jax.convert.families import FORMATS
+from stree_jax.convert.families import (
+    NAMES,
+    bamba,
+    falcon_h1,
+    granite,
+    llama,
+    mamba2,
+    nemotron_h,
+    zamba2,
+)
 from stree_jax.convert.families.table import (
     Field,
     flag,
@@ -18,7 +36,7 @@ from stree_jax.convert.families.table import (
     size,
     write_fields,
 )
-from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.fields import REQUIRED, ConfigFields
 from stree_jax.convert.rows import source_shapes
 from stree_jax.convert.source import TensorInfo
 from stree_jax.convert.tensors import param_shapes, rows_of
@@ -83,7 +101,7 @@ def exported(config, directory):
     values = hf_config(config, "float32")
     (directory / "config.json").write_text(json.dumps(values))
     shapes, tensors = param_shapes(config), {}
-    for row in rows_of(FORMATS[export_format(config)].names, config):
+    for row in rows_of(NAMES[export_format(config)], config):
         for name, shape in zip(
             row.sources, source_shapes(row, shapes[row.path]), strict=True
         ):
@@ -172,3 +190,29 @@ def test_defaults_and_errors_come_from_the_table():
     source = ConfigFields(Path("config.json"), {"heads": "3"})
     with pytest.raises(CheckpointError, match="config.json: heads: want an integer"):
         read_fields(TABLE, source)
+
+
+CLASSES = {
+    mamba2: Mamba2Config,
+    llama: LlamaConfig,
+    granite: GraniteMoeHybridConfig,
+    bamba: BambaConfig,
+    falcon_h1: FalconH1Config,
+    nemotron_h: NemotronHConfig,
+    zamba2: Zamba2Config,
+}
+
+
+@pytest.mark.parametrize("family", CLASSES, ids=lambda f: f.__name__.split(".")[-1])
+def test_defaults_are_those_of_transformers(family):
+    """Of a file that leaves a field out; a tensor or a width tells all others."""
+    config, seen = CLASSES[family](), 0
+    tables = [table for table in vars(family).values() if isinstance(table, tuple)]
+    for row in (row for table in tables for row in table if isinstance(row, Field)):
+        odd = row.name in ("", "eos_token_id", "mamba_d_head")  # theirs: 2; a number
+        if not odd and row.default is not REQUIRED and hasattr(config, row.name):
+            theirs = getattr(config, row.name)
+            theirs = tuple(theirs) if isinstance(theirs, list) else theirs
+            assert row.default == (theirs or type(row.default)(0)), row.name
+            seen += 1
+    assert seen > 3
