@@ -11,7 +11,13 @@ from jax import lax
 
 from stree_jax.bench.memory import read_bandwidth
 from stree_jax.bench.method import Run, measure, spread, take_turns
-from stree_jax.pallas_kernels import Implementation, replay_tree_scan, tree_attention
+from stree_jax.pallas_kernels import (
+    Implementation,
+    Replayed,
+    ScanInputs,
+    replay_tree_scan,
+    tree_attention,
+)
 
 
 class Scan(NamedTuple):
@@ -83,10 +89,9 @@ def op_case(
     rest = [((batch, T, G, N), dtype), ((H,), f32), mask]
 
     def scan(h0, x, dt, a, B, path, length, *tree):
-        past = (x, dt, a, B)
-        y, h = replay_tree_scan(
-            h0, past, path, length, *tree, implementation=implementation
-        )
+        past, *inputs, mask = Replayed(x, dt, a, B, path, length), *tree
+        args = (h0, past, ScanInputs(*inputs), mask)
+        y, h = replay_tree_scan(*args, implementation=implementation)
         return h, y
 
     return scan, [((batch, H, P, N), f32), *tokens, *path, *tokens, *rest]

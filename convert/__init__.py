@@ -25,13 +25,13 @@ from stree_jax.convert.store import (
     is_ours,
     write_directory,
 )
-from stree_jax.convert.tensors import check_tensors, nest, read_param, rows_of
+from stree_jax.convert.tensors import check_tensors, read_param, rows_of
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
     read_tokenizer,
     tokenizer_files,
 )
-from stree_jax.models import ModelConfig
+from stree_jax.models import ModelConfig, nest
 
 PIECE = 2**24  # numbers looked at together
 

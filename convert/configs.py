@@ -13,9 +13,8 @@ from stree_jax.convert.families import EXPORTERS, PARSERS, mambainllama
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
-from stree_jax.convert.tensors import param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
-from stree_jax.models import AttentionConfig, ModelConfig
+from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 
 HF_TYPES = tuple(EXPORTERS)
 GENERATION = "generation_config.json"

@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families import NAMES
-from stree_jax.convert.fields import MAX_SIZE, ConfigFields
+from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import split
 from stree_jax.convert.source import is_file, read_json
 from stree_jax.convert.store import (
@@ -20,7 +19,8 @@ from stree_jax.convert.store import (
 )
 from stree_jax.convert.tensors import rows_of
 from stree_jax.convert.tokenizer import copy_tokenizer
-from stree_jax.models import ModelConfig
+from stree_jax.models import ModelConfig, by_path
+from stree_jax.models.config_json import MAX_SIZE
 
 SHARD_BYTES = 5 * 10**9
 
@@ -101,10 +101,7 @@ def _set_stops(config: ModelConfig, file: Path) -> None:
 
 def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Every tensor by its name in the file; views of the parameters where they can."""
-    flat = {
-        tuple(k.key for k in path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-    }
+    flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
     for row in rows_of(NAMES[export_format(config)], config):
         tensors |= split(row, flat[row.path])

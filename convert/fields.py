@@ -9,12 +9,9 @@ from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import TensorInfo, read_json
+from stree_jax.models.config_json import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
 
-MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
-MAX_LAYERS = 1024
 MAX_EXPERTS = 4096  # of a layer
-MAX_TAPS = 64  # of the convolution, which is unrolled
-MAX_NUMBER = 1e30  # room to multiply in float32
 REQUIRED = object()
 
 

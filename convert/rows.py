@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models.params import Path
 
-Path = tuple[str, ...]
 How = Literal["copy", "concat", "swap", "conv", "stack"]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # of a module's tensors; of parameters
 

@@ -1,12 +1,9 @@
 """Our own checkpoint directory: config.json, params/ (orbax), tokenizer files."""
 
-import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
-import reprlib
 import shutil
 import tempfile
 import warnings
@@ -14,28 +11,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.fields import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
 from stree_jax.convert.source import read_json
-from stree_jax.convert.tensors import FLOAT32_PARAMS, nest, param_shapes
-from stree_jax.convert.tensors import Path as ParamPath
 from stree_jax.memory import weight_bytes
-from stree_jax.models import ModelConfig
+from stree_jax.models import (
+    ModelConfig,
+    by_path,
+    config_json,
+    nest,
+    param_shapes,
+    stored_dtype,
+)
+from stree_jax.models.params import Path as ParamPath
 
 FORMAT, VERSION = "stree-jax", 1
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
 SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
-MAX_ITEMS = 2 * MAX_LAYERS  # of a list; a layer is a mixer and an MLP
 SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
 HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
 THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
@@ -170,19 +170,11 @@ def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
 
 
 def config_to_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, tuple):
-            return [plain(v) for v in value]
-        return "inf" if value == math.inf else value
-
-    model = plain(dataclasses.asdict(config))
     return {
         "format": FORMAT,
         "version": VERSION,
         "dtype": dtype.name,
-        "model": model,
+        "model": config_json.to_json(config),
     }
 
 
@@ -206,60 +198,12 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
             f"{file}: version: want {VERSION}, got {values.get('version')!r}"
         )
     try:
-        config = _typed(ModelConfig, values.get("model"), "model")
-        _check_numbers(config)
-        if config.conv_taps > MAX_TAPS:
-            raise ValueError(f"model.mamba.d_conv: {config.conv_taps} does not fit")
+        config = config_json.from_json(values.get("model"))
         param_shapes(config)  # sizes that fit no parameter are found here
         return config, dtype_named(values.get("dtype"))
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{file}: not a model config ({reason})") from error
-
-
-def _check_numbers(config: ModelConfig) -> None:
-    """Sizes and scales that no parameter's shape shows; raises ValueError."""
-    if not 0 < config.num_tokens <= config.vocab_size:
-        raise ValueError(f"model.num_tokens: want 1..{config.vocab_size}")
-    if not 0 < config.norm_eps < math.inf:
-        raise ValueError(f"model.norm_eps: {config.norm_eps} does not fit")
-    if not 0 < abs(config.logits_divisor) < math.inf:
-        raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
-    low, high = config.mamba.dt_limit if config.mamba else (0.0, math.inf)
-    if not 0 <= low <= high:
-        raise ValueError(f"model.mamba.dt_limit: want 0 <= low <= high: {low}, {high}")
-
-
-def _typed(hint: Any, value: Any, name: str) -> Any:
-    """A JSON value as the type of a config's field; raises ValueError, naming it."""
-    origin, args = get_origin(hint), get_args(hint)
-    if type(None) in args:
-        return None if value is None else _typed(args[0], value, name)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints = get_type_hints(hint)
-        if unknown := value.keys() - hints.keys():
-            raise ValueError(f"{name}.{min(unknown)}: unknown field")
-        typed = {k: _typed(hints[k], v, f"{name}.{k}") for k, v in value.items()}
-        return cast(Any, hint)(**typed)
-    if origin is tuple and isinstance(value, list) and len(value) <= MAX_ITEMS:
-        if args[-1] is Ellipsis:
-            args = args[:1] * len(value)
-        return tuple(
-            _typed(arg, v, f"{name}[{i}]")
-            for i, (arg, v) in enumerate(zip(args, value, strict=True))
-        )
-    if hint is float and value == "inf":
-        return math.inf
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and number and abs(value) <= MAX_NUMBER:  # so not NaN
-        return float(value)
-    if hint is int and type(value) is int and 0 <= value <= MAX_SIZE:
-        return value
-    if (hint is bool and isinstance(value, bool)) or (
-        origin is Literal and value in args
-    ):
-        return value
-    raise ValueError(f"{name}: {reprlib.repr(value)} does not fit")
 
 
 def check_config(file: Path) -> None:
@@ -424,7 +368,7 @@ def _abstract(shapes: Mapping[ParamPath, tuple[int, ...]], dtype: np.dtype) -> A
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def leaf(path: ParamPath, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        kept = jnp.float32 if path[-1] in FLOAT32_PARAMS else dtype
+        kept = stored_dtype(path[-1], dtype)
         return jax.ShapeDtypeStruct(shape, kept, sharding=device)
 
     return nest({path: leaf(path, shape) for path, shape in shapes.items()})
@@ -433,8 +377,7 @@ def _abstract(shapes: Mapping[ParamPath, tuple[int, ...]], dtype: np.dtype) -> A
 def _check_shapes(
     folder: Path, wanted: Mapping[ParamPath, tuple[int, ...]], stored: Any
 ) -> None:
-    leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
-    found = {tuple(k.key for k in path): tuple(leaf.shape) for path, leaf in leaves}
+    found = {path: tuple(leaf.shape) for path, leaf in by_path(stored).items()}
     for path in sorted(wanted.keys() | found.keys()):
         if found.get(path) != wanted.get(path):
             raise CheckpointError(

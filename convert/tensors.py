@@ -1,64 +1,17 @@
 """The tensors of a checkpoint against the parameters that a model wants."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
-from types import MappingProxyType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.rows import Names, Path, Row, candidates, join, source_shapes
+from stree_jax.convert.rows import Names, Row, candidates, join, source_shapes
 from stree_jax.convert.source import Source, TensorInfo
-from stree_jax.models import ModelConfig, init_params
-
-MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
-FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
+from stree_jax.models import ModelConfig, param_shapes
+from stree_jax.models.params import stored_dtype
 
 _SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
-
-
-@cache
-def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Shape of every parameter, by path: what `init_params` would make.
-
-    Layers of a kind are alike, so one of each is traced, however deep the model is.
-    """
-    kinds = tuple(dict.fromkeys(config.layers))
-    _check_widths(config)
-    one = replace(config, layers=kinds)
-    tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
-    flat = {
-        tuple(k.key for k in path): leaf.shape
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-    traced = {f"layers_{i}": kind for i, kind in enumerate(kinds)}
-    shapes = {path: shape for path, shape in flat.items() if path[0] not in traced}
-    if config.shared is not None:  # one layer traces one of the shared blocks
-        used = min(config.shared.blocks, config.layers.count("shared"))
-        block = {path[1:]: shapes[path] for path in flat if path[0] == "shared_0"}
-        for b in range(used):
-            shapes |= {(f"shared_{b}", *path): shape for path, shape in block.items()}
-    for j, kind in enumerate(config.layers):
-        shapes |= {
-            (f"layers_{j}", *path[1:]): shape
-            for path, shape in flat.items()
-            if traced.get(path[0]) == kind
-        }
-    return MappingProxyType(shapes)
-
-
-def _check_widths(config: ModelConfig) -> None:
-    """Products of sizes that JAX could not even trace; raises ValueError."""
-    wide = config.mamba.d_in_proj if config.mamba else 0
-    if config.attention is not None:
-        wide = max(wide, config.attention.num_heads * config.attention.head_dim)
-    if wide > MAX_WIDTH:
-        raise ValueError(f"{wide} channels of a layer are more than {MAX_WIDTH}")
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
@@ -133,15 +86,4 @@ def _check_dtype(name: str, info: TensorInfo) -> None:
 def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:
     """A row's parameter in `dtype`, or float32 where that is the rule."""
     param = join(row, [source.read(name) for name in row.sources])
-    return param.astype(np.float32 if row.path[-1] in FLOAT32_PARAMS else dtype)
-
-
-def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """Parameters by path as the nested dictionary that the models take."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
+    return param.astype(stored_dtype(row.path[-1], dtype))

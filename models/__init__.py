@@ -1,4 +1,10 @@
-"""Models: config, state and the hybrid stack as pure functions."""
+"""Models: config, parameters, state and the hybrid stack as pure functions.
+
+Axes: B batch, T tokens of a call (tree nodes), Tq queried ones among them, S committed
+context (rows of a cache), M longest path, d width of the residual stream, V vocabulary;
+H SSM heads, P head size, N state size, G groups, K conv taps, C conv channels; Hq/Hk
+query/KV heads, hd their size; E experts.
+"""
 
 from stree_jax.models.config import AttentionConfig as AttentionConfig
 from stree_jax.models.config import LayerKind as LayerKind
@@ -8,21 +14,28 @@ from stree_jax.models.config import ModelConfig as ModelConfig
 from stree_jax.models.config import MoEConfig as MoEConfig
 from stree_jax.models.config import Rope as Rope
 from stree_jax.models.config import SharedConfig as SharedConfig
+from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.model import Model as Model
-from stree_jax.models.model import Records as Records
 from stree_jax.models.model import forward_hidden as forward_hidden
 from stree_jax.models.model import forward_tree as forward_tree
 from stree_jax.models.model import init_params as init_params
 from stree_jax.models.model import logits_of as logits_of
 from stree_jax.models.model import param_dtype as param_dtype
+from stree_jax.models.model import param_shapes as param_shapes
 from stree_jax.models.nodes import Nodes as Nodes
 from stree_jax.models.nodes import chain_nodes as chain_nodes
 from stree_jax.models.nodes import tree_nodes as tree_nodes
+from stree_jax.models.params import FLOAT32_PARAMS as FLOAT32_PARAMS
+from stree_jax.models.params import by_path as by_path
+from stree_jax.models.params import cast_params as cast_params
+from stree_jax.models.params import nest as nest
+from stree_jax.models.params import stored_dtype as stored_dtype
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
 from stree_jax.models.reading import extend as extend
 from stree_jax.models.reading import prefill as prefill
 from stree_jax.models.reading import read_text as read_text
 from stree_jax.models.state import Pending as Pending
+from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State
 from stree_jax.models.state import commit as commit
 from stree_jax.models.state import grow as grow

@@ -9,10 +9,17 @@ shared by several layers, makes of the residual stream and the embedding (Zamba2
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 LayerKind = Literal["mamba", "attention", "parallel", "shared", "mlp", "moe"]
 Activation = Literal["silu", "relu2", "gelu"]
+Options = TypeVar("Options")
+
+
+def given(options: Options | None) -> Options:
+    """The options of a kind of layer that occurs: `ModelConfig` sees to it."""
+    assert options is not None
+    return options
 
 
 @dataclass(frozen=True)

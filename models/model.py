@@ -1,28 +1,47 @@
 """The hybrid stack and its pure functions: a pass over a tree, and its logits."""
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.config import LayerKind, ModelConfig
-from stree_jax.models.layers import MLP, Attention, Mamba2Mixer, Norm, linear
+from stree_jax.models.attention import Attention
+from stree_jax.models.config import LayerKind, ModelConfig, given
+from stree_jax.models.linear import linear
+from stree_jax.models.mamba2 import Mamba2Mixer
+from stree_jax.models.mlp import MLP
 from stree_jax.models.moe import MoE
-from stree_jax.models.nodes import Nodes, chain_nodes
+from stree_jax.models.nodes import Nodes, Pass, chain_nodes
+from stree_jax.models.norm import Norm
+from stree_jax.models.params import (
+    Params,
+    Path,
+    by_path,
+    declare,
+    model_params,
+    shared_params,
+)
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
     LayerState,
+    ParallelRecord,
+    ParallelState,
     Pending,
+    Records,
     State,
     init_state,
 )
 
-Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
-Records = tuple[LayerRecord, ...]
+MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
 
 
 @struct.dataclass
@@ -47,9 +66,6 @@ class Model:
         return f"{type(self).__name__}({count:,} parameters, {self.config})"
 
 
-_normal = nn.initializers.normal(0.02)
-
-
 class ResidualLayer(nn.Module):
     """One pre-norm residual layer, h + f(norm(h)), f chosen by `kind`."""
 
@@ -61,64 +77,65 @@ class ResidualLayer(nn.Module):
     def __call__(
         self,
         h: jax.Array,
-        nodes: Nodes,
+        pass_: Pass[Any],
         state: Any,  # LayerState and LayerRecord of this kind
         record: Any,
-        rows: jax.Array | None,
-        pending: tuple[Any, jax.Array, jax.Array] | None,
-        length: jax.Array,
         shared: tuple[SharedBlock, jax.Array] | None,
     ) -> tuple[jax.Array, LayerRecord, LayerState]:
-        """`shared` is a shared layer's block, and the embedding of the tokens."""
-        c, read = self.config, h
-        if self.kind in ("parallel", "shared"):
-            r = (None, None) if record is None else record
-            p = (None, None) if pending is None else _each(pending)
-            mamba, attention = ((nodes, state[i], r[i], rows, p[i]) for i in range(2))
+        """As all mixers, of the residual stream h [B, Tq, d].
+
+        Args:
+          shared: a shared layer's block, and the tokens' embedding [B, Tq, d].
+        """
+        c, read, both = self.config, h, self.kind in ("parallel", "shared")
+        if both:
+            for_mamba = _part("mamba", pass_, state, record)
+            for_attention = _part("attention", pass_, state, record)
         if shared is not None:
             block, embedding = shared
             adapters = Adapters(c, self.dtype, name="adapters")
-            block_args = (h, embedding, adapters, *attention, length)
-            f, *others = block(*block_args)
-            weight = self.param("linear", _normal, (c.d_model,) * 2, self.dtype)
-            read = h + linear(f, weight)
+            u = jnp.concatenate([h, embedding], axis=-1)
+            f, a_record, a_state = block(u, adapters, *for_attention)
+            p = declare(self, shared_params(c.d_model), self.dtype)
+            read = h + linear(f, p["linear"])
         u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read)
         match self.kind:
             case "mamba":
-                args = (u, nodes, state, record, rows, pending)
-                out, record, state = self._mamba(*args)
+                out, record, state = self._mamba(u, pass_, state, record)
             case "attention":
-                args = (u, nodes, state, record, rows, pending)
-                out, record, state = self._attention(*args, length)
+                out, record, state = self._attention(u, pass_, state, record)
             case "parallel":
-                out, *new = self._mamba(u, *mamba)
-                more, *others = self._attention(u, *attention, length)
+                out, m_record, m_state = self._mamba(u, *for_mamba)
+                more, a_record, a_state = self._attention(u, *for_attention)
                 out = out + more
-                record, state = zip(new, others, strict=True)
             case "shared":
-                out, *new = self._mamba(u, *mamba)
-                record, state = zip(new, others, strict=True)
+                out, m_record, m_state = self._mamba(u, *for_mamba)
             case "mlp":
-                assert c.mlp is not None
-                out = MLP(c.mlp, self.dtype, name="mlp")(u)
+                out = MLP(given(c.mlp), self.dtype, name="mlp")(u)
             case "moe":
-                assert c.moe is not None
-                out = MoE(c.moe, self.dtype, name="moe")(u)
+                out = MoE(given(c.moe), self.dtype, name="moe")(u)
+        if both:
+            record = ParallelRecord(m_record, a_record)
+            state = ParallelState(m_state, a_state)
         return h + c.residual_multiplier * out, record, state
 
     def _mamba(self, *args: Any) -> tuple[jax.Array, Any, Any]:
-        assert self.config.mamba is not None  # ModelConfig checks it
-        return Mamba2Mixer(self.config.mamba, self.dtype, name="mamba")(*args)
+        return Mamba2Mixer(given(self.config.mamba), self.dtype, name="mamba")(*args)
 
     def _attention(self, *args: Any) -> tuple[jax.Array, Any, Any]:
-        assert self.config.attention is not None
-        return Attention(self.config.attention, self.dtype, name="attention")(*args)
+        options = given(self.config.attention)
+        return Attention(options, self.dtype, name="attention")(*args)
 
 
-def _each(pending: tuple[Any, jax.Array, jax.Array]) -> list[tuple]:
-    """The pending path of each part of a parallel layer."""
-    records, path, length = pending
-    return [(record, path, length) for record in records]
+def _part(
+    mixer: Literal["mamba", "attention"], pass_: Pass[Any], state: Any, record: Any
+) -> tuple[Pass[Any], Any, Any]:
+    """Pass, state and record, of a layer with both mixers, that one is given."""
+    of, pending = attrgetter(mixer), pass_.pending
+    if pending is not None:
+        pending = replace(pending, record=of(pending.record))
+    own_record = None if record is None else of(record)
+    return replace(pass_, pending=pending), of(state), own_record
 
 
 class LanguageModel(nn.Module):
@@ -129,14 +146,13 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         c = self.config
-        init, shape = nn.initializers.normal(0.02), (c.vocab_size, c.d_model)
-        self.embedding = self.param("embedding", init, shape, self.dtype)
+        p = declare(self, model_params(c), self.dtype)
+        self.embedding = p["embedding"]
+        self.head_weight = p["embedding" if c.tie_embeddings else "lm_head"]
         self.layers = [ResidualLayer(c, kind, self.dtype) for kind in c.layers]
         blocks = 0 if c.shared is None else c.shared.blocks
         self.shared = [SharedBlock(c, self.dtype) for _ in range(blocks)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
-        if not c.tie_embeddings:
-            self.lm_head = self.param("lm_head", init, shape, self.dtype)
 
     def __call__(
         self,
@@ -147,7 +163,7 @@ class LanguageModel(nn.Module):
         rows: jax.Array | None = None,
         pending: Pending | None = None,
     ) -> tuple[jax.Array, Records, State]:
-        """Hidden states of the nodes, see `forward_tree`."""
+        """As `forward_hidden`."""
         c = self.config
         h = self.embedding[tokens].astype(jnp.float32) * c.embedding_multiplier
         length = state.length if pending is None else state.length + pending.length
@@ -158,22 +174,18 @@ class LanguageModel(nn.Module):
             if c.layers[i] == "shared":
                 shared = (self.shared[calls % len(self.shared)], embedding)
                 calls += 1
-            last = None
-            if pending is not None:
-                last = (pending.records[i], pending.path, pending.length)
+            last = None if pending is None else pending.layer(i)
             record = None if records is None else records[i]
-            h, record, layer_state = layer(
-                h, nodes, state.layers[i], record, rows, last, length, shared
-            )
+            pass_ = Pass(nodes, rows, last, length)
+            h, record, layer_state = layer(h, pass_, state.layers[i], record, shared)
             out_records.append(record)
             out_states.append(layer_state)
         return self.norm(h), tuple(out_records), State(tuple(out_states), length)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., d]."""
-        weight = self.embedding if self.config.tie_embeddings else self.lm_head
         with jax.named_scope("head"):
-            return linear(hidden, weight) / self.config.logits_divisor
+            return linear(hidden, self.head_weight) / self.config.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
         """Touches every parameter, for `init`."""
@@ -190,6 +202,42 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     state = init_state(config, 1, 1, dtype)
     model = LanguageModel(config, dtype)
     return model.init(key, tokens, nodes, state, method="init_all")["params"]
+
+
+@cache
+def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
+    """Shape of every parameter, by path: what `init_params` would make.
+
+    Layers of a kind are alike, so one of each is traced, however deep the model is.
+    """
+    kinds = tuple(dict.fromkeys(config.layers))
+    _check_widths(config)
+    one = replace(config, layers=kinds)
+    tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
+    flat = {path: leaf.shape for path, leaf in by_path(tree).items()}
+    traced = {f"layers_{i}": kind for i, kind in enumerate(kinds)}
+    shapes = {path: shape for path, shape in flat.items() if path[0] not in traced}
+    if config.shared is not None:  # one layer traces one of the shared blocks
+        used = min(config.shared.blocks, config.layers.count("shared"))
+        block = {path[1:]: shapes[path] for path in flat if path[0] == "shared_0"}
+        for b in range(used):
+            shapes |= {(f"shared_{b}", *path): shape for path, shape in block.items()}
+    for j, kind in enumerate(config.layers):
+        shapes |= {
+            (f"layers_{j}", *path[1:]): shape
+            for path, shape in flat.items()
+            if traced.get(path[0]) == kind
+        }
+    return MappingProxyType(shapes)
+
+
+def _check_widths(config: ModelConfig) -> None:
+    """Products of sizes that JAX could not even trace; raises ValueError."""
+    wide = config.mamba.d_in_proj if config.mamba else 0
+    if config.attention is not None:
+        wide = max(wide, config.attention.num_heads * config.attention.head_dim)
+    if wide > MAX_WIDTH:
+        raise ValueError(f"{wide} channels of a layer are more than {MAX_WIDTH}")
 
 
 def param_dtype(params: Params) -> Any:
@@ -220,7 +268,12 @@ def forward_hidden(
     Returns:
       hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
       state after `pending`.
+
+    Raises:
+      ValueError: `rows` and `pending` are both given.
     """
+    if rows is not None and pending is not None:
+        raise ValueError("rows: of a state without a pending path; commit it first")
     args = (tokens, nodes, state, records, rows, pending)
     return model.module.apply({"params": model.params}, *args)
 

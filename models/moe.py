@@ -8,9 +8,9 @@ from flax import linen as nn
 from jax import lax
 
 from stree_jax.models.config import MoEConfig
-from stree_jax.models.layers import MLP, activate, linear
-
-_normal = nn.initializers.normal(0.02)
+from stree_jax.models.linear import linear
+from stree_jax.models.mlp import MLP, activate, activate_gated
+from stree_jax.models.params import declare, moe_params
 
 
 def route(
@@ -38,38 +38,25 @@ def route(
 
 
 class MoE(nn.Module):
-    """sum of weight * expert(x) over the chosen experts, and the shared MLP of x.
-
-    Parameters: `router` [E, d], `into` [E, rows, d'] and `down` [E, d', d_hidden] of
-    the experts (rows [gate; up] if they are gated), with d' the latent width or d.
-    """
+    """sum of weight * expert(x) over the chosen experts, and the shared MLP of x."""
 
     config: MoEConfig
     dtype: Any
 
     @nn.compact
     def __call__(self, u: jax.Array) -> jax.Array:
+        """[B, T, d] float32 of u [B, T, d]."""
         c, d_model = self.config, u.shape[-1]
-        E, width = c.num_experts, c.d_latent or d_model
-        rows = c.d_hidden * (2 if c.gated else 1)
-        router = self.param("router", _normal, (E, d_model), self.dtype)
-        into = self.param("into", _normal, (E, rows, width), self.dtype)
-        down = self.param("down", _normal, (E, width, c.d_hidden), self.dtype)
-        bias = None
-        if c.router == "sigmoid":
-            zeros = nn.initializers.zeros
-            bias = self.param("router_bias", zeros, (E,), jnp.float32)
-
+        p = declare(self, moe_params(c, d_model), self.dtype)
         with jax.named_scope("moe"):
             x = u.reshape(-1, d_model)
-            chosen, weight = route(linear(x, router), bias, c)
+            logits = linear(x, p["router"])
+            chosen, weight = route(logits, p.get("router_bias"), c)
             if c.d_latent:
-                shape = (c.d_latent, d_model)
-                x = linear(x, self.param("latent_in", _normal, shape, self.dtype))
-            y = self._experts(x, chosen, weight, into, down)
+                x = linear(x, p["latent_in"])
+            y = self._experts(x, chosen, weight, p["into"], p["down"])
             if c.d_latent:
-                shape = (d_model, c.d_latent)
-                y = linear(y, self.param("latent_out", _normal, shape, self.dtype))
+                y = linear(y, p["latent_out"])
             y = y.reshape(u.shape)
         if c.shared is None:
             return y
@@ -101,10 +88,8 @@ class MoE(nn.Module):
             )
 
         def hidden(h: jax.Array) -> jax.Array:
-            if not c.gated:
-                return activate(h, c.activation)
-            gate, up = jnp.split(h, 2, axis=-1)
-            return activate(gate, c.activation) * up
+            act = activate_gated if c.gated else activate
+            return act(h, c.activation)
 
         if n * k < E:
             h = hidden(product("nd,nkfd->nkf", x, into[chosen]))

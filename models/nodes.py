@@ -1,14 +1,16 @@
-"""The tables derived from a tree's `parents`, in one place, on host or device.
+"""The tables derived from a tree's `parents`, and what a pass over them consists of.
 
 `parents` [B, T] int32 lists each node's parent row, parents before children; -1 marks
 a child of the committed context (one for a tree, several for a forest).
 """
 
-from typing import Literal
+from typing import Any, Generic, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from stree_jax.models.state import LayerPending, Record
 
 # How SSM layers go through nodes: "tree", any mask, at once; "chain", one chain in row
 # order, by chunks once it is long. The others are baselines, for chains: "chunk", by
@@ -37,6 +39,42 @@ class Nodes:
         """`window` of a convolution with fewer taps, and so fewer committed rows."""
         fewer = self.window.shape[2] - conv_taps
         return self.window[:, :, fewer:] - fewer
+
+
+@struct.dataclass
+class Pass(Generic[Record]):
+    """A pass over nodes, as one mixer is told of it.
+
+    All mixers have one signature, `mixer(u, pass_, state, record)`: the inputs u
+    [B, Tq, d] of the queried nodes, the layer's committed state, and its record of the
+    nodes so far (None: all are queried now). They return their output [B, Tq, d]
+    float32, the record of all T nodes, and the state after `pending`.
+
+    Attributes:
+      nodes: topology of all T nodes.
+      rows: [Tq] int32, which of them are queried (>= T: none is); None for all, Tq = T.
+      pending: what the mixer has to replay first, or None.
+      length: [B] int32, committed tokens, those of `pending` among them.
+    """
+
+    nodes: Nodes
+    rows: jax.Array | None
+    pending: LayerPending[Record] | None
+    length: jax.Array
+
+    def of_queries(self, table: jax.Array) -> jax.Array:
+        """The queried nodes' rows [B, Tq, ...] of a table [B, T, ...]."""
+        return table if self.rows is None else table[:, self.rows]
+
+    def merged(self, record: Any, new: Any) -> Any:
+        """The queried nodes' arrays [B, Tq, ...], written over those of all nodes."""
+        if self.rows is None:
+            return new
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[:, self.rows].set(new, mode="drop")
+
+        return jax.tree.map(write, record, new)
 
 
 def ancestors(parents: jax.Array, count: int) -> jax.Array:

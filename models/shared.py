@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.layers import MLP, Attention, Norm, linear
-from stree_jax.models.nodes import Nodes
+from stree_jax.models.attention import Attention
+from stree_jax.models.config import ModelConfig, given
+from stree_jax.models.linear import linear
+from stree_jax.models.mlp import MLP
+from stree_jax.models.nodes import Pass
+from stree_jax.models.norm import Norm
+from stree_jax.models.params import declare, low_rank_params
 from stree_jax.models.state import AttentionRecord, AttentionState
-
-_normal = nn.initializers.normal(0.02)
 
 
 class LowRank(nn.Module):
@@ -23,9 +25,9 @@ class LowRank(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        down = self.param("down", _normal, (self.rank, x.shape[-1]), self.dtype)
-        up = self.param("up", _normal, (self.rows, self.rank), self.dtype)
-        return linear(linear(x, down), up)
+        table = low_rank_params(self.rank, x.shape[-1], self.rows)
+        p = declare(self, table, self.dtype)
+        return linear(linear(x, p["down"]), p["up"])
 
 
 class Adapters(nn.Module):
@@ -36,21 +38,22 @@ class Adapters(nn.Module):
 
     def setup(self):
         c = self.config
-        assert c.shared is not None and c.attention is not None and c.mlp is not None
-        rank, a = c.shared.adapter_rank, c.attention
-        self.gate_up = LowRank(rank, 2 * c.mlp.d_hidden, self.dtype)
-        if c.shared.attention_adapter:
+        shared, a, mlp = given(c.shared), given(c.attention), given(c.mlp)
+        rank = shared.adapter_rank
+        self.gate_up = LowRank(rank, 2 * mlp.d_hidden, self.dtype)
+        if shared.attention_adapter:
             self.q = LowRank(rank, a.num_heads * a.head_dim, self.dtype)
             self.k = LowRank(rank, a.num_kv_heads * a.head_dim, self.dtype)
             self.v = LowRank(rank, a.num_kv_heads * a.head_dim, self.dtype)
 
     def of_attention(self, u: jax.Array) -> jax.Array | None:
-        assert self.config.shared is not None
-        if not self.config.shared.attention_adapter:
+        """[B, Tq, d_qkv] of u [B, Tq, 2 d], or None."""
+        if not given(self.config.shared).attention_adapter:
             return None
         return jnp.concatenate([self.q(u), self.k(u), self.v(u)], axis=-1)
 
     def of_mlp(self, u: jax.Array) -> jax.Array:
+        """[B, Tq, 2 d_hidden] of u [B, Tq, d]."""
         return self.gate_up(u)
 
 
@@ -62,27 +65,25 @@ class SharedBlock(nn.Module):
 
     def setup(self):
         c = self.config
-        assert c.attention is not None and c.mlp is not None  # ModelConfig checks it
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
-        self.attention = Attention(c.attention, self.dtype)
+        self.attention = Attention(given(c.attention), self.dtype)
         self.mlp_norm = Norm(c.norm, c.norm_eps, self.dtype)
-        self.mlp = MLP(c.mlp, self.dtype)
+        self.mlp = MLP(given(c.mlp), self.dtype)
 
     def __call__(
         self,
-        h: jax.Array,
-        embedding: jax.Array,
+        both: jax.Array,
         adapters: Adapters,
-        nodes: Nodes,
+        pass_: Pass[AttentionRecord],
         state: AttentionState,
         record: AttentionRecord | None,
-        rows: jax.Array | None,
-        pending: Any,
-        length: jax.Array,
-    ) -> tuple[jax.Array, Any, Any]:
-        """The block's output, and record and state of its attention in this layer."""
-        u = self.norm(jnp.concatenate([h, embedding], axis=-1))
-        args = (u, nodes, state, record, rows, pending, length)
-        a, new, state = self.attention(*args, adapters.of_attention(u))
+    ) -> tuple[jax.Array, AttentionRecord, AttentionState]:
+        """As all mixers; `both` [B, Tq, 2 d] is the residual stream and the embedding.
+
+        Record and state are those of the block's attention in this layer.
+        """
+        u = self.norm(both)
+        adapter = adapters.of_attention(u)
+        a, record, state = self.attention(u, pass_, state, record, adapter)
         u = self.mlp_norm(a)
-        return self.mlp(u, adapters.of_mlp(u)), new, state
+        return self.mlp(u, adapters.of_mlp(u)), record, state

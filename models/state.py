@@ -1,18 +1,20 @@
 """What a model carries between calls: one entry per layer, by kind; pure pytrees."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from stree_jax.models.config import ModelConfig
-from stree_jax.pallas_kernels import commit_window, replay
+from stree_jax.models.config import LayerKind, ModelConfig, given
+from stree_jax.pallas_kernels import Replayed, commit_window, replay
 
 
 @struct.dataclass
 class MambaState:
-    """ssm [B, H, P, N] float32; conv [B, K-1, C], the last K-1 inputs."""
+    """ssm [B, H, P, N] float32; conv [B, K-1, C], the convolution's last inputs."""
 
     ssm: jax.Array
     conv: jax.Array
@@ -32,8 +34,8 @@ class AttentionState:
 
 @struct.dataclass
 class MambaRecord:
-    """The scan inputs of T tokens: x, dt, a, B (see `pallas_kernels.scan`) and the
-    convolution's input xBC [B, T, C]."""
+    """Of T tokens x, dt, a, B (see `pallas_kernels.scan`), float32 but for x and B, and
+    the convolution's input xBC [B, T, C]."""
 
     x: jax.Array
     dt: jax.Array
@@ -52,10 +54,26 @@ class AttentionRecord:
     qkv: jax.Array | None = None
 
 
-# A parallel or shared layer has both, as a tuple; an MLP has nothing. Functions below
-# call themselves for the parts; that these are no tuples in turn is beyond the checker.
-LayerState = MambaState | AttentionState | tuple[MambaState, AttentionState] | None
-LayerRecord = MambaRecord | AttentionRecord | tuple[MambaRecord, AttentionRecord] | None
+@struct.dataclass
+class ParallelState:
+    """Of a layer with both mixers, "parallel" or "shared"."""
+
+    mamba: MambaState
+    attention: AttentionState
+
+
+@struct.dataclass
+class ParallelRecord:
+    """Of a layer with both mixers, "parallel" or "shared"."""
+
+    mamba: MambaRecord
+    attention: AttentionRecord
+
+
+LayerState = MambaState | AttentionState | ParallelState | None  # None: of an MLP
+LayerRecord = MambaRecord | AttentionRecord | ParallelRecord | None
+Records = tuple[LayerRecord, ...]
+Record = TypeVar("Record")
 
 
 @struct.dataclass
@@ -81,7 +99,20 @@ class Pending:
       length: [B] int32, how many entries of `path` count.
     """
 
-    records: tuple[LayerRecord, ...]
+    records: Records
+    path: jax.Array
+    length: jax.Array
+
+    def layer(self, i: int) -> "LayerPending[Any]":
+        """What layer i has to replay."""
+        return LayerPending(self.records[i], self.path, self.length)
+
+
+@struct.dataclass
+class LayerPending(Generic[Record]):
+    """One layer's part of `Pending`, or one mixer's."""
+
+    record: Record
     path: jax.Array
     length: jax.Array
 
@@ -89,65 +120,69 @@ class Pending:
 def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> State:
     """The state before any token, with room for `capacity` tokens of attention."""
 
-    def layer(kind: str) -> LayerState:
+    def mamba() -> MambaState:
+        c = given(config.mamba)
+        ssm = (batch, c.num_heads, c.head_dim, c.d_state)
+        conv = (batch, c.d_conv - 1, c.d_xBC)
+        return MambaState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
+
+    def attention() -> AttentionState:
+        c = given(config.attention)
+        shape = (batch, c.num_kv_heads, capacity, c.head_dim)
+        window = (batch, c.d_conv - 1, c.d_qkv)
+        return AttentionState(
+            jnp.zeros(shape, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros(window, dtype) if c.d_conv else None,
+        )
+
+    def layer(kind: LayerKind) -> LayerState:
         match kind:
             case "mamba":
-                m = config.mamba
-                assert m is not None  # ModelConfig checks it
-                ssm = (batch, m.num_heads, m.head_dim, m.d_state)
-                conv = (batch, m.d_conv - 1, m.d_xBC)
-                return MambaState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
+                return mamba()
             case "attention":
-                c = config.attention
-                assert c is not None
-                shape = (batch, c.num_kv_heads, capacity, c.head_dim)
-                window = (batch, c.d_conv - 1, c.d_qkv)
-                return AttentionState(
-                    jnp.zeros(shape, dtype),
-                    jnp.zeros(shape, dtype),
-                    jnp.zeros(window, dtype) if c.d_conv else None,
-                )
+                return attention()
             case "parallel" | "shared":
-                # A call of itself: the checker does not know which kind it returns.
-                return layer("mamba"), layer("attention")  # type: ignore[return-value]
-            case _:
+                return ParallelState(mamba(), attention())
+            case "mlp" | "moe":
                 return None
 
     length = jnp.zeros((batch,), jnp.int32)
     return State(tuple(layer(kind) for kind in config.layers), length)
 
 
-def init_records(
-    config: ModelConfig, batch: int, nodes: int, dtype: Any
-) -> tuple[LayerRecord, ...]:
+def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Records:
     """Empty records for `nodes` tokens, to be filled level by level."""
 
-    def layer(kind: str) -> LayerRecord:
-        def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
-            return jnp.zeros((batch, nodes, *shape), dtype)
+    def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.zeros((batch, nodes, *shape), dtype)
 
+    def mamba() -> MambaRecord:
+        c = given(config.mamba)
+        groups = c.n_groups if c.x_heads is None else c.num_heads
+        return MambaRecord(
+            x=zeros(c.num_heads, c.head_dim),
+            dt=zeros(c.num_heads, dtype=jnp.float32),
+            a=zeros(c.num_heads, dtype=jnp.float32),
+            B=zeros(groups, c.d_state),
+            xBC=zeros(c.d_xBC),
+        )
+
+    def attention() -> AttentionRecord:
+        c = given(config.attention)
+        kv = (c.num_kv_heads, c.head_dim)
+        qkv = zeros(c.d_qkv) if c.d_conv else None
+        return AttentionRecord(zeros(*kv), zeros(*kv), qkv)
+
+    def layer(kind: LayerKind) -> LayerRecord:
         match kind:
             case "mamba":
-                m = config.mamba
-                assert m is not None  # ModelConfig checks it
-                groups = m.n_groups if m.x_heads is None else m.num_heads
-                return MambaRecord(
-                    x=zeros(m.num_heads, m.head_dim),
-                    dt=zeros(m.num_heads, dtype=jnp.float32),
-                    a=zeros(m.num_heads, dtype=jnp.float32),
-                    B=zeros(groups, m.d_state),
-                    xBC=zeros(m.d_xBC),
-                )
+                return mamba()
             case "attention":
-                c = config.attention
-                assert c is not None
-                kv = (c.num_kv_heads, c.head_dim)
-                qkv = zeros(c.d_qkv) if c.d_conv else None
-                return AttentionRecord(zeros(*kv), zeros(*kv), qkv)
+                return attention()
             case "parallel" | "shared":
-                # A call of itself: the checker does not know which kind it returns.
-                return layer("mamba"), layer("attention")  # type: ignore[return-value]
-            case _:
+                return ParallelRecord(mamba(), attention())
+            case "mlp" | "moe":
                 return None
 
     return tuple(layer(kind) for kind in config.layers)
@@ -156,16 +191,17 @@ def init_records(
 def grow(state: State, capacity: int) -> State:
     """The same state with room for at least `capacity` tokens of attention."""
 
+    def attention(entry: AttentionState) -> AttentionState:
+        more = max(capacity - entry.k.shape[2], 0)
+        pad = ((0, 0), (0, 0), (0, more), (0, 0))
+        return replace(entry, k=jnp.pad(entry.k, pad), v=jnp.pad(entry.v, pad))
+
     def layer(entry: LayerState) -> LayerState:
         match entry:
             case AttentionState():
-                more = max(capacity - entry.k.shape[2], 0)
-                pad = ((0, 0), (0, 0), (0, more), (0, 0))
-                k, v = jnp.pad(entry.k, pad), jnp.pad(entry.v, pad)
-                return AttentionState(k, v, entry.conv)
-            case tuple():
-                # Parts of a layer have no parts: two kinds, not a tree of tuples.
-                return tuple(map(layer, entry))  # type: ignore
+                return attention(entry)
+            case ParallelState():
+                return replace(entry, attention=attention(entry.attention))
             case _:
                 return entry
 
@@ -181,30 +217,32 @@ def append_rows(
     and are overwritten by the next step, so S must leave M rows of room.
     """
     chosen = jax.vmap(lambda z, p: z[p])(rows, path).swapaxes(1, 2)
+    zero = np.int32(0)
     for b in range(cache.shape[0]):  # one in-place slice update a row
-        cache = jax.lax.dynamic_update_slice(
-            cache, chosen[b : b + 1].astype(cache.dtype), (b, 0, start[b], 0)
-        )
+        place = (np.int32(b), zero, start[b], zero)
+        row = chosen[b : b + 1].astype(cache.dtype)
+        cache = jax.lax.dynamic_update_slice(cache, row, place)
     return cache
 
 
-def commit_mamba(
-    state: MambaState, record: MambaRecord, path: jax.Array, length: jax.Array
-) -> MambaState:
-    ssm = replay(state.ssm, record.x, record.dt, record.a, record.B, path, length)
-    return MambaState(ssm, commit_window(state.conv, record.xBC, path, length))
+def replayed(pending: LayerPending[MambaRecord]) -> Replayed:
+    """What the SSM state replays of a path."""
+    r = pending.record
+    return Replayed(r.x, r.dt, r.a, r.B, pending.path, pending.length)
+
+
+def commit_mamba(state: MambaState, pending: LayerPending[MambaRecord]) -> MambaState:
+    ssm, xBC = replay(state.ssm, replayed(pending)), pending.record.xBC
+    return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
 def commit_attention(
-    state: AttentionState,
-    record: AttentionRecord,
-    path: jax.Array,
-    length: jax.Array,
-    start: jax.Array,
+    state: AttentionState, pending: LayerPending[AttentionRecord], start: jax.Array
 ) -> AttentionState:
-    conv = state.conv
+    """The path's rows written into the caches from `start` [B] on."""
+    record, path, conv = pending.record, pending.path, state.conv
     if conv is not None and record.qkv is not None:
-        conv = commit_window(conv, record.qkv, path, length)
+        conv = commit_window(conv, record.qkv, path, pending.length)
     return AttentionState(
         append_rows(state.k, record.k, path, start),
         append_rows(state.v, record.v, path, start),
@@ -212,9 +250,7 @@ def commit_attention(
     )
 
 
-def commit(
-    state: State, records: tuple[LayerRecord, ...], path: jax.Array, length: jax.Array
-) -> State:
+def commit(state: State, records: Records, path: jax.Array, length: jax.Array) -> State:
     """The state after the accepted path (activation replay).
 
     Args:
@@ -224,15 +260,23 @@ def commit(
       length: [B] int32, how many entries of `path` count; 0 leaves a row as it was.
     """
 
+    def mamba(entry: MambaState, record: MambaRecord) -> MambaState:
+        return commit_mamba(entry, LayerPending(record, path, length))
+
+    def attention(entry: AttentionState, record: AttentionRecord) -> AttentionState:
+        return commit_attention(entry, LayerPending(record, path, length), state.length)
+
     def layer(entry: LayerState, record: LayerRecord) -> LayerState:
         match entry, record:
             case MambaState(), MambaRecord():
-                return commit_mamba(entry, record, path, length)
+                return mamba(entry, record)
             case AttentionState(), AttentionRecord():
-                return commit_attention(entry, record, path, length, state.length)
-            case tuple(), tuple():
-                # Parts of a layer have no parts: two kinds, not a tree of tuples.
-                return tuple(map(layer, entry, record))  # type: ignore
+                return attention(entry, record)
+            case ParallelState(), ParallelRecord():
+                first = mamba(entry.mamba, record.mamba)
+                return ParallelState(
+                    first, attention(entry.attention, record.attention)
+                )
             case _:
                 return None
 

@@ -42,7 +42,8 @@ def tree_attention(
 
     committed = product("bksd,btkgd->bkgts", k_cache, q) * scale
     inside = product("bskd,btkgd->bkgts", k, q) * scale
-    valid = (jnp.arange(S)[None] < length[:, None])[:, None, None, None]
+    place = jnp.arange(S, dtype=jnp.int32)
+    valid = (place[None] < length[:, None])[:, None, None, None]
     committed = jnp.where(valid, committed, -jnp.inf)
     inside = jnp.where(mask[:, None, None], inside, -jnp.inf)
 

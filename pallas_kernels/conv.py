@@ -56,7 +56,8 @@ def commit_window(
     """
     K1 = window0.shape[1]
     z = jnp.concatenate([window0, u.astype(window0.dtype)], axis=1)
-    keep = jnp.broadcast_to(jnp.arange(K1)[None], (path.shape[0], K1))
+    place = jnp.arange(K1, dtype=jnp.int32)[None]
+    keep = jnp.broadcast_to(place, (path.shape[0], K1))
     order = jnp.concatenate([keep, K1 + path], axis=1)  # rows of z, oldest first
-    last = length[:, None] + jnp.arange(K1)[None]
+    last = length[:, None] + place
     return _gather_rows(z, jnp.take_along_axis(order, last, axis=1))

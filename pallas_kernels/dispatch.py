@@ -1,13 +1,26 @@
 """Which of an op's implementations runs."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import partial, wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax import lax
 
 Implementation = Literal["xla", "triton", "mosaic_gpu"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def int32_inside(kernel: Callable[P, R]) -> Callable[P, R]:
+    """A kernel whose own integers are int32 under JAX_ENABLE_X64, too."""
+
+    @wraps(kernel)
+    def run(*args: P.args, **options: P.kwargs) -> R:
+        with jax.enable_x64(False):
+            return kernel(*args, **options)
+
+    return run
 
 
 class Kernel(NamedTuple):

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.pallas_kernels.scan import exact_split
+from stree_jax.pallas_kernels.dispatch import int32_inside
+from stree_jax.pallas_kernels.scan import Replayed, ScanInputs, exact_split
 
 pl: Any
 plgpu: Any
@@ -111,11 +112,12 @@ def _pad(z: Array, axis: int, size: int) -> Array:
     return jnp.pad(z, widths)
 
 
-def _path_weights(dt: Array, a: Array, path: Array, length: Array) -> Array:
+def _path_weights(past: Replayed) -> Array:
     """[B, H, M + 1] float32: w_j of the path's tokens, then keep."""
     take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
-    valid = (jnp.arange(path.shape[1])[None] < length[:, None])[..., None]
-    dt, a = (jnp.where(valid, take(z, path), 0.0) for z in (dt, a))
+    place = jnp.arange(past.path.shape[1], dtype=jnp.int32)
+    valid = (place[None] < past.length[:, None])[..., None]
+    dt, a = (jnp.where(valid, take(z, past.path), 0.0) for z in (past.dt, past.a))
     decays = jnp.exp(lax.cumsum(a, axis=1, reverse=True))  # over i >= j
     ones = jnp.ones_like(decays[:, :1])
     after = jnp.concatenate([decays[:, 1:], ones], axis=1)
@@ -139,13 +141,11 @@ def _decays(dt: Array, a: Array, mask: Array, Q: int) -> Array:
     return _pad(jnp.concatenate([_pad(decay, 2, _ROWS), growth], axis=2), 3, Q)
 
 
-def _token_parts(
-    x: Array, B: Array, C: Array, Q: int, count: int
-) -> tuple[Parts, Parts, Parts]:
+def _token_parts(inputs: ScanInputs, Q: int, count: int) -> tuple[Parts, Parts, Parts]:
     """x^T [B, H, P, Q], B [B, Q, G, N], C^T [B, G, N, Q] as bfloat16 parts."""
-    x = _pad(x.transpose(0, 2, 3, 1), 3, Q)
-    C = _pad(C.transpose(0, 2, 3, 1), 3, Q)
-    return _parts(x, count), _parts(_pad(B, 1, Q), count), _parts(C, count)
+    x = _pad(inputs.x.transpose(0, 2, 3, 1), 3, Q)
+    C = _pad(inputs.C.transpose(0, 2, 3, 1), 3, Q)
+    return _parts(x, count), _parts(_pad(inputs.B, 1, Q), count), _parts(C, count)
 
 
 # The kernel
@@ -261,10 +261,8 @@ def _body(
     y[b, head, rows] = carried * lax.broadcast_in_dim(growth, shape, (1,)) + added
 
 
-def _scratch(
-    count: int, Q: int, path: Array, path_x: Array, path_B: Array, *parts: Parts
-) -> dict[str, Any]:
-    (x, B, C), M, N = parts, path.shape[1], path_B.shape[-1]
+def _scratch(count: int, Q: int, past: Replayed, *parts: Parts) -> dict[str, Any]:
+    (x, B, C), M, N = parts, past.path.shape[1], past.B.shape[-1]
     swizzle = 2 * Q
     operand = partial(
         plgpu.SMEM,
@@ -279,24 +277,18 @@ def _scratch(
         "C": [operand((N, Q))] * len(C),
         "x": [operand((_ROWS, Q))] * len(x),
         "W": [operand((_ROWS, Q))] * count,
-        "path_x": plgpu.SMEM((M, _ROWS), path_x.dtype),
-        "path_B": plgpu.SMEM((M, N), path_B.dtype),
+        "path_x": plgpu.SMEM((M, _ROWS), past.x.dtype),
+        "path_B": plgpu.SMEM((M, N), past.B.dtype),
         "scores_ready": plgpu.Barrier(num_arrivals=len(B) + len(C)),
         "ready": plgpu.Barrier(num_arrivals=len(x) + 2 * M),
     }
 
 
+@int32_inside
 def replay_tree_scan(
     h0: Array,
-    replayed: tuple[Array, Array, Array, Array],
-    path: Array,
-    length: Array,
-    x: Array,
-    dt: Array,
-    a: Array,
-    B: Array,
-    C: Array,
-    D: Array,
+    past: Replayed,
+    inputs: ScanInputs,
     mask: Array,
     *,
     interpret: Any = False,
@@ -304,18 +296,18 @@ def replay_tree_scan(
     """`scan.replay_tree_scan` of arguments for which `unsupported` is None.
 
     Args:
-      h0, replayed, path, length, x, dt, a, B, C, D, mask: as there.
+      h0, past, inputs, mask: as there.
       interpret: False, or the `InterpretGPUParams` of a run on the CPU.
 
     Returns:
       y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
     """
+    x, path = inputs.x, past.path
     batch, T, H, P = x.shape
-    Q, count = _queries(T), _part_count(x, B, T, path.shape[1])
-    path_x, path_dt, path_a, path_B = replayed
-    weights = _path_weights(path_dt, path_a, path, length)
-    decay = _decays(dt, a, mask, Q)
-    parts = _token_parts(x, B, C, Q, count)
+    Q, count = _queries(T), _part_count(x, inputs.B, T, path.shape[1])
+    weights = _path_weights(past)
+    decay = _decays(inputs.dt, inputs.a, mask, Q)
+    parts = _token_parts(inputs, Q, count)
     kernel = plgpu.kernel(
         partial(_body, interpret),
         out_type=(
@@ -324,13 +316,13 @@ def replay_tree_scan(
         ),
         grid=(batch, H, P // _ROWS),
         grid_names=("batch", "head", "rows"),
-        scratch_types=[_scratch(count, Q, path, path_x, path_B, *parts)],
+        scratch_types=[_scratch(count, Q, past, *parts)],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         interpret=interpret or None,
         kernel_name="replay_tree_scan",
     )
-    y, h = kernel(h0, path, length, path_x, path_B, weights, decay, *parts)
-    skip = D.astype(jnp.float32).reshape(1, 1, H, -1) * x.astype(jnp.float32)
+    y, h = kernel(h0, path, past.length, past.x, past.B, weights, decay, *parts)
+    skip = inputs.D.astype(jnp.float32).reshape(1, 1, H, -1) * x.astype(jnp.float32)
     return y[..., :T].transpose(0, 3, 1, 2) + skip, h

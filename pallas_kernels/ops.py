@@ -2,7 +2,8 @@
 
 `implementation` is None (a kernel where the program is compiled for CUDA and the
 arguments allow it, plain JAX elsewhere), "xla", or the name of a kernel, which then
-runs or raises. What they compute is defined in `scan` and `attention`.
+runs or raises. What they compute is defined in `scan` and `attention`, with the axes of
+their arguments.
 """
 
 from functools import partial
@@ -19,15 +20,11 @@ from stree_jax.pallas_kernels import (
     triton_scan,
 )
 from stree_jax.pallas_kernels.dispatch import Implementation, Kernel, dispatch
+from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 
 
 def tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
+    inputs: ScanInputs,
     h0: jax.Array,
     mask: jax.Array,
     rows: jax.Array | None = None,
@@ -35,41 +32,29 @@ def tree_scan(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Outputs of a linear recurrence along every path of a tree: `scan.tree_scan`."""
-    reason = triton_scan.unsupported(x, B, mask)
+    reason = triton_scan.unsupported(inputs.x, inputs.B, mask)
     kernels = {"triton": Kernel(triton_scan.tree_scan, reason)}
-    args = (x, dt, a, B, C, D, h0, mask, rows)
+    args = (inputs, h0, mask, rows)
     return dispatch("tree_scan", implementation, scan.tree_scan, kernels, *args)
 
 
 def replay_tree_scan(
     h0: jax.Array,
-    replayed: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    path: jax.Array,
-    length: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
+    past: Replayed,
+    inputs: ScanInputs,
     mask: jax.Array,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The last path's replay and this tree's scan: `scan.replay_tree_scan`."""
-    triton = triton_scan.unsupported(x, B, mask, path)
-    mosaic = mosaic_scan.unsupported(x, B, mask, path)
+    shapes = (inputs.x, inputs.B, mask, past.path)
+    triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
     kernels = {  # the older backend first, until they have been measured side by side
         "triton": Kernel(triton_scan.replay_tree_scan, triton),
         "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
     }
-    return dispatch(
-        "replay_tree_scan",
-        implementation,
-        scan.replay_tree_scan,
-        kernels,
-        *(h0, replayed, path, length, x, dt, a, B, C, D, mask),
-    )
+    name, args = "replay_tree_scan", (h0, past, inputs, mask)
+    return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
 
 
 def tree_attention(
@@ -97,12 +82,7 @@ def tree_attention(
 
 
 def chunk_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
+    inputs: ScanInputs,
     h0: jax.Array,
     chunk: int,
     *,
@@ -114,13 +94,14 @@ def chunk_scan(
     chunks before it gives; only that short recurrence over chunks is sequential.
 
     Args:
-      x, dt, a, B, C, D, h0: as in `scan.tree_scan`, Tq = T.
+      inputs, h0: as in `scan.tree_scan`, Tq = T.
       chunk: tokens per chunk; T need not be a multiple of it.
 
     Returns:
       y [B, T, H, P] float32.
     """
-    batch, T = x.shape[:2]
+    *tokens, D = inputs
+    batch, T = inputs.x.shape[:2]
     pad = -T % chunk
     n_chunks = (T + pad) // chunk
 
@@ -128,11 +109,12 @@ def chunk_scan(
         z = jnp.pad(z, ((0, 0), (0, pad)) + ((0, 0),) * (z.ndim - 2))
         return z.reshape(batch * n_chunks, chunk, *z.shape[2:])
 
-    x, dt, a, B, C = (chunked(z) for z in (x, dt, a, B, C))
-    rows = jnp.broadcast_to(jnp.arange(chunk), (batch * n_chunks, chunk))
-    full = jnp.full((batch * n_chunks,), chunk)
+    x, dt, a, B, C = (chunked(z) for z in tokens)
+    row = jnp.arange(chunk, dtype=jnp.int32)
+    rows = jnp.broadcast_to(row, (batch * n_chunks, chunk))
+    full = jnp.full((batch * n_chunks,), chunk, jnp.int32)
     zero = jnp.zeros((batch * n_chunks, *h0.shape[1:]), jnp.float32)
-    added = scan.replay(zero, x, dt, a, B, rows, full)
+    added = scan.replay(zero, Replayed(x, dt, a, B, rows, full))
     added = added.reshape(batch, n_chunks, *h0.shape[1:]).swapaxes(0, 1)
     kept = jnp.exp(a.astype(jnp.float32).sum(axis=1))
     kept = kept.reshape(batch, n_chunks, -1).swapaxes(0, 1)[..., None, None]
@@ -145,5 +127,6 @@ def chunk_scan(
     before = before.swapaxes(0, 1).reshape(batch * n_chunks, *h0.shape[1:])
     causal = jnp.tril(jnp.ones((chunk, chunk), bool))
     causal = jnp.broadcast_to(causal, (batch * n_chunks, chunk, chunk))
-    y = tree_scan(x, dt, a, B, C, D, before, causal, implementation=implementation)
+    parts = ScanInputs(x, dt, a, B, C, D)
+    y = tree_scan(parts, before, causal, implementation=implementation)
     return y.reshape(batch, n_chunks * chunk, *y.shape[2:])[:, :T]

@@ -1,17 +1,23 @@
 """The masked scan of tree verification and the replay of an accepted path.
 
-Both work from four per-token inputs, in float32:
+Axes: B batch, T tokens (tree nodes), Tq queried ones among them, H SSM heads, P head
+size, N state size, G groups (head h reads group h // (H / G)), M longest path.
+
+What a token brings, in any float dtype; all is computed in float32:
 
     x  [B, T, H, P]   SSM input, after convolution
     dt [B, T, H]      step size, after softplus and clamp (0 makes a token a no-op)
     a  [B, T, H]      log decay, a = dt * A with A < 0
-    B  [B, T, G, N]   input projection; head h reads group h // (H / G)
+    B  [B, T, G, N]   input projection
+    C  [B, Tq, G, N]  output projection
+    D  [H] or [H, P]  skip weight per head or per channel, of all tokens
 
 Products are written with the large operand on the left (`state`, weights), the form
 in which XLA:CPU streams it at memory speed.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +25,34 @@ from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
 FORGOTTEN = -128.0  # exp of this and below is 0 in float32
+
+
+class ScanInputs(NamedTuple):
+    """What a scan reads of T tokens, Tq of which are queried; shapes as above."""
+
+    x: jax.Array
+    dt: jax.Array
+    a: jax.Array
+    B: jax.Array
+    C: jax.Array
+    D: jax.Array
+
+
+class Replayed(NamedTuple):
+    """T tokens of which a path was accepted.
+
+    Attributes:
+      x, dt, a, B: as above.
+      path: [B, M] int32, rows of the accepted tokens in order.
+      length: [B] int32, how many entries of `path` count; 0 leaves the state alone.
+    """
+
+    x: jax.Array
+    dt: jax.Array
+    a: jax.Array
+    B: jax.Array
+    path: jax.Array
+    length: jax.Array
 
 
 def _grouped(z: jax.Array, groups: int) -> jax.Array:
@@ -45,12 +79,7 @@ def _path_sum(mask: jax.Array, a: jax.Array) -> jax.Array:
 
 
 def tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
+    inputs: ScanInputs,
     h0: jax.Array,
     mask: jax.Array,
     rows: jax.Array | None = None,
@@ -65,18 +94,16 @@ def tree_scan(
     decoding step. Any reflexive partial order is a valid mask.
 
     Args:
-      x, dt, a, B: the T key tokens, see the module's legend.
-      C: [B, Tq, G, N], output projection of the queries.
-      D: [H], skip weight per head, or [H, P] per channel.
+      inputs: of the T key tokens; C of the queries.
       h0: [B, H, P, N] float32, state before the tree's root.
       mask: [B, T, T] bool, `mask[b, t, s]` iff s is t or an ancestor of t.
-      rows: [Tq], which of the T tokens the queries are; None for all of them.
+      rows: [Tq] int32, which of the T tokens the queries are; None for all of them.
 
     Returns:
       y [B, Tq, H, P] float32.
     """
+    x, dt, a, B, C, D = (z.astype(jnp.float32) for z in inputs)
     G = B.shape[2]
-    x, dt, a, B, C = (z.astype(jnp.float32) for z in (x, dt, a, B, C))
     hi, lo = (_path_sum(mask, part) for part in exact_split(a))  # [B, H, T] each
     x_q, mask_q, hi_q, lo_q = x, mask, hi, lo
     if rows is not None:
@@ -97,19 +124,11 @@ def tree_scan(
     state = h0.reshape(Bb, G, -1, h0.shape[-1])  # [B, G, H/G * P, N]
     carried = jnp.einsum("bgmn,btgn->bgmt", state, C, precision=_HIGHEST)
     carried = carried.reshape(Bb, H, -1, Tq) * jnp.exp(hi_q + lo_q)[:, :, None]
-    skip = D.astype(jnp.float32).reshape(1, 1, H, -1) * x_q
+    skip = D.reshape(1, 1, H, -1) * x_q
     return y.reshape(x_q.shape) + jnp.transpose(carried, (0, 3, 1, 2)) + skip
 
 
-def step_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    h0: jax.Array,
-) -> jax.Array:
+def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
     """`tree_scan` with a causal mask as the recurrence it stands for, step by step.
 
         h_t = exp(a_t) h_{t-1} + dt_t x_t (outer) B_t,    y_t = C_t . h_t + D x_t
@@ -117,11 +136,12 @@ def step_scan(
     What a selective scan does with a short sequence; a baseline, see `unrolled`.
 
     Args:
-      x, dt, a, B, C, D, h0: as in `tree_scan`, Tq = T.
+      inputs, h0: as in `tree_scan`, Tq = T.
 
     Returns:
       y [B, T, H, P] float32.
     """
+    x, dt, a, B, C, D = inputs
     heads = x.shape[2] // B.shape[2]
 
     def step(h: jax.Array, inputs: tuple) -> tuple[jax.Array, jax.Array]:
@@ -136,15 +156,7 @@ def step_scan(
     return jnp.moveaxis(y, 0, 1) + skip
 
 
-def replay(
-    h0: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    path: jax.Array,
-    length: jax.Array,
-) -> jax.Array:
+def replay(h0: jax.Array, past: Replayed) -> jax.Array:
     """State after an accepted path, from the cached inputs of its tokens.
 
         h = exp(sum_j a_j) h0 + sum_j exp(sum_{i > j} a_i) dt_j x_j (outer) B_j
@@ -153,17 +165,17 @@ def replay(
 
     Args:
       h0: [B, H, P, N] float32, state before the path.
-      x, dt, a, B: the T candidate tokens, see the module's legend.
-      path: [B, M] int32, rows of the accepted tokens in order.
-      length: [B] int32, how many entries of `path` count; 0 returns h0.
+      past: the T candidate tokens and the path; of length 0 it returns h0.
 
     Returns:
       h [B, H, P, N] float32.
     """
-    G = B.shape[2]
+    *tokens, path, length = past
     take = jax.vmap(lambda z, p: z[p])
-    x, dt, a, B = (take(z, path).astype(jnp.float32) for z in (x, dt, a, B))
-    valid = (jnp.arange(path.shape[1])[None] < length[:, None])[..., None]
+    x, dt, a, B = (take(z, path).astype(jnp.float32) for z in tokens)
+    G = B.shape[2]
+    place = jnp.arange(path.shape[1], dtype=jnp.int32)
+    valid = (place[None] < length[:, None])[..., None]
     dt, a = jnp.where(valid, dt, 0.0), jnp.where(valid, a, 0.0)
     after = lax.cumsum(a[:, 1:], axis=1, reverse=True)  # sum over i > j
     after = jnp.pad(after, ((0, 0), (0, 1), (0, 0)))
@@ -175,17 +187,7 @@ def replay(
 
 
 def replay_tree_scan(
-    h0: jax.Array,
-    replayed: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    path: jax.Array,
-    length: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    mask: jax.Array,
+    h0: jax.Array, past: Replayed, inputs: ScanInputs, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`replay` of the last step's path, then `tree_scan` of this step's tree.
 
@@ -193,12 +195,11 @@ def replay_tree_scan(
 
     Args:
       h0: [B, H, P, N] float32, state before the last step's path.
-      replayed: (x, dt, a, B) of the last step's tree.
-      path, length: the accepted path in it, as in `replay`.
-      x, dt, a, B, C, D, mask: this step's tree, as in `tree_scan`.
+      past: the last step's tree and the accepted path in it.
+      inputs, mask: this step's tree, as in `tree_scan`, Tq = T.
 
     Returns:
       y [B, T, H, P] and the replayed state [B, H, P, N], both float32.
     """
-    h = replay(h0, *replayed, path, length)
-    return tree_scan(x, dt, a, B, C, D, h, mask), h
+    h = replay(h0, past)
+    return tree_scan(inputs, h, mask), h

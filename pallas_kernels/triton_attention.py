@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.pallas_kernels.dispatch import int32_inside
+
 try:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as pltriton
@@ -110,6 +112,7 @@ def unsupported(
     return None
 
 
+@int32_inside
 def tree_attention(
     q: jax.Array,
     k: jax.Array,

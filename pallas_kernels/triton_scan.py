@@ -34,7 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from stree_jax.pallas_kernels.scan import FORGOTTEN
+from stree_jax.pallas_kernels.dispatch import int32_inside
+from stree_jax.pallas_kernels.scan import FORGOTTEN, Replayed, ScanInputs
 
 try:
     from jax.experimental.pallas import triton as pltriton
@@ -103,26 +104,16 @@ def unsupported(
     return None
 
 
-class _Past(NamedTuple):
-    """What the replay reads: the last tree and the accepted path in it."""
-
-    x: Any
-    dt: Any
-    a: Any
-    B: Any
-    path: Any
-    length: Any
-
-
 class _Tree(NamedTuple):
-    """What the scan reads; `rows` is None if the queries are all tokens."""
+    """What the scan reads, as arrays, as refs, or as the blocks that a program reads.
 
-    x: Any
-    dt: Any
-    a: Any
-    B: Any
-    C: Any
-    D: Any
+    Attributes:
+      inputs: `ScanInputs`.
+      mask: [B, T, T] int8.
+      rows: [Tq] int32, or None if the queries are all tokens.
+    """
+
+    inputs: Any
     mask: Any
     rows: Any
 
@@ -189,8 +180,8 @@ def _path_sums(allowed: jax.Array, a: jax.Array, T: int) -> tuple[jax.Array, jax
     return next(sums), next(sums)
 
 
-def _replay(past: _Past, product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The function that takes a part of the state over the path."""
+def _replay(past: Any, product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The function that takes a part of the state over the path of `Replayed` refs."""
     M = past.path.shape[0]
     j = lax.iota(jnp.int32, _tile(M))
     valid = j < jnp.minimum(past.length[...], M)
@@ -221,24 +212,19 @@ def _weights(
     return jnp.exp(hi_q + lo_q), decay * dt[None]
 
 
-def _kernel(
-    h0: Any, past: _Past | None, tree: _Tree, h: Any, y: Any, *, blocks: Blocks
-) -> None:
+def _kernel(h0: Any, past: Any, tree: _Tree, h: Any, y: Any, *, blocks: Blocks) -> None:
     """One program; refs without batch and head axes, h0, h [head, N], y [Tq, head]."""
     product = partial(_product, precision=blocks.precision)
-    T = tree.dt.shape[0]
-    key, query = _numbers(T), _numbers(tree.C.shape[0])
+    inputs = tree.inputs
+    T = inputs.dt.shape[0]
+    key, query = _numbers(T), _numbers(inputs.C.shape[0])
     # What is used after the loop is read before it, to arrive in the meantime.
-    x, dt, a, mask = (
-        tree.x[key, :],
-        tree.dt[key],
-        tree.a[key],
-        tree.mask[key[:, None], key[None]],
-    )
+    x, dt, a = inputs.x[key, :], inputs.dt[key], inputs.a[key]
+    mask = tree.mask[key[:, None], key[None]]
     x_q, mask_q = x, mask
     if tree.rows is not None:
         row = jnp.clip(tree.rows[query], 0, T - 1)
-        x_q, mask_q = tree.x[row, :], tree.mask[row[:, None], key[None]]
+        x_q, mask_q = inputs.x[row, :], tree.mask[row[:, None], key[None]]
     replay = None if past is None else _replay(past, product)
 
     def chunk(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -248,8 +234,8 @@ def _kernel(
         if replay is not None:
             state = replay(state, part)
             h[:, part] = state
-        C = tree.C[query, part]
-        scores = scores + product(C, tree.B[key, part], (1, 1))
+        C = inputs.C[query, part]
+        scores = scores + product(C, inputs.B[key, part], (1, 1))
         return scores, carried + product(C, state, (1, 1))
 
     zero = partial(jnp.zeros, dtype=jnp.float32)
@@ -257,58 +243,62 @@ def _kernel(
     scores, carried = lax.fori_loop(0, h0.shape[1] // blocks.state, chunk, sums)
 
     grown, weight = _weights(mask, mask_q, a, dt, T)
-    D = tree.D[...].astype(jnp.float32)
+    D = inputs.D[...].astype(jnp.float32)
     skip = (D if D.ndim == 0 else D[None]) * x_q.astype(jnp.float32)
     mixed = product(weight * scores, x, (1, 0))
     y[...] = grown[:, None] * carried + mixed + skip
 
 
-def _specs(past: _Past | None, tree: _Tree, head: int) -> tuple[Any, Any]:
+def _specs(past: Replayed | None, tree: _Tree, head: int) -> tuple[Any, _Tree]:
     """Which part of each input a program reads."""
-    heads_per_group = tree.x.shape[2] // tree.B.shape[2]
+    inputs: ScanInputs = tree.inputs
+    heads_per_group = inputs.x.shape[2] // inputs.B.shape[2]
 
-    def whole(z: jax.Array) -> pl.BlockSpec:  # of one sequence
+    def whole(z: jax.Array) -> Any:  # of one sequence
         rest = (0,) * (z.ndim - 1)
         return pl.BlockSpec((None, *z.shape[1:]), lambda b, h, p: (b, *rest))
 
-    def steps(z: jax.Array) -> pl.BlockSpec:
+    def steps(z: jax.Array) -> Any:
         return pl.BlockSpec((None, z.shape[1], None), lambda b, h, p: (b, 0, h))
 
-    def channels(z: jax.Array) -> pl.BlockSpec:
+    def channels(z: jax.Array) -> Any:
         block = (None, z.shape[1], None, head)
         return pl.BlockSpec(block, lambda b, h, p: (b, 0, h, p))
 
-    def group(z: jax.Array) -> pl.BlockSpec:
+    def group(z: jax.Array) -> Any:
         block = (None, z.shape[1], None, z.shape[3])
         return pl.BlockSpec(block, lambda b, h, p: (b, 0, h // heads_per_group, 0))
 
-    def tokens(z: _Past | _Tree) -> tuple[Any, Any, Any, Any]:
+    def tokens(z: Replayed | ScanInputs) -> tuple[Any, Any, Any, Any]:
         return channels(z.x), steps(z.dt), steps(z.a), group(z.B)
 
-    if tree.D.ndim == 1:
+    D: Any
+    if inputs.D.ndim == 1:
         D = pl.BlockSpec((None,), lambda b, h, p: (h,))
     else:
         D = pl.BlockSpec((None, head), lambda b, h, p: (h, p))
     rows = None
     if tree.rows is not None:
         rows = pl.BlockSpec(tree.rows.shape, lambda b, h, p: (0,))
-    tree_specs = _Tree(*tokens(tree), group(tree.C), D, whole(tree.mask), rows)
+    tree_inputs = ScanInputs(*tokens(inputs), group(inputs.C), D)
+    tree_specs = _Tree(tree_inputs, whole(tree.mask), rows)
     if past is None:
         return None, tree_specs
-    return _Past(*tokens(past), whole(past.path), whole(past.length)), tree_specs
+    return Replayed(*tokens(past), whole(past.path), whole(past.length)), tree_specs
 
 
+@int32_inside
 def _call(
     h0: jax.Array,
-    past: _Past | None,
+    past: Replayed | None,
     tree: _Tree,
     blocks: Blocks | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """(h, y); h is h0 without a past."""
     batch, H, P, N = h0.shape
-    T, Tq = tree.dt.shape[1], tree.C.shape[1]
-    blocks = blocks or default_blocks(T, P, N, tree.x.dtype)
+    T, Tq = tree.inputs.dt.shape[1], tree.inputs.C.shape[1]
+    blocks = blocks or default_blocks(T, P, N, tree.inputs.x.dtype)
     if interpret and blocks.precision in _GPU_ONLY:
         blocks = replace(blocks, precision="interpret")
     state = pl.BlockSpec((None, None, blocks.head, N), lambda b, h, p: (b, h, p, 0))
@@ -339,15 +329,8 @@ def _call(
 
 def replay_tree_scan(
     h0: jax.Array,
-    replayed: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    path: jax.Array,
-    length: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
+    past: Replayed,
+    inputs: ScanInputs,
     mask: jax.Array,
     *,
     blocks: Blocks | None = None,
@@ -356,23 +339,17 @@ def replay_tree_scan(
     """`scan.replay_tree_scan` in one launch; the state is written over h0.
 
     Args:
-      h0 ... mask: as there, within what `unsupported` allows.
+      h0, past, inputs, mask: as there, within what `unsupported` allows.
       blocks: `default_blocks` if None.
       interpret: run by the interpreter of Pallas, on any device.
     """
-    past = _Past(*replayed, path, length)
-    tree = _Tree(x, dt, a, B, C, D, mask.astype(jnp.int8), None)
+    tree = _Tree(inputs, mask.astype(jnp.int8), None)
     h, y = _call(h0, past, tree, blocks, interpret)
     return y, h
 
 
 def tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    a: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
+    inputs: ScanInputs,
     h0: jax.Array,
     mask: jax.Array,
     rows: jax.Array | None = None,
@@ -381,5 +358,5 @@ def tree_scan(
     interpret: bool = False,
 ) -> jax.Array:
     """`scan.tree_scan` in one launch; blocks, interpret as in `replay_tree_scan`."""
-    tree = _Tree(x, dt, a, B, C, D, mask.astype(jnp.int8), rows)
+    tree = _Tree(inputs, mask.astype(jnp.int8), rows)
     return _call(h0, None, tree, blocks, interpret)[1]

@@ -23,9 +23,9 @@ from stree_jax.convert.store import (
     read_params,
     write_directory,
 )
-from stree_jax.convert.tensors import param_shapes
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.memory import state_bytes, weight_bytes
+from stree_jax.models import param_shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

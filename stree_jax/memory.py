@@ -5,14 +5,13 @@ import math
 import jax
 import numpy as np
 
-from stree_jax.convert.tensors import FLOAT32_PARAMS, param_shapes
-from stree_jax.models import ModelConfig, init_state
+from stree_jax.models import ModelConfig, init_state, param_shapes, stored_dtype
 
 
 def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     """Of all parameters in `dtype`, but for those that are float32 always."""
     return sum(
-        math.prod(shape) * (4 if path[-1] in FLOAT32_PARAMS else dtype.itemsize)
+        math.prod(shape) * np.dtype(stored_dtype(path[-1], dtype)).itemsize
         for path, shape in param_shapes(config).items()
     )
 

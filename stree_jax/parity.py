@@ -16,7 +16,7 @@ from stree_jax.convert.configs import read_config
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import config_from_json
-from stree_jax.convert.tensors import FLOAT32_PARAMS
+from stree_jax.models import FLOAT32_PARAMS
 from stree_jax.scoring import score
 
 LIMIT = 1e-4  # of the difference of two logits in float32; see `Difference`

@@ -18,10 +18,11 @@ from stree_jax.convert.families.table import (
     tensor,
     write_fields,
 )
-from stree_jax.convert.fields import MAX_LAYERS, MAX_SIZE, ConfigFields
+from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.config import LayerKind, Rope
+from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
 
 Part = TypeVar("Part")
 Layers = tuple[LayerKind, ...]

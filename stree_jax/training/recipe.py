@@ -19,11 +19,11 @@ from stree_jax.models import (
     MLPConfig,
     ModelConfig,
     Rope,
+    cast_params,
 )
 from stree_jax.training import corpus as text
 from stree_jax.training.train import (
     TrainConfig,
-    cast_matrices,
     distillation_loss,
     fit,
     next_token_loss,
@@ -171,5 +171,5 @@ def distill_drafter(
 
 def write(params, config: ModelConfig, tokenizer: "Tokenizer", out: Path) -> None:
     """A bfloat16 Hugging Face directory of the model."""
-    rounded = jax.tree.map(jnp.asarray, cast_matrices(params, jnp.bfloat16))
+    rounded = jax.tree.map(jnp.asarray, cast_params(params, jnp.bfloat16))
     export_hf(config, rounded, tokenizer, out)

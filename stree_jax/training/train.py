@@ -20,6 +20,7 @@ from tqdm import tqdm
 from stree_jax.models import (
     Model,
     ModelConfig,
+    cast_params,
     chain_nodes,
     forward_hidden,
     init_params,
@@ -68,16 +69,6 @@ class TrainState:
     params: Params
     optimizer: Any
     step: jax.Array
-
-
-def cast_matrices(params: Params, dtype: Any) -> Params:
-    """Round the weights to `dtype`; A_log, dt_bias and D stay float32."""
-
-    def cast(path: tuple, leaf: jax.Array) -> jax.Array:
-        keep = path[-1].key in ("A_log", "dt_bias", "D")
-        return leaf.astype(jnp.float32 if keep else dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def sequence_logits(
@@ -136,7 +127,7 @@ def _train_step(
     loss: Loss, train: TrainConfig, state: TrainState, windows: jax.Array
 ) -> tuple[TrainState, jax.Array]:
     def rounded_loss(params: Params) -> jax.Array:
-        return loss(cast_matrices(params, train.compute_dtype), windows)
+        return loss(cast_params(params, train.compute_dtype), windows)
 
     value, grads = jax.value_and_grad(rounded_loss)(state.params)
     optimizer = make_optimizer(train)
@@ -171,7 +162,7 @@ def fit(
         params, make_optimizer(train).init(params), jnp.zeros((), jnp.int32)
     )
     step_fn = jax.jit(partial(_train_step, loss, train), donate_argnums=0)
-    eval_fn = jax.jit(lambda p, w: loss(cast_matrices(p, train.compute_dtype), w))
+    eval_fn = jax.jit(lambda p, w: loss(cast_params(p, train.compute_dtype), w))
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     history: list[dict[str, float]] = []
     with ocp.CheckpointManager(directory.absolute(), options=options) as manager:

@@ -12,7 +12,7 @@ from stree_jax.bench.unroll import Unrolled, verify_unrolled
 from stree_jax.generation import FOREVER, begin
 from stree_jax.models import forward_hidden, init_state, tree_nodes
 from stree_jax.models.state import Pending, init_records
-from stree_jax.pallas_kernels import step_scan, tree_scan
+from stree_jax.pallas_kernels import ScanInputs, step_scan, tree_scan
 from stree_jax.speculation import loop
 from stree_jax.speculation.tree import make_tree, resolve_tree, tree_layout
 from tests.support.tiny import REAL, perturbed, tiny
@@ -36,8 +36,9 @@ def test_step_scan_is_the_tree_scan_of_a_chain():
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool))[None], (BATCH, T, T))
     for D in (rng.normal(size=H), rng.normal(size=(H, P))):
         D = jnp.asarray(D, jnp.float32)
-        packed = tree_scan(x, dt, a, B, C, D, h0, causal)
-        stepped = step_scan(x, dt, a, B, C, D, h0)
+        inputs = ScanInputs(x, dt, a, B, C, D)
+        packed = tree_scan(inputs, h0, causal)
+        stepped = step_scan(inputs, h0)
         chex.assert_trees_all_close(stepped, packed, atol=2e-5)
 
 

@@ -20,8 +20,7 @@ import stree_jax
 from stree_jax.checkpoint import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from stree_jax.convert.tensors import param_shapes
-from stree_jax.models import init_params
+from stree_jax.models import init_params, param_shapes
 from tests.support.checkpoints import (
     CASES,
     HF_CASES,

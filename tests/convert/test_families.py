@@ -39,8 +39,8 @@ from stree_jax.convert.families.table import (
 from stree_jax.convert.fields import REQUIRED, ConfigFields
 from stree_jax.convert.rows import source_shapes
 from stree_jax.convert.source import TensorInfo
-from stree_jax.convert.tensors import param_shapes, rows_of
-from stree_jax.models import AttentionConfig, MLPConfig, Rope
+from stree_jax.convert.tensors import rows_of
+from stree_jax.models import AttentionConfig, MLPConfig, Rope, param_shapes
 from tests.support.checkpoints import sources
 
 OTHERS = {

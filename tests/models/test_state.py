@@ -14,19 +14,21 @@ from stree_jax.models import (
     MambaConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Pending,
     Rope,
+    SharedConfig,
     commit,
     extend,
     forward_hidden,
     init_params,
     init_records,
     init_state,
-    layers,
+    mamba2,
     prefill,
     tree_nodes,
 )
-from stree_jax.models.state import AttentionState, MambaState
+from stree_jax.models.state import AttentionState, MambaState, ParallelState
 from tests.support.reference import (
     MODEL_TOLERANCE,
     assert_near,
@@ -67,7 +69,29 @@ CONFIGS = {
         ),
         attention=AttentionConfig(4, 1, 4, rope=Rope(theta=20.0, dim=2)),
     ),
+    "two mixers a layer": ModelConfig(
+        vocab_size=32,
+        num_tokens=32,
+        d_model=16,
+        layers=("parallel", "moe", "shared"),
+        mamba=MambaConfig(4, 4, 6, norm=None, dt_limit=(0.1, 0.9)),
+        attention=AttentionConfig(
+            4, 2, 4, rope=Rope(theta=20.0, dim=4), d_conv=3, d_mlp=2, d_out=16
+        ),
+        mlp=MLPConfig(d_hidden=12, activation="gelu"),
+        moe=MoEConfig(6, 2, 8, shared=MLPConfig(6), router="sigmoid", d_latent=10),
+        shared=SharedConfig(blocks=1, adapter_rank=3, attention_adapter=True),
+    ),
 }
+
+
+def mixers_of(layers):
+    """The states of all mixers, one by one; None for an MLP."""
+    for entry in layers:
+        if isinstance(entry, ParallelState):
+            yield from (entry.mamba, entry.attention)
+        else:
+            yield entry
 
 
 class Runner:
@@ -142,7 +166,8 @@ def random_accepted(rng, parents, lengths=None):
 def assert_same_state(actual, expected, tolerance=TOLERANCE):
     """Equal where a state means something: caches up to the committed length."""
     np.testing.assert_array_equal(actual.length, expected.length)
-    for mine, other in zip(actual.layers, expected.layers, strict=True):
+    pairs = (mixers_of(state.layers) for state in (actual, expected))
+    for mine, other in zip(*pairs, strict=True):
         if isinstance(other, MambaState):
             assert mine.ssm.dtype == jnp.float32
             assert_near(mine.ssm, other.ssm, tolerance)
@@ -151,6 +176,8 @@ def assert_same_state(actual, expected, tolerance=TOLERANCE):
             for b, n in enumerate(np.asarray(expected.length)):
                 assert_near(mine.k[b, :, :n], other.k[b, :, :n], tolerance)
                 assert_near(mine.v[b, :, :n], other.v[b, :, :n], tolerance)
+            if other.conv is not None:
+                assert_near(mine.conv, other.conv, tolerance)
         else:
             assert mine is None and other is None
 
@@ -236,7 +263,8 @@ def test_bfloat16_nodes_and_commit():
 def assert_row_unchanged(state, before, b):
     n = int(before.length[b])
     assert int(state.length[b]) == n
-    for new, old in zip(state.layers, before.layers, strict=True):
+    pairs = (mixers_of(each.layers) for each in (state, before))
+    for new, old in zip(*pairs, strict=True):
         if isinstance(old, MambaState):
             np.testing.assert_array_equal(new.ssm[b], old.ssm[b])
             np.testing.assert_array_equal(new.conv[b], old.conv[b])
@@ -288,6 +316,19 @@ def test_level_by_level_is_the_tree_in_one_pass(model, seed):
     jax.tree.map(assert_close, mine, records)
 
 
+def test_rows_with_a_pending_path_are_refused(hybrid):
+    records = init_records(hybrid.config, BATCH, T, jnp.float32)
+    path, length = np.zeros((BATCH, M), np.int32), np.zeros(BATCH, np.int32)
+    given = dict(records=records, rows=np.arange(1, dtype=np.int32))
+    args = (
+        hybrid.empty,
+        np.zeros((BATCH, 1), np.int32),
+        hybrid.nodes([[-1] * T] * BATCH),
+    )
+    with pytest.raises(ValueError, match="rows: .* commit it first"):
+        hybrid.forward(*args, **given, pending=Pending(records, path, length))
+
+
 def test_siblings_may_change_places(hybrid):
     rng = np.random.default_rng(30)
     state = hybrid.prefix(rng)
@@ -323,19 +364,21 @@ def test_prefill_by_any_chunk_is_one_pass(hybrid, monkeypatch):
     whole = hybrid.extend(hybrid.empty, tokens, length)[1]
     assert_same_state(run(4), whole)
     assert_same_state(run(8), whole)
-    monkeypatch.setattr(layers, "CHUNK", 7)
+    monkeypatch.setattr(mamba2, "CHUNK", 7)
     assert_same_state(run(24), whole)
 
 
-def test_extend_is_one_token_at_a_time(hybrid):
+@pytest.mark.parametrize("name", ["mamba2 hybrid", "two mixers a layer"])
+def test_extend_is_one_token_at_a_time(name):
+    model = model_of(name)
     rng = np.random.default_rng(50)
     tokens = random_tokens(rng)
-    start = hybrid.prefix(rng)
-    hidden, whole = hybrid.extend(start, tokens, np.full(BATCH, T, np.int32))
+    start = model.prefix(rng)
+    hidden, whole = model.extend(start, tokens, np.full(BATCH, T, np.int32))
     state = start
     for t in range(T):
         one = np.ones(BATCH, np.int32)
-        out, state = hybrid.extend(state, tokens[:, t : t + 1], one)
+        out, state = model.extend(state, tokens[:, t : t + 1], one)
         assert_near(hidden[:, t : t + 1], out, TOLERANCE)
     assert_same_state(state, whole)
 

@@ -1,6 +1,7 @@
 """Which implementation of an op runs, and that the choice changes no result."""
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from stree_jax import pallas_kernels
-from stree_jax.pallas_kernels import attention, ops, scan
+from stree_jax.pallas_kernels import Replayed, ScanInputs, attention, ops, scan
 from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
 
 B, T, H, P, N = 1, 5, 2, 16, 16
@@ -21,16 +22,15 @@ def array(seed, *shape):
 
 def scan_args():
     dt = jax.nn.softplus(array(1, B, T, H))
-    return (
-        *(array(0, B, T, H, P), dt, -dt, array(2, B, T, 1, N), array(3, B, T, 1, N)),
-        *(array(4, H), array(5, B, H, P, N), MASK),
-    )
+    x, Bs, C = array(0, B, T, H, P), array(2, B, T, 1, N), array(3, B, T, 1, N)
+    inputs = ScanInputs(x, dt, -dt, Bs, C, array(4, H))
+    return inputs, array(5, B, H, P, N), MASK
 
 
 def replay_args():
-    x, dt, a, Bs, C, D, h0, mask = scan_args()
+    inputs, h0, mask = scan_args()
     path, length = jnp.array([[0, 2, 4]], jnp.int32), jnp.array([2], jnp.int32)
-    return h0, (x, dt, a, Bs), path, length, x, dt, a, Bs, C, D, mask
+    return h0, Replayed(*inputs[:4], path, length), inputs, mask
 
 
 def attention_args():
@@ -97,8 +97,8 @@ def test_an_unknown_implementation_is_refused(name):
 
 
 def test_a_named_kernel_runs_or_says_why_not():
-    x, dt, a, Bs, C, D, h0, mask = scan_args()
-    odd = (x[..., :5], dt, a, Bs, C, D, h0[:, :, :5], mask)
+    inputs, h0, mask = scan_args()
+    odd = (inputs._replace(x=inputs.x[..., :5]), h0[:, :, :5], mask)
     with pytest.raises(ValueError, match="tree_scan: triton: the head size 5"):
         ops.tree_scan(*odd, implementation="triton")
     ours = ops.tree_scan(*odd)  # and by default plain JAX does it
@@ -137,9 +137,8 @@ def test_gradients_are_the_definitions(name):
         return jax.jit(jax.grad(run))
 
     plain = (lambda *a: definition(*a, 0.25)) if "att" in name else definition
-    np.testing.assert_allclose(
-        total(function)(*args), total(plain)(*args), rtol=1e-6, atol=1e-6
-    )
+    close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, total(function)(*args), total(plain)(*args))
 
 
 @all_ops

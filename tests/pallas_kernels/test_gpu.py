@@ -52,8 +52,8 @@ dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def run_scan(kernel, inputs):
     """The kernel's results, or a skip where it cannot take these arguments."""
     module = {"triton": triton_scan, "mosaic_gpu": mosaic_scan}[kernel]
-    *_, x, _, _, B, _, _, mask = inputs
-    reason = module.unsupported(x, B, mask, inputs[2])
+    _, past, tree, mask = inputs
+    reason = module.unsupported(tree.x, tree.B, mask, past.path)
     if reason is not None:
         pytest.skip(f"{kernel}: {reason}")
     return jax.jit(SCANS[kernel])

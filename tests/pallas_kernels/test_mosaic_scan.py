@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.pallas_kernels import mosaic_scan
+from stree_jax.pallas_kernels import Replayed, ScanInputs, mosaic_scan
 from tests.support.reference import (
     assert_near,
     chain,
@@ -81,7 +81,8 @@ def inputs_of(s: Shape, parents, length, D_per_channel=False, M=4, seed=0):
     D = normal(rng, s.heads, s.P) if D_per_channel else normal(rng, s.heads)
     h0 = normal(rng, s.batch, s.heads, s.P, s.N)
     mask = np.stack([mask_of(row) for row in parents])
-    return h0, tuple(replayed), path, length, x, dt, a, B, C, D, mask
+    past = Replayed(*replayed, path, length)
+    return h0, past, ScanInputs(x, dt, a, B, C, D), mask
 
 
 def interpreted(inputs):
@@ -96,8 +97,8 @@ def interpreted(inputs):
 def check(s: Shape, parents, length, **kw):
     parents = np.broadcast_to(parents, (s.batch, s.T))
     inputs = inputs_of(s, parents, length, **kw)
-    h0, replayed, path, lengths, x, dt, a, B, C, D, mask = inputs
-    assert mosaic_scan.unsupported(x, B, mask, path) is None
+    h0, (*replayed, path, lengths), tree, mask = inputs
+    assert mosaic_scan.unsupported(tree.x, tree.B, mask, path) is None
     y, h = interpreted(inputs)
     expected = np.stack(
         [
@@ -107,7 +108,7 @@ def check(s: Shape, parents, length, **kw):
     )
     assert_near(h, expected, 1e-6)
     tolerance = TOLERANCE[s.dtype]
-    assert_near(y, scan_tree(x, dt, a, B, C, D, expected, parents), tolerance)
+    assert_near(y, scan_tree(*tree, expected, parents), tolerance)
     return inputs, y, h
 
 
@@ -142,14 +143,14 @@ def test_path_lengths(length):
     s = Shape(6, 64, 64, heads=1)
     parents = random_forest(np.random.default_rng(length), s.T)
     inputs, y, h = check(s, parents, length)
-    h0, (x, dt, a, B), path, *rest = inputs
+    h0, (x, dt, a, B, path, lengths), *rest = inputs
     if length == 0:
         np.testing.assert_array_equal(h, h0)
     unread = np.setdiff1d(np.arange(9), path[0, :length])
     x, B = x.at[:, unread].set(np.nan), B.at[:, unread].set(np.nan)
     dt[:, unread], a[:, unread] = np.nan, np.inf
     path[:, length:] = 99  # out of range
-    again = interpreted((h0, (x, dt, a, B), path, *rest))
+    again = interpreted((h0, Replayed(x, dt, a, B, path, lengths), *rest))
     np.testing.assert_array_equal(again[0], y)
     np.testing.assert_array_equal(again[1], h)
 
@@ -157,22 +158,21 @@ def test_path_lengths(length):
 def test_float32_in_two_parts_where_three_do_not_fit():
     s = Shape(64, 64, 256, heads=1)
     inputs = inputs_of(s, chain(64)[None], 3)
-    h0, replayed, path, length, x, dt, a, B, C, D, mask = inputs
-    assert mosaic_scan.unsupported(x, B, mask, path) is None
+    _, past, tree, mask = inputs
+    assert mosaic_scan.unsupported(tree.x, tree.B, mask, past.path) is None
     y, h = interpreted(inputs)
-    assert_near(y, scan_tree(x, dt, a, B, C, D, h, chain(64)[None]), 3e-5)
+    assert_near(y, scan_tree(*tree, h, chain(64)[None]), 3e-5)
 
 
 def test_strong_decays_cost_no_accuracy():
     """Path sums to -5000: no overflow, and what follows a strong decay stays exact."""
     s = Shape(64, 64, 64, heads=1)
-    inputs = list(inputs_of(s, chain(64)[None], 1))
+    h0, past, tree, mask = inputs_of(s, chain(64)[None], 1)
     a = np.random.default_rng(0).uniform(-0.1, -0.01, (1, 64, 1)).astype(np.float32)
     a[:, ::4] -= 80
-    inputs[6] = a
-    y, h = interpreted(inputs)
-    x, dt, _, B, C, D, _ = inputs[4:]
-    assert_near(y, scan_tree(x, dt, a, B, C, D, h, chain(64)[None]), 1e-6)
+    tree = tree._replace(a=a)
+    y, h = interpreted((h0, past, tree, mask))
+    assert_near(y, scan_tree(*tree, h, chain(64)[None]), 1e-6)
 
 
 def test_decays_off_the_path_overflow_to_nothing():
@@ -255,7 +255,7 @@ def test_import_without_mosaic_and_without_warnings():
     code = """
 import sys
 sys.modules["jax.experimental.pallas.mosaic_gpu"] = None
-from stree_jax.pallas_kernels import mosaic_scan
+from stree_jax.pallas_kernels import Replayed, ScanInputs, mosaic_scan
 assert mosaic_scan.plgpu is None
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

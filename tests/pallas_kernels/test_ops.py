@@ -10,6 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stree_jax.pallas_kernels import (
+    Replayed,
+    ScanInputs,
     chunk_scan,
     commit_window,
     replay,
@@ -60,10 +62,20 @@ SHAPES = {
 SHAPE = SHAPES["two groups"]
 all_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
-jit_tree_scan = jax.jit(tree_scan)
+
+def of_arrays(op):
+    """A scan as a function of x, dt, a, B, C, D, h0, and what else it takes."""
+
+    def run(*args, **options):
+        return op(ScanInputs(*args[:6]), *args[6:], **options)
+
+    return run
+
+
+jit_tree_scan = jax.jit(of_arrays(tree_scan))
 jit_replay = jax.jit(replay)
 jit_replay_tree_scan = jax.jit(replay_tree_scan)
-jit_chunk_scan = jax.jit(chunk_scan, static_argnames="chunk")
+jit_chunk_scan = jax.jit(of_arrays(chunk_scan), static_argnames="chunk")
 jit_tree_conv = jax.jit(tree_conv)
 jit_commit_window = jax.jit(commit_window)
 jit_tree_attention = jax.jit(tree_attention)
@@ -145,7 +157,8 @@ def test_tree_scan_eagerly(shape_of):
     parents = np.broadcast_to(shape_of(SHAPE.T), (SHAPE.batch, SHAPE.T))
     inputs = scan_inputs(rng, SHAPE, extreme=True)
     with jax.disable_jit():
-        y = tree_scan(*map(jnp.asarray, inputs), jnp.asarray(masks_of(parents)))
+        args = map(jnp.asarray, (*inputs, masks_of(parents)))
+        y = of_arrays(tree_scan)(*args)
     assert_near(y, scan_tree(*inputs, parents), TOLERANCE)
 
 
@@ -279,7 +292,7 @@ def test_gradient_of_tree_scan(extreme, eager):
     cotangent = jnp.asarray(normal(rng, *inputs[0].shape))
 
     def run(*args):
-        return gradients(lambda *z: tree_scan(*z, mask), args[:-1], args[-1])
+        return gradients(lambda *z: of_arrays(tree_scan)(*z, mask), args[:-1], args[-1])
 
     found = (run if eager else jax.jit(run))(*inputs, cotangent)
     expected = plain_gradients(inputs, cotangent, parents)
@@ -296,7 +309,9 @@ def test_gradient_of_chunk_scan(extreme):
 
     @jax.jit
     def run(*args):
-        return gradients(lambda *z: chunk_scan(*z, chunk=4), args[:-1], args[-1])
+        return gradients(
+            lambda *z: of_arrays(chunk_scan)(*z, chunk=4), args[:-1], args[-1]
+        )
 
     found = run(*inputs, cotangent)
     parents = np.broadcast_to(chain(SHAPE.T), (SHAPE.batch, SHAPE.T))
@@ -322,7 +337,7 @@ def test_replay_steps_the_recurrence_down_the_path(shape, extreme, seed):
     rng = np.random.default_rng(seed)
     x, dt, a, B, _, _, h0 = scan_inputs(rng, shape, extreme)
     path, length = random_paths(rng, shape.batch, shape.T, min(shape.T, 4))
-    h = jit_replay(h0, x, dt, a, B, path, length)
+    h = jit_replay(h0, Replayed(x, dt, a, B, path, length))
     assert h.dtype == jnp.float32
     expected = [
         step_path(h0[b], x[b], dt[b], a[b], B[b], path[b, : length[b]])
@@ -338,11 +353,11 @@ def test_replay_ignores_the_rest_of_the_path(seed):
     x, dt, a, B, _, _, h0 = scan_inputs(rng, SHAPE)
     path, length = random_paths(rng, SHAPE.batch, SHAPE.T, 4)
     length[0] = 0
-    before = np.asarray(jit_replay(h0, x, dt, a, B, path, length))
+    before = np.asarray(jit_replay(h0, Replayed(x, dt, a, B, path, length)))
     for b in range(SHAPE.batch):
         rest = np.setdiff1d(np.arange(SHAPE.T), path[b, : length[b]])
         x[b, rest], B[b, rest], dt[b, rest], a[b, rest] = 1e15, -1e15, 1e3, -1e5
-    after = np.asarray(jit_replay(h0, x, dt, a, B, path, length))
+    after = np.asarray(jit_replay(h0, Replayed(x, dt, a, B, path, length)))
     np.testing.assert_array_equal(after, before)
     np.testing.assert_array_equal(after[0], h0[0])
 
@@ -355,16 +370,15 @@ def test_replay_tree_scan_is_replay_then_tree_scan(seed):
     x0, dt0, a0, B0, _, _, h0 = scan_inputs(rng, before)
     path, length = random_paths(rng, before.batch, before.T, 4)
     parents = random_parents(rng, SHAPE.batch, SHAPE.T)
-    y, h = jit_replay_tree_scan(
-        *(h0, (x0, dt0, a0, B0), path, length),
-        *(x, dt, a, B, C, D, masks_of(parents)),
-    )
+    past = Replayed(x0, dt0, a0, B0, path, length)
+    inputs = ScanInputs(x, dt, a, B, C, D)
+    y, h = jit_replay_tree_scan(h0, past, inputs, masks_of(parents))
     expected = [
         step_path(h0[b], x0[b], dt0[b], a0[b], B0[b], path[b, : length[b]])
         for b in range(SHAPE.batch)
     ]
     assert_near(h, np.stack(expected), TOLERANCE)
-    assert_near(y, scan_tree(x, dt, a, B, C, D, h, parents), TOLERANCE)
+    assert_near(y, scan_tree(*inputs, h, parents), TOLERANCE)
 
 
 @pytest.mark.parametrize("T, chunk", [(11, 4), (8, 4), (3, 8), (5, 1)])

@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from stree_jax.pallas_kernels import scan, triton_scan
+from stree_jax.pallas_kernels import Replayed, ScanInputs, scan, triton_scan
 from stree_jax.pallas_kernels.triton_scan import Blocks, unsupported
-from tests.pallas_kernels.test_ops import Shape, masks_of, random_paths, scan_inputs
+from tests.pallas_kernels.test_ops import (
+    Shape,
+    masks_of,
+    of_arrays,
+    random_paths,
+    scan_inputs,
+)
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
@@ -50,7 +56,7 @@ dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 interpreted_replay = partial(triton_scan.replay_tree_scan, interpret=True)
 interpreted_scan = partial(triton_scan.tree_scan, interpret=True)
 jit_replay = jax.jit(interpreted_replay)
-jit_scan = jax.jit(interpreted_scan)
+jit_scan = jax.jit(of_arrays(interpreted_scan))
 
 
 def replay_inputs(rng, shape, parents, T0=20, M=6, dtype="float32", extreme=False):
@@ -59,20 +65,20 @@ def replay_inputs(rng, shape, parents, T0=20, M=6, dtype="float32", extreme=Fals
     x, dt, a, B, C, D, _ = scan_inputs(rng, shape, extreme)
     path, length = random_paths(rng, shape.batch, T0, M)
     x0, B0, x, B, C = (jnp.asarray(z, dtype) for z in (x0, B0, x, B, C))
-    past = (x0, dt0, a0, B0)
-    return h0, past, path, length, x, dt, a, B, C, D, masks_of(parents)
+    past = Replayed(x0, dt0, a0, B0, path, length)
+    return h0, past, ScanInputs(x, dt, a, B, C, D), masks_of(parents)
 
 
 def definition(inputs, parents):
     """(y, h) in float64, token by token."""
-    h0, past, path, length, x, dt, a, B, C, D, _ = inputs
+    h0, (*tokens, path, length), tree, _ = inputs
     h = np.stack(
         [
-            step_path(h0[b], *(np.asarray(z[b]) for z in past), path[b, : length[b]])
+            step_path(h0[b], *(np.asarray(z[b]) for z in tokens), path[b, : length[b]])
             for b in range(len(h0))
         ]
     )
-    return scan_tree(*(np.asarray(z) for z in (x, dt, a, B, C, D)), h, parents), h
+    return scan_tree(*map(np.asarray, tree), h, parents), h
 
 
 def lower(f, *args):
@@ -109,11 +115,11 @@ def test_lowers_for_cuda(shape):
         inputs = replay_inputs(rng, shape, parents, dtype=dtype)
         text = lower(triton_scan.replay_tree_scan, *inputs)
         assert text.count(CALL) == 1
-        h0, _, _, _, *tree, mask = inputs
-        assert CALL in lower(triton_scan.tree_scan, *tree, h0, mask)
+        h0, _, tree, mask = inputs
+        assert CALL in lower(triton_scan.tree_scan, tree, h0, mask)
         rows = np.arange(min(shape.T, 3), dtype=np.int32)
-        tree[4] = tree[4][:, rows]
-        assert CALL in lower(triton_scan.tree_scan, *tree, h0, mask, rows)
+        tree = tree._replace(C=tree.C[:, rows])
+        assert CALL in lower(triton_scan.tree_scan, tree, h0, mask, rows)
 
 
 @pytest.mark.parametrize("tree", [chain, star, binary, random_tree])
@@ -190,12 +196,13 @@ def test_the_length_of_the_path():
     shape = Shape(3, 7, 2, 1, 16, 32)
     parents = random_parents(rng, shape.batch, shape.T)
     inputs = replay_inputs(rng, shape, parents)
-    h0, past, path, length = inputs[:4]
+    h0, past = inputs[:2]
+    path, length = past.path, past.length
     length[:] = 0, 3, path.shape[1]
     before = jit_replay(*inputs)
     for b in range(shape.batch):
-        rest = np.setdiff1d(np.arange(past[1].shape[1]), path[b, : length[b]])
-        past[1][b, rest], past[2][b, rest] = 1e3, -1e5
+        rest = np.setdiff1d(np.arange(past.dt.shape[1]), path[b, : length[b]])
+        past.dt[b, rest], past.a[b, rest] = 1e3, -1e5
         path[b, length[b] :] = 10**6
     after = jit_replay(*inputs)
     jax.tree.map(np.testing.assert_array_equal, after, before)
@@ -266,22 +273,22 @@ def test_under_vmap():
     near(jax.jit(jax.vmap(interpreted_replay))(*stacked), expected)
     assert CALL in lower(jax.vmap(triton_scan.replay_tree_scan), *stacked)
 
-    axes = (None, *[0] * 10)
+    axes = (None, 0, 0, 0)
     shared = (each[0][0], *stacked[1:])
     expected = jax.jit(jax.vmap(scan.replay_tree_scan, axes))(*shared)
     near(jax.jit(jax.vmap(interpreted_replay, axes))(*shared), expected)
 
 
 def test_in_a_while_loop():
-    h0, past, path, length, *tree = small_inputs()
+    h0, past, tree, mask = small_inputs()
 
     def run(op, h0, past):
         def step(carry):
             i, h, past, total = carry
-            y, h = op(h, past, path, length, *tree)
-            return i + 1, h, tuple(tree[:4]), total + y
+            y, h = op(h, past, tree, mask)
+            return i + 1, h, Replayed(*tree[:4], *past[4:]), total + y
 
-        carry = jnp.int32(0), h0, past, jnp.zeros_like(tree[0])
+        carry = jnp.int32(0), h0, past, jnp.zeros_like(tree.x)
         _, h, _, total = jax.lax.while_loop(lambda c: c[0] < 3, step, carry)
         return total, h
 
@@ -320,7 +327,7 @@ def test_export_for_cuda():
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         exported = export(*inputs)
     assert CALL in exported.mlir_module()
-    assert [z.shape for z in exported.out_avals] == [inputs[4].shape, inputs[0].shape]
+    assert [z.shape for z in exported.out_avals] == [inputs[2].x.shape, inputs[0].shape]
 
 
 # What it refuses

@@ -1,0 +1,48 @@
+"""How `jax.export` writes our values that go in and out of jitted functions."""
+
+import json
+from collections.abc import Callable
+
+from jax import export
+
+from stree_jax.models.config_json import from_json, to_json
+from stree_jax.models.model import Model
+from stree_jax.models.nodes import Nodes
+from stree_jax.models.state import (
+    AttentionRecord,
+    AttentionState,
+    MambaRecord,
+    MambaState,
+    ParallelRecord,
+    ParallelState,
+    Pending,
+    State,
+)
+
+
+def register_for_export(
+    node: type,
+    write: Callable[[tuple], list] = list,
+    read: Callable[[list], tuple] = tuple,
+) -> None:
+    """Let `jax.export` serialize a `flax.struct.dataclass`.
+
+    Args:
+      write, read: its static fields, in order, to JSON and back.
+    """
+    export.register_pytree_node_serialization(
+        node,
+        serialized_name=f"stree_jax.{node.__name__}",
+        serialize_auxdata=lambda fields: json.dumps(write(fields)).encode(),
+        deserialize_auxdata=lambda data: read(json.loads(data)),
+    )
+
+
+register_for_export(
+    Model, lambda fields: [to_json(fields[0])], lambda values: (from_json(values[0]),)
+)
+register_for_export(Nodes)  # its `scan` is a string
+_NODES: list[type] = [State, MambaState, AttentionState, ParallelState]
+_NODES += [Pending, MambaRecord, AttentionRecord, ParallelRecord]
+for node in _NODES:
+    register_for_export(node)

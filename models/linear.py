@@ -1,0 +1,71 @@
+"""Products with weights, written as each platform streams them fastest."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+SKINNY = 64  # rows up to which a product is bound by reading the weight
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x @ weight.T + bias in float32; x is rounded to the weight's dtype first.
+
+    Args:
+      x: [..., k].
+      weight: [m, k], PyTorch's own layout.
+      bias: [m] or None.
+
+    Returns:
+      [..., m] float32.
+    """
+    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
+    if rows.shape[0] > SKINNY:
+        y = _product("tk,mk->tm", rows, weight)
+    else:
+        y = jax.lax.platform_dependent(
+            rows, weight, cpu=_skinny_cpu, default=partial(_product, "tk,mk->tm")
+        )
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None]
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    exact = left.dtype == jnp.float32  # or a GPU would round float32 to tf32
+    return jnp.einsum(
+        spec,
+        left,
+        right,
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """rows [t, k] @ weight.T for few rows, in the form XLA:CPU streams fastest.
+
+    The weight stands on the left, cut into blocks of rows that the cores share. Row
+    counts between 4, 8 and the multiples of 16 are slower than the next of these, and
+    for one 16-bit row the whole weight would be converted on every call (two are not).
+    """
+    (count, k), m = rows.shape, weight.shape[0]
+    if count <= 4:
+        padded = 2 if weight.dtype.itemsize == 2 and count == 1 else count
+    else:
+        padded = 8 if count <= 8 else -(-count // 16) * 16
+    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+    blocks = next(n for n in (4, 2, 1) if m % n == 0)
+    y = _product("bmk,kt->bmt", weight.reshape(blocks, m // blocks, k), rows.T)
+    y = jax.lax.optimization_barrier(y)  # or XLA puts the weight back on the right
+    return y.reshape(m, -1)[:, :count].T
+
+
+def as_row(v: jax.Array, ndim: int) -> jax.Array:
+    """A vector as the last axis of an ndim-dimensional array, in float32."""
+    return v.astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
+
+
+def scaled(x: jax.Array, multiplier: float) -> jax.Array:
+    """x times a constant of the config, which mostly is 1."""
+    return x if multiplier == 1.0 else x * multiplier

@@ -1,0 +1,57 @@
+"""The MLP of every token."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from stree_jax.models.config import Activation, MLPConfig
+from stree_jax.models.linear import linear, scaled
+from stree_jax.models.params import declare, mlp_params
+
+
+def activate(x: jax.Array, name: Activation) -> jax.Array:
+    match name:
+        case "silu":
+            return jax.nn.silu(x)
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+
+
+def activate_gated(
+    h: jax.Array, name: Activation, multiplier: float = 1.0
+) -> jax.Array:
+    """act(multiplier * gate) * up of h [..., gate and up]."""
+    gate, up = jnp.split(h, 2, axis=-1)
+    return activate(scaled(gate, multiplier), name) * up
+
+
+class MLP(nn.Module):
+    """An MLP as `MLPConfig` says."""
+
+    config: MLPConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, u: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
+        """[B, T, d] float32 of u [B, T, d].
+
+        Args:
+          adapter: [B, T, rows], added to the rows of the first product.
+        """
+        c = self.config
+        p = declare(self, mlp_params(c, u.shape[-1]), self.dtype)
+        first = "gate_up" if c.gated else "up"
+        with jax.named_scope("mlp"):
+            h = linear(u, p[first], p.get(f"{first}_bias"))
+            if adapter is not None:
+                h = h + adapter
+            if c.gated:
+                h = activate_gated(h, c.activation, c.gate_multiplier)
+            else:
+                h = activate(h, c.activation)
+            down = linear(h, p["down"], p.get("down_bias"))
+            return scaled(down, c.down_multiplier)

@@ -1,0 +1,52 @@
+"""Norms over the last axis, computed in float32."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from stree_jax.models.config import MambaConfig
+from stree_jax.models.linear import as_row
+from stree_jax.models.params import declare, norm_params
+
+
+def rms_norm(x: jax.Array, eps: float, groups: int = 1) -> jax.Array:
+    """x / rms(x) over each of `groups` equal parts of the last axis, in float32."""
+    parts = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    mean = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
+    return (parts * jax.lax.rsqrt(mean + eps)).reshape(x.shape)
+
+
+def gated_norm(
+    y: jax.Array, z: jax.Array, scale: jax.Array | None, config: MambaConfig
+) -> jax.Array:
+    """The mixer's output y gated by silu(z), normed before or after, or not at all.
+
+    Args:
+      y, z: [B, T, H * P] float32.
+      scale: [H * P] of the norm, or None for no norm.
+    """
+    gate = jax.nn.silu(z)
+    if scale is None:
+        return y * gate
+    y = y * gate if config.norm == "gate_first" else y
+    y = rms_norm(y, config.norm_eps, config.norm_groups) * as_row(scale, y.ndim)
+    return y * gate if config.norm == "norm_first" else y
+
+
+class Norm(nn.Module):
+    """RMSNorm ("rms") or LayerNorm with a bias ("layer") of x [..., d]."""
+
+    kind: str
+    eps: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        p = declare(self, norm_params(self.kind, x.shape[-1]), self.dtype)
+        if self.kind == "rms":
+            return rms_norm(x, self.eps) * as_row(p["scale"], x.ndim)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scaled = rms_norm(centred, self.eps) * as_row(p["scale"], x.ndim)
+        return scaled + as_row(p["bias"], x.ndim)

@@ -1,0 +1,59 @@
+"""Which parameters there are, and in which dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.models import (
+    FLOAT32_PARAMS,
+    by_path,
+    cast_params,
+    init_params,
+    nest,
+    param_shapes,
+)
+from tests.models.test_state import CONFIGS
+
+MOE = CONFIGS["two mixers a layer"]
+
+
+def arrays(config, dtype):
+    return init_params(config, jax.random.key(0), dtype)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shapes_are_those_of_the_parameters(name):
+    """Also of layers that were not traced, since another of their kind was."""
+    config = CONFIGS[name]
+    made = jax.eval_shape(lambda: arrays(config, jnp.float32))
+    assert param_shapes(config) == {k: v.shape for k, v in by_path(made).items()}
+
+
+def test_a_model_is_made_with_its_small_numbers_in_float32():
+    made = by_path(jax.eval_shape(lambda: arrays(MOE, jnp.bfloat16)))
+    assert {path[-1] for path in made} >= set(FLOAT32_PARAMS)
+    for path, leaf in made.items():
+        kept = path[-1] in FLOAT32_PARAMS
+        assert leaf.dtype == (jnp.float32 if kept else jnp.bfloat16), path
+
+
+def test_a_cast_rounds_what_a_model_of_that_dtype_rounds():
+    """The router's bias is not: it decides which experts are taken."""
+    made = jax.eval_shape(lambda: arrays(MOE, jnp.float32))
+    third = jax.tree.map(lambda p: np.full(p.shape, 1 / 3, np.float32), made)
+    rounded = cast_params(third, jnp.bfloat16)
+    wanted = jax.eval_shape(lambda: arrays(MOE, jnp.bfloat16))
+    assert jax.tree.structure(rounded) == jax.tree.structure(wanted)
+    for (path, leaf), want in zip(
+        by_path(rounded).items(), by_path(wanted).values(), strict=True
+    ):
+        assert leaf.dtype == want.dtype, path
+        exact = bool((leaf.astype(jnp.float32) == np.float32(1 / 3)).all())
+        assert exact == (path[-1] in FLOAT32_PARAMS), path
+
+
+def test_nest_is_the_inverse_of_by_path():
+    tree = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert by_path(tree) == {("a", "b"): 1, ("a", "c", "d"): 2, ("e",): 3}
+    assert nest(by_path(tree)) == tree
