@@ -1,8 +1,8 @@
 """Checkpoints of other libraries to ours, and back."""
 
 import math
+import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax.convert.configs import read_config
+from stree_jax.convert.configs import Warn, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
+from stree_jax.convert.families import NAMES
+from stree_jax.convert.rows import Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
     DTYPES,
+    SOURCE_CONFIG,
     atomic_directory,
     check_space,
     dtype_named,
     is_ours,
     write_directory,
 )
-from stree_jax.convert.tensors import Row, check_tensors, read_param, rows_of
-from stree_jax.convert.tokenizer import copy_tokenizer, read_tokenizer
+from stree_jax.convert.tensors import check_tensors, read_param, rows_of
+from stree_jax.convert.tokenizer import (
+    copy_tokenizer,
+    read_tokenizer,
+    tokenizer_files,
+)
 from stree_jax.models import ModelConfig, nest
 
 PIECE = 2**24  # numbers looked at together
-Warn = Callable[[str], None]
 
 
 def source_dtype(source: Source) -> np.dtype:
@@ -79,7 +85,10 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: Path, dtype: Any = None, dt_floor: bool = False
+    directory: Path,
+    dtype: Any = None,
+    dt_floor: bool = False,
+    warn: Warn | None = None,
 ) -> Checkpoint:
     """Check every name, shape and dtype of a PyTorch or safetensors directory.
 
@@ -91,16 +100,21 @@ def open_checkpoint(
     if is_ours(directory):
         raise CheckpointError(f"{directory}: is in our format already")
     source = open_source(directory)
-    format, config = read_config(directory, source.tensors, dt_floor)
+    tokenizer_files(directory)
+    format, config = read_config(directory, source.tensors, dt_floor, warn)
     _check_layer_count(source, config)
-    rows = rows_of(format, config)
+    rows = rows_of(NAMES[format], config)
     check_tensors(source, rows, config)
     kept = source_dtype(source) if dtype is None else dtype_named(dtype)
     return Checkpoint(source, config, rows, kept)
 
 
 def read_checkpoint(
-    directory: Path, dtype: Any = None, progress: bool = False, dt_floor: bool = False
+    directory: Path,
+    dtype: Any = None,
+    progress: bool = False,
+    dt_floor: bool = False,
+    warn: Warn | None = None,
 ) -> tuple[ModelConfig, Any, np.dtype]:
     """Config, parameters and dtype of a PyTorch or safetensors directory.
 
@@ -109,7 +123,7 @@ def read_checkpoint(
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    checkpoint = open_checkpoint(directory, dtype, dt_floor)
+    checkpoint = open_checkpoint(directory, dtype, dt_floor, warn)
     return checkpoint.config, checkpoint.read(progress), checkpoint.dtype
 
 
@@ -158,15 +172,17 @@ def convert_checkpoint(
       dst: must not exist; killed at any moment, it is absent or whole.
       dtype: "float32" or "bfloat16"; None: see `source_dtype`.
       dt_floor: see `configs.read_config`.
-      warn: called with one line if a weight is NaN or infinite.
+      warn: called with one line for what is odd but kept: a weight that is not finite,
+        a stop token that is none, the remains of a conversion that was killed.
 
     Raises:
       CheckpointError: one line saying what is wrong and where; dst is not made.
     """
-    with atomic_directory(dst) as temporary:
+    with atomic_directory(dst, warn) as temporary:
         read_tokenizer(src)  # a bad one is refused before the weights are read
-        checkpoint = open_checkpoint(src, dtype, dt_floor)
+        checkpoint = open_checkpoint(src, dtype, dt_floor, warn)
         config, kept = checkpoint.config, checkpoint.dtype
         check_space(dst, config, kept)
         copy_tokenizer(src, temporary)  # before its checksum is taken
+        shutil.copyfile(src / "config.json", temporary / SOURCE_CONFIG)
         write_directory(temporary, config, kept, checkpoint.read(progress, warn))

@@ -6,10 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from stree_jax.convert.export_configs import export_format, hf_config
-from stree_jax.convert.store import atomic_directory, check_space
-from stree_jax.convert.tensors import rows_of, split
+from stree_jax.convert.configs import GENERATION, export_format, hf_config
+from stree_jax.convert.families import NAMES
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import split
+from stree_jax.convert.source import is_file, read_json
+from stree_jax.convert.store import (
+    SOURCE_CONFIG,
+    atomic_directory,
+    check_space,
+    is_ours,
+)
+from stree_jax.convert.tensors import rows_of
+from stree_jax.convert.tokenizer import copy_tokenizer
 from stree_jax.models import ModelConfig, by_path
+from stree_jax.models.config_json import MAX_SIZE
 
 SHARD_BYTES = 5 * 10**9
 
@@ -20,6 +31,7 @@ def export_hf(
     tokenizer: Any,
     dst: Path,
     shard_bytes: int = SHARD_BYTES,
+    source: Path | None = None,
 ) -> None:
     """Write a Hugging Face directory: config.json, safetensors, tokenizer.
 
@@ -33,30 +45,65 @@ def export_hf(
       dst: must not exist; killed at any moment, it is absent or whole.
       shard_bytes: a larger model is written in shards of at most this many bytes, with
         an index; a larger tensor has a shard of its own.
+      source: the directory that the model was loaded from, if it is to be kept what
+        does not affect its numbers: chat template, generation config, settings of the
+        tokenizer, ids of special tokens, the longest text it was trained on.
 
     Raises:
       CheckpointError: the model has an option that no Hugging Face class has, or dst
         cannot be written, or its disk has no room.
     """
     dtype = np.dtype(params["embedding"].dtype)
-    fields = hf_config(config, dtype.name)
+    fields = hf_config(config, dtype.name, _kept_fields(config, source))
     tensors = _tensors(config, params)
     with atomic_directory(dst) as temporary:
         check_space(dst, config, dtype)
         _write_weights(temporary, tensors, shard_bytes)
         _write_json(temporary / "config.json", fields)
+        if source is not None:
+            copy_tokenizer(source, temporary)
+            _set_stops(config, temporary / GENERATION)
         if tokenizer is not None:
             tokenizer.save(str(temporary / "tokenizer.json"))
-            _write_json(
-                temporary / "tokenizer_config.json", _tokenizer_json(config, tokenizer)
-            )
+            settings = temporary / "tokenizer_config.json"
+            if not settings.exists():
+                _write_json(settings, _tokenizer_json(config, tokenizer))
+
+
+def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
+    """Numbers in the config of the source that no computation needs.
+
+    One of our own directories has it beside its own config, if it was converted.
+    """
+    if source is None:
+        return {}
+    file = source / (SOURCE_CONFIG if is_ours(source) else "config.json")
+    values = read_json(file) if is_file(file) else {}
+    limits = {
+        "bos_token_id": config.vocab_size,
+        "pad_token_id": config.vocab_size,
+        "max_position_embeddings": MAX_SIZE,
+    }
+    kept = {name: values.get(name) for name in limits}
+    return {k: v for k, v in kept.items() if type(v) is int and 0 <= v < limits[k]}
+
+
+def _set_stops(config: ModelConfig, file: Path) -> None:
+    """The model's stop tokens are those that a generation config, if there, names."""
+    if not file.exists():
+        return
+    fields = ConfigFields.read(file)
+    named = fields.token_ids("eos_token_id")
+    if named and named != config.stop_tokens:
+        stops = list(config.stop_tokens) or None
+        _write_json(file, {**fields.values, "eos_token_id": stops})
 
 
 def _tensors(config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
     """Every tensor by its name in the file; views of the parameters where they can."""
     flat = {path: np.asarray(leaf) for path, leaf in by_path(params).items()}
     tensors: dict[str, np.ndarray] = {}
-    for row in rows_of(export_format(config), config):
+    for row in rows_of(NAMES[export_format(config)], config):
         tensors |= split(row, flat[row.path])
     return tensors
 

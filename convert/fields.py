@@ -3,12 +3,12 @@
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.source import read_json
+from stree_jax.convert.source import TensorInfo, read_json
 from stree_jax.models.config_json import MAX_LAYERS, MAX_NUMBER, MAX_SIZE, MAX_TAPS
 
 MAX_EXPERTS = 4096  # of a layer
@@ -16,16 +16,32 @@ REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Fields:
-    """A JSON object read from `file`; `within` is its place in the file."""
+class ConfigFields:
+    """A JSON object read from `file`, and what is in the checkpoint beside it.
+
+    Attributes:
+      within: its place in the file.
+      tensors: of the checkpoint, by name; they tell which biases there are.
+    """
 
     file: Path
     values: Mapping[str, Any]
     within: str = ""
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, file: Path) -> "Fields":
-        return cls(file, read_json(file))
+    def read(
+        cls, file: Path, tensors: Mapping[str, TensorInfo] | None = None
+    ) -> "ConfigFields":
+        return cls(file, read_json(file), tensors=tensors or {})
+
+    def beside(self, name: str) -> "ConfigFields":
+        """Those of another file of the checkpoint."""
+        return self.read(self.file.with_name(name), self.tensors)
+
+    def has_tensor(self, ending: str, part: str = "") -> bool:
+        """Whether any (of a part of the model, such as "layers.3.") ends so."""
+        return any(name.endswith(ending) and part in name for name in self.tensors)
 
     def error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {self.within}{name}: {problem}")
@@ -95,9 +111,9 @@ class Fields:
             raise self.wants(name, f"a list of {count} finite numbers", value)
         return numbers
 
-    def limits(self, name: str) -> tuple[float, float]:
-        """A (low, high) pair; absent or null means no limits."""
-        value = self.get(name, (0.0, math.inf))
+    def limits(self, name: str, default: Any = REQUIRED) -> tuple[float, float]:
+        """A (low, high) pair."""
+        value = self.get(name, default)
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise self.wants(name, "[low, high]", value)
         low, high = (self._number(name, v) for v in value)
@@ -114,13 +130,14 @@ class Fields:
             )
         return value
 
-    def object(self, name: str) -> "Fields":
+    def object(self, name: str) -> "ConfigFields":
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.wants(name, "an object", value)
-        return Fields(self.file, value, f"{self.within}{name}.")
+        return replace(self, values=value, within=f"{self.within}{name}.")
 
-    def integers(self, name: str) -> list[int]:
+    def chosen_layers(self, name: str, count: int) -> list[int]:
+        """Numbers of layers, of which there are `count`; absent means none."""
         value = self.get(name, [])
         if not isinstance(value, list) or not all(
             isinstance(i, int) and not isinstance(i, bool) for i in value
@@ -128,12 +145,19 @@ class Fields:
             raise self.wants(name, "a list of integers", value)
         if len(value) > MAX_LAYERS:
             raise self.error(name, f"{len(value)} layers, want at most {MAX_LAYERS}")
+        if not all(0 <= i < count for i in value):
+            raise self.wants(name, f"numbers in 0..{count - 1}", value)
         return value
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id or a list of them; absent means none."""
-        value = self.get(name, [])
-        ids = value if isinstance(value, list) else [value]
+    def divide(self, name: str, whole: int, parts: int) -> int:
+        if whole % parts:
+            raise self.error(name, f"{parts} does not divide {whole}")
+        return whole // parts
+
+    def token_ids(self, name: str, default: Any = ()) -> tuple[int, ...]:
+        """One id or a list of them."""
+        value = self.get(name, default)
+        ids = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise self.wants(name, "token ids", value)
         return tuple(i for i in ids if i >= 0)

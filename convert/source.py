@@ -62,10 +62,16 @@ class Source:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
 
 
+def is_file(path: Path) -> bool:
+    """Whether the file is there; refuses what is no file, as a pipe never ends."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file")
+    return path.is_file()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else is an error that names the file."""
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise CheckpointError(f"{path}: not a regular file")
+    is_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -77,23 +83,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights: one, or the shards that an index names."""
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, Any]]:
+    """The files that hold the weights: one, or shards and what their index maps."""
     for name in WEIGHT_FILES:
         index = directory / f"{name}.index.json"
         if (directory / name).is_file():
-            return [directory / name]
+            return [directory / name], {}
         if index.is_file():
             return _shards(index)
     found = sorted(directory.glob("*.safetensors"))
     loose = [file for file in found if file.is_file()]  # a pipe would never end
     if len(loose) == 1:
-        return loose
+        return loose, {}
     names = " or ".join(WEIGHT_FILES)
     raise CheckpointError(f"{directory}: no weights; want {names}, or their index")
 
 
-def _shards(index: Path) -> list[Path]:
+def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: want a non-empty object")
@@ -107,7 +113,7 @@ def _shards(index: Path) -> list[Path]:
         if not (index.parent / name).is_file():
             raise CheckpointError(f"{index}: weight_map: shard {name!r} is missing")
         shards.append(index.parent / name)
-    return shards
+    return shards, weight_map
 
 
 def open_source(directory: Path) -> Source:
@@ -116,7 +122,8 @@ def open_source(directory: Path) -> Source:
         raise CheckpointError(f"{directory}: no config.json; not a checkpoint")
     tensors: dict[str, TensorInfo] = {}
     opened: dict[Path, dict[str, Any]] = {}
-    for file in weight_files(directory):
+    files, weight_map = weight_files(directory)
+    for file in files:
         if file.suffix == ".bin":
             loaded = _load_bin(file)
             opened = {file: loaded}
@@ -126,6 +133,10 @@ def open_source(directory: Path) -> Source:
         if repeated := tensors.keys() & found.keys():
             raise CheckpointError(f"{file}: {min(repeated)} is in another shard too")
         tensors |= found
+    if nowhere := weight_map.keys() - tensors.keys():
+        raise CheckpointError(
+            f"{directory}: the index names {min(nowhere)}, but no shard has it"
+        )
     return Source(directory, tensors, opened)
 
 

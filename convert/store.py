@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-import math
 import os
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import read_json
+from stree_jax.memory import weight_bytes
 from stree_jax.models import (
     ModelConfig,
     by_path,
@@ -26,13 +29,14 @@ from stree_jax.models import (
     param_shapes,
     stored_dtype,
 )
-from stree_jax.models.params import FLOAT32_PARAMS
 from stree_jax.models.params import Path as ParamPath
 
 FORMAT, VERSION = "stree-jax", 1
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
+PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
 SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
+SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
 HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
 THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -50,20 +54,27 @@ def dtype_named(dtype: Any) -> np.dtype:
 
 
 @contextmanager
-def atomic_directory(dst: Path) -> Iterator[Path]:
+def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
     """A temporary sibling of dst that becomes dst when the block ends well.
 
-    Killed at any moment, dst is absent or whole.
+    Killed at any moment, dst is absent or whole, and the next one that writes it
+    removes what is left.
+
+    Args:
+      warn: called with one line if something was.
 
     Raises:
       CheckpointError: dst exists, or its parent does not.
     """
     dst = dst.absolute()
-    if dst.exists() or dst.is_symlink():
-        raise CheckpointError(f"{dst}: exists already; choose another place")
-    if not dst.parent.is_dir():
-        raise CheckpointError(f"{dst.parent}: no such directory")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{dst.name}.tmp-", dir=dst.parent))
+    try:
+        if dst.exists() or dst.is_symlink():
+            raise CheckpointError(f"{dst}: exists already; choose another place")
+        if not dst.parent.is_dir():
+            raise CheckpointError(f"{dst.parent}: no such directory")
+        temporary, lock = _temporary(dst, warn)
+    except OSError as error:
+        raise CheckpointError(f"{dst}: cannot be written ({error})") from error
     try:
         yield temporary
         temporary.chmod(0o755)
@@ -74,6 +85,73 @@ def atomic_directory(dst: Path) -> Iterator[Path]:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
+    """A new sibling of dst and its lock, after those of processes that ended.
+
+    A lock is the kernel's: it goes with its process, however that ends.
+    """
+    prefix = f".{dst.name[:50]}.tmp-"  # a name has at most 255 bytes
+    for left in sorted(dst.parent.iterdir()):
+        if re.fullmatch(re.escape(prefix) + r"\w{8}", left.name):
+            with suppress(OSError):  # cannot be locked, so that it may be in use
+                if (lock := _lock(left)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(lock)
+                    warn(f"{left}: removed; who wrote it was killed before the end")
+    while True:
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=dst.parent))
+        try:
+            if (lock := _lock(temporary)) is not None:
+                return temporary, lock
+        except OSError:  # a file system without locks
+            return temporary, None
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that holds the directory for this process; None: another does.
+
+    Raises:
+      OSError: it cannot be locked.
+    """
+    import fcntl
+
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(directory), os.fstat(lock)):
+            return lock  # and it is still there
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+@contextmanager
+def _plain(directory: Path) -> Iterator[Path]:
+    """The directory by a path that the array store does not take for a pattern.
+
+    Raises:
+      CheckpointError: there is none, because that of temporary files is odd as well.
+    """
+    if PLAIN.fullmatch(str(directory)):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="stree-jax-") as folder:
+        if not PLAIN.fullmatch(folder):
+            raise CheckpointError(
+                f"{directory}: the array store cannot use a path with such characters; "
+                f"choose another place, or set TMPDIR to a plainer one than {folder}"
+            )
+        link = Path(folder, "checkpoint")
+        link.symlink_to(directory, target_is_directory=True)
+        yield link
 
 
 def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
@@ -82,11 +160,7 @@ def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
     Raises:
       CheckpointError: it has not.
     """
-    sizes = (
-        math.prod(shape) * (4 if path[-1] in FLOAT32_PARAMS else dtype.itemsize)
-        for path, shape in param_shapes(config).items()
-    )
-    need = int(1.01 * sum(sizes)) + SPACE_MARGIN
+    need = int(1.01 * weight_bytes(config, dtype)) + SPACE_MARGIN
     free = shutil.disk_usage(dst.absolute().parent).free
     if free < need:
         raise CheckpointError(
@@ -163,6 +237,9 @@ def write_directory(
 ) -> None:
     """Write params/, and then config.json with the checksums of what is there.
 
+    What was written is opened again, so that an end without an error means that it can
+    be loaded.
+
     Args:
       directory: exists, and is empty but for the tokenizer's files.
     """
@@ -173,9 +250,14 @@ def write_directory(
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     at_once = (max(largest, WRITE_BYTES) + 2**20) / 1e9
     try:
-        with ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer:
-            checkpointer.save(folder, params)
+        with (
+            _plain(directory.absolute()) as plain,
+            ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
+        ):
+            checkpointer.save(plain / "params", params)
             checkpointer.wait_until_finished()
+    except CheckpointError:
+        raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
     values = config_to_json(config, dtype)
@@ -185,6 +267,7 @@ def write_directory(
         [values["tokenizer"]] = _entries([beside])
     values["checksum"] = _checksum(values)
     (directory / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    read_params(directory, config_from_json(directory / "config.json")[0], None)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -208,7 +291,7 @@ def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
         return list(pool.map(entry, files))
 
 
-def _check_files(directory: Path) -> None:
+def _check_files(directory: Path, hashed: bool = True) -> None:
     """Every file of params/, and the tokenizer, is the one that was written.
 
     Sizes go first, because they cost nothing. Orbax would take most flipped bytes for
@@ -229,8 +312,8 @@ def _check_files(directory: Path) -> None:
         got = there.stat().st_size if there else "no file"
         if got != size:
             raise CheckpointError(f"{file}: want {size} bytes, got {got}")
-    entries = _entries(file for file, _, _ in files)
-    for (file, entry, _), now in zip(files, entries, strict=True):
+    entries = _entries(file for file, _, _ in files if hashed)
+    for (file, entry, _), now in zip(files, entries, strict=hashed):
         if now != entry:
             raise CheckpointError(
                 f"{file}: damaged: its checksum is not the one in config.json; "
@@ -246,8 +329,11 @@ def _size(config: Path, file: Path, entry: Any) -> int:
     return entry["bytes"]
 
 
-def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
+def read_params(directory: Path, config: ModelConfig, dtype: np.dtype | None) -> Any:
     """The parameters of one of our directories, on the default device.
+
+    Args:
+      dtype: to read them in; None: all is checked but their numbers, and none is read.
 
     Raises:
       CheckpointError: a file, also the tokenizer's, is not the one that was written.
@@ -255,28 +341,37 @@ def read_params(directory: Path, config: ModelConfig, dtype: np.dtype) -> Any:
     folder = directory.absolute() / "params"
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such directory")
-    _check_files(directory)
+    _check_files(directory, hashed=dtype is not None)
     import orbax.checkpoint as ocp
 
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def abstract(path: ParamPath, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        kept = stored_dtype(path[-1], dtype)
-        return jax.ShapeDtypeStruct(shape, kept, sharding=device)
-
     shapes = param_shapes(config)
-    wanted = nest({path: abstract(path, shape) for path, shape in shapes.items()})
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = checkpointer.metadata(folder).item_metadata.tree
+        with (
+            _plain(directory.absolute()) as plain,
+            ocp.StandardCheckpointer() as checkpointer,
+        ):
+            stored = checkpointer.metadata(plain / "params").item_metadata.tree
             _check_shapes(folder, shapes, stored)  # says more than a checksum
             check_config(directory / "config.json")
-            return checkpointer.restore(folder, wanted)
+            if dtype is not None:
+                wanted = _abstract(shapes, dtype)
+                return checkpointer.restore(plain / "params", wanted)
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"{folder}: cannot be restored ({reason})") from error
+
+
+def _abstract(shapes: Mapping[ParamPath, tuple[int, ...]], dtype: np.dtype) -> Any:
+    """The parameters as they are to be read, on the default device."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def leaf(path: ParamPath, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        kept = stored_dtype(path[-1], dtype)
+        return jax.ShapeDtypeStruct(shape, kept, sharding=device)
+
+    return nest({path: leaf(path, shape) for path, shape in shapes.items()})
 
 
 def _check_shapes(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.source import is_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +26,7 @@ def read_tokenizer(directory: Path) -> "Tokenizer | None":
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
-    if not file.is_file():
+    if not is_file(file):
         return None
     try:
         return Tokenizer.from_file(str(file))
@@ -33,7 +34,11 @@ def read_tokenizer(directory: Path) -> "Tokenizer | None":
         raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
 
 
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Those that are there; refuses what is there and no file."""
+    return [directory / n for n in TOKENIZER_FILES if is_file(directory / n)]
+
+
 def copy_tokenizer(src: Path, dst: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (src / name).is_file():
-            shutil.copyfile(src / name, dst / name)
+    for file in tokenizer_files(src):
+        shutil.copyfile(file, dst / file.name)

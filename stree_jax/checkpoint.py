@@ -1,11 +1,12 @@
 """Loading, saving and describing models."""
 
+import math
+import warnings
 from importlib import resources
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
 from flax import struct
 
 from stree_jax import models
@@ -23,7 +24,8 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.tokenizer import read_tokenizer
-from stree_jax.models import FLOAT32_PARAMS, init_state, param_shapes
+from stree_jax.memory import state_bytes, weight_bytes
+from stree_jax.models import param_shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -103,16 +105,29 @@ def load(
         kept = kept if dtype is None else dtype_named(dtype)
         params = read_params(directory, config, kept)
     else:
-        config, params, _ = read_checkpoint(directory, dtype, dt_floor=dt_floor)
+        config, params, _ = read_checkpoint(
+            directory, dtype, dt_floor=dt_floor, warn=warnings.warn
+        )
     return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
 
 
-def save(model: Model, dst: str | Path) -> None:
-    """Write a model as one of our directories, atomically; dst must not exist."""
+def save(model: models.Model, dst: str | PathLike[str]) -> None:
+    """Write a model as one of our directories, atomically; dst must not exist.
+
+    Raises:
+      CheckpointError: one line saying what is wrong; dst is not made.
+    """
+    if not isinstance(model, models.Model):
+        raise CheckpointError(
+            f"save: want a model as `load` returns it, got {type(model).__name__}"
+        )
+    if not isinstance(dst, str | PathLike):
+        raise CheckpointError(f"save: want a path, got {type(dst).__name__}")
     dtype = dtype_named(model.params["embedding"].dtype)
+    tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(Path(dst)) as temporary:
-        if model.tokenizer is not None:  # before its checksum is taken
-            model.tokenizer.save(str(temporary / "tokenizer.json"))
+        if tokenizer is not None:  # before its checksum is taken
+            tokenizer.save(str(temporary / "tokenizer.json"))
         write_directory(temporary, model.config, dtype, model.params)
 
 
@@ -127,18 +142,8 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         source = open_source(directory)
         format, config = read_config(directory, source.tensors)
         dtype = source_dtype(source)
-    shapes = param_shapes(config)
     counts = {kind: config.layers.count(kind) for kind in dict.fromkeys(config.layers)}
-
-    def state_bytes(capacity: int) -> int:
-        state = jax.eval_shape(lambda: init_state(config, 1, capacity, dtype))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-    per_token = state_bytes(2) - state_bytes(1)
-    weights = sum(
-        int(np.prod(shape)) * (4 if path[-1] in FLOAT32_PARAMS else dtype.itemsize)
-        for path, shape in shapes.items()
-    )
+    one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
     return {
         "path": str(directory),
         "format": format,
@@ -146,11 +151,11 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
         "num_tokens": config.num_tokens,
-        "parameters": sum(int(np.prod(shape)) for shape in shapes.values()),
+        "parameters": sum(map(math.prod, param_shapes(config).values())),
         "dtype": dtype.name,
-        "weight_bytes": weights,
-        "state_bytes_per_sequence": state_bytes(1) - per_token,
-        "cache_bytes_per_token": per_token,
+        "weight_bytes": weight_bytes(config, dtype),
+        "state_bytes_per_sequence": 2 * one - two,
+        "cache_bytes_per_token": two - one,
         "tied_head": config.tie_embeddings,
         "stop_tokens": list(config.stop_tokens),
         "tokenizer": (directory / "tokenizer.json").is_file(),

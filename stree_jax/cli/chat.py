@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.fields import Fields
+from stree_jax.convert.fields import ConfigFields
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -136,12 +136,12 @@ def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def _tokenizer_config(directory: Path) -> Fields:
+def _tokenizer_config(directory: Path) -> ConfigFields:
     file = directory / "tokenizer_config.json"
-    return Fields.read(file) if file.is_file() else Fields(file, {})
+    return ConfigFields.read(file) if file.is_file() else ConfigFields(file, {})
 
 
-def _default_template(fields: Fields, named: list[Any]) -> str:
+def _default_template(fields: ConfigFields, named: list[Any]) -> str:
     """The template named default of a list of {"name": ..., "template": ...}."""
     templates = {}
     for entry in named:

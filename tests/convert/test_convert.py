@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import warnings
 from functools import partial
 
 import chex
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import stree_jax
 from stree_jax.checkpoint import info
+from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.models import init_params, param_shapes
 from tests.support.checkpoints import (
@@ -209,6 +211,51 @@ def test_stop_tokens(source, tmp_path, config, generation, stops):
     text = json.dumps({"eos_token_id": generation})
     (tmp_path / "source" / "generation_config.json").write_text(text)
     assert info(tmp_path / "source")["stop_tokens"] == list(stops)
+
+
+@pytest.mark.parametrize(
+    "name, config, generation, odd",
+    [
+        ("llama", VOCAB, None, f"config.json: eos_token_id {VOCAB}"),
+        ("llama", 2, [2, 1 << 40], f"generation_config.json: eos_token_id {1 << 40}"),
+        ("plain", VOCAB + 1, None, f"config.json: eos_token_id {VOCAB + 1}"),  # padding
+        ("llama", [2, -1], None, None),  # -1 is how some say none
+    ],
+)
+def test_stop_tokens_that_are_none(
+    source, tmp_path, capsys, name, config, generation, odd
+):
+    """Told once, by whichever way the model is read; what is right is kept."""
+    directory = shutil.copytree(source(name), tmp_path / "source")
+    file = directory / "config.json"
+    edit_json(file, lambda values: values.update(eos_token_id=config))
+    text = json.dumps({"eos_token_id": generation})
+    (directory / "generation_config.json").write_text(text)
+    told, expected = (
+        [],
+        []
+        if odd is None
+        else [
+            f"{tmp_path}/source/{odd} is not among the {VOCAB} tokens of the model, "
+            "so that it never stops there"
+        ],
+    )
+    convert(directory, tmp_path / "ours", warn=told.append)
+    assert told == expected
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = stree_jax.load(directory)
+    assert [str(w.message) for w in caught] == expected
+    kept = (VOCAB + 1,) if name == "plain" else (2,) if config != VOCAB else ()
+    assert model.config.stop_tokens == kept
+    stree_jax.load(tmp_path / "ours")  # has been told
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for command in ("convert", "export") if name == "llama" else ("convert",):
+            dst = tmp_path / command
+            assert cli.main([command, str(directory), str(dst)]) == 0
+            lines = [f"stree-jax: warning: {text}" for text in expected]
+            assert capsys.readouterr().err.splitlines() == [*lines, f"wrote {dst}"]
 
 
 def test_tokenizer_goes_along(source, tmp_path):

@@ -14,18 +14,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import stree_jax
 from stree_jax.cli import main as cli
-from stree_jax.convert import CheckpointError
+from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.configs import hf_config
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.export_configs import hf_config
 from stree_jax.models import Rope
 from tests.support.checkpoints import (
     HF_CASES,
     VOCAB,
     assert_same,
+    edit_json,
     edit_tensors,
     small_tokenizer,
     sources,
@@ -115,6 +116,69 @@ def test_the_command_exports_what_was_converted(source, tmp_path):
     arguments = ["export", tmp_path / "ours", tmp_path / "hf"]
     assert cli.main([str(a) for a in arguments]) == 0
     assert_same(stree_jax.load(tmp_path / "hf"), stree_jax.load(source("zamba2")))
+
+
+TEMPLATE = "{{ messages }}"
+KEPT = {"bos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def with_more(source, tmp_path):
+    """A checkpoint with what does not affect its numbers."""
+    directory = shutil.copytree(source("llama"), tmp_path / "more")
+    edit_json(directory / "config.json", lambda values: values.update(KEPT))
+    small_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    generation = {"eos_token_id": [2, 3], "temperature": 0.6}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "b"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_no_number_needs_is_kept(with_more, tmp_path, converted):
+    """From another's directory, and from ours that was made of it."""
+    src = with_more
+    if converted:
+        src = tmp_path / "ours"
+        assert cli.main(["convert", str(with_more), str(src)]) == 0
+    assert cli.main(["export", str(src), str(tmp_path / "hf")]) == 0
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {name: values[name] for name in KEPT} == KEPT
+    names = "chat_template.jinja", "generation_config.json", "tokenizer_config.json"
+    for name in names:
+        assert (tmp_path / "hf" / name).read_text() == (with_more / name).read_text()
+    assert_same(stree_jax.load(tmp_path / "hf"), stree_jax.load(with_more))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (tokenizer.chat_template, tokenizer.bos_token) == (TEMPLATE, "b")
+    config = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert {name: getattr(config, name) for name in KEPT} == KEPT
+
+
+def test_directories_of_before_are_exported(with_more, tmp_path):
+    """They have no config of their source; one that is odd tells nothing."""
+    ours = tmp_path / "ours"
+    convert_checkpoint(with_more, ours, progress=False)
+    odd = {"bos_token_id": VOCAB, "pad_token_id": "x", "max_position_embeddings": True}
+    (ours / "source_config.json").write_text(json.dumps(odd))
+    assert cli.main(["export", str(ours), str(tmp_path / "odd")]) == 0
+    (ours / "source_config.json").unlink()
+    assert cli.main(["export", str(ours), str(tmp_path / "none")]) == 0
+    for name in ("odd", "none"):
+        values = json.loads((tmp_path / name / "config.json").read_text())
+        assert (values["bos_token_id"], values["pad_token_id"]) == (None, None)
+        assert "max_position_embeddings" not in values
+
+
+def test_stop_tokens_of_the_model_win(with_more, tmp_path):
+    """Over those of a generation config that is kept."""
+    model = stree_jax.load(with_more)
+    model = model.replace(config=replace(model.config, stop_tokens=(5,)))
+    export(model, tmp_path / "hf", source=with_more)
+    assert stree_jax.load(tmp_path / "hf").config.stop_tokens == (5,)
+    values = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert values == {"eos_token_id": [5], "temperature": 0.6}
 
 
 # Zamba2

@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.configs import read_config
+from stree_jax.convert.families import NAMES
 from stree_jax.convert.source import open_source
 from stree_jax.convert.tensors import check_tensors, rows_of
 from tests.support.checkpoints import edit_json, edit_tensors, sources
@@ -68,6 +70,15 @@ def shards_at(name):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
 
     return change
+
+
+def index_of_more(directory):
+    """An index that names a tensor which its shard has not."""
+    file = directory / "model.safetensors"
+    weight_map = dict.fromkeys(["extra.weight", *load_file(file)], "a.safetensors")
+    file.rename(directory / "a.safetensors")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
 
 
 class Touch:
@@ -237,6 +248,7 @@ REFUSALS = {
     "shard above": ("llama", shards_at("../loot.safetensors"), ["weight_map", "loot"]),
     "shard at root": ("llama", shards_at("/loot.safetensors"), ["weight_map", "loot"]),
     "shard missing": ("llama", shards_at("none.safetensors"), ["weight_map", "none"]),
+    "index of more": ("llama", index_of_more, ["index", "extra.weight", "no shard"]),
     "tokenizer": ("llama", as_text("tokenizer.json", "{}"), ["tokenizer.json"]),
 }
 
@@ -274,7 +286,7 @@ def test_odd_fields_never_crash(source, tmp_path, name):
                 file.write_text(json.dumps(values))
                 try:
                     format, config = read_config(tmp_path / name, opened.tensors)
-                    check_tensors(opened, rows_of(format, config), config)
+                    check_tensors(opened, rows_of(NAMES[format], config), config)
                 except CheckpointError as error:
                     refused += 1
                     assert "\n" not in str(error)

@@ -149,9 +149,35 @@ def test_verify_finds_the_logits_equal(source, tmp_path, capsys, name, options):
         (src / "config.json").write_text(json.dumps(config))
     code, err = run(capsys, "convert", src, tmp_path / "ours", "--verify", *options)
     assert code == 0
-    told, difference = err.splitlines()[-1].rsplit(" ", 1)
-    assert told == "largest difference to transformers' logits:"
-    assert 0 < float(difference) < 1e-4
+    told, absolute, largest, relative = verified(err)
+    assert told == "largest difference to transformers' logits"
+    assert 0 < absolute < 1e-4 and largest > 0
+    assert relative == pytest.approx(absolute / max(largest, 1), rel=0.05)
+
+
+def verified(err):
+    """The words and the three numbers of the last line."""
+    told, rest = err.splitlines()[-1].split(": ", 1)
+    absolute, rest = rest.split(", of the largest of ")
+    largest, relative = rest.split(": ")
+    return told, float(absolute), float(largest), float(relative)
+
+
+@pytest.mark.parametrize(
+    ("absolute", "largest", "passes"),
+    [
+        (0.9e-4, 0.1, True),  # not tighter than at logits of 1
+        (1.1e-4, 0.1, False),
+        (1.1e-4, 1.0, False),
+        (1.2e-4, 40.0, True),  # a real model of 135 M parameters
+        (5e-3, 40.0, False),
+        (float("nan"), 1.0, False),
+        (0.0, float("nan"), False),
+    ],
+)
+def test_the_limit_grows_with_the_logits(absolute, largest, passes):
+    difference = verify.Difference(absolute, largest)
+    assert (difference.relative <= verify.LIMIT) == passes
 
 
 @pytest.mark.parametrize("factor", [1.5, float("nan")])
@@ -166,7 +192,7 @@ def test_verify_notices_a_changed_tensor(source, tmp_path, capsys, monkeypatch, 
     monkeypatch.setattr(verify, "largest_difference", change_first)
     code, err = run(capsys, "convert", src, tmp_path / "ours", "--verify")
     assert code == 1
-    assert not float(err.splitlines()[-1].rsplit(" ", 1)[1]) <= verify.LIMIT
+    assert not verified(err)[3] <= verify.LIMIT
     assert (tmp_path / "ours").is_dir()
 
 

@@ -213,7 +213,7 @@ def check_calls(case: Case, number: int, tally: Tally) -> Iterator[str]:
         if outcomes["load"].error is not None:
             raise outcomes["load"].error
         model, dst = outcomes["load"].value, case.folder / "out" / "exported"
-        export_hf(model.config, model.params, model.tokenizer, dst)
+        export_hf(model.config, model.params, model.tokenizer, dst, source=case.src)
 
     dst = case.folder / "out" / "dst"
     ways: dict[str, Callable[[], Any]] = {

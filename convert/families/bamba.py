@@ -1,0 +1,79 @@
+"""BambaForCausalLM: a part of each attention head rotates."""
+
+from dataclasses import replace
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import llama
+from stree_jax.convert.families.table import read_fields, require, write_fields
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
+from stree_jax.models.config import Rope
+
+NAMES = replace(
+    llama.NAMES,
+    norm="model.final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    mlp="feed_forward",
+    mamba="mamba",
+)
+ROTATING = 0.5  # of a head, if the config does not say
+
+MODEL = hf.model_table("rms_norm_eps", 1e-5)
+MAMBA = hf.mamba_table(hf.expanded)
+MLP = hf.gated_mlp_table(14336, "feed_forward")
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    model = hf.read_model(MODEL, fields, NAMES)
+    count = fields.size("num_hidden_layers", 32)
+    chosen = fields.chosen_layers("attn_layer_indices", count)
+    kinds = ["attention" if i in chosen else "mamba" for i in range(count)]
+    mixers = hf.mixers(fields, count, kinds)
+    hf.check_silu(fields)
+    attention = mamba = None
+    if "attention" in mixers:
+        table = (*hf.ATTENTION, hf.HEAD_DIM)
+        attention = AttentionConfig(**read_fields(table, fields))
+        rope = hf.rope(fields, attention.head_dim, ROTATING)
+        attention = replace(attention, rope=rope)
+    if "mamba" in mixers:
+        mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
+    return ModelConfig(
+        **model,
+        layers=hf.with_mlps(mixers),
+        mamba=mamba,
+        attention=attention,
+        mlp=MLPConfig(**read_fields(MLP, fields)),
+    )
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    mixers, c = config.layers[::2], config.attention
+    values: dict[str, Any] = {
+        "architectures": ["BambaForCausalLM"],
+        **hf.write_model("bamba", MODEL, config),
+        "num_hidden_layers": len(mixers),
+        "attn_layer_indices": [i for i, k in enumerate(mixers) if k == "attention"],
+        **write_fields("bamba", MLP, config.mlp),
+        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+    }
+    if c is not None:
+        hf.check_width("bamba", config, c)
+        values |= write_fields("bamba", hf.ATTENTION, c, ("rope",))
+        values["rope_parameters"] = _rope_parameters(c.rope, c.head_dim)
+    if config.mamba is not None:
+        values |= hf.write_mamba("bamba", MAMBA, config.mamba, config.norm_eps)
+        values["mamba_expand"] = hf.expand("bamba", config)
+    return values
+
+
+def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
+    require("bamba", {"lack of rotary": rope is not None})
+    rope = hf.given(rope)
+    require("bamba", {"llama3": rope.llama3 is None})
+    return {
+        "rope_type": "default",
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.dim / head_dim,
+    }

@@ -1,0 +1,118 @@
+"""GraniteMoeHybridForCausalLM (Granite 4), with experts or without."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import llama
+from stree_jax.convert.families.table import (
+    Field,
+    positive,
+    read_fields,
+    require,
+    size,
+    write_fields,
+)
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Path, Row, module_rows
+from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+
+FORMAT = "granitemoehybrid"
+
+
+def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
+    """The rows [gate; up] are one tensor."""
+    modules = {"gate_up": "input_linear", "down": "output_linear"}
+    return module_rows(ours, theirs, modules)
+
+
+def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
+    """One tensor for all experts."""
+    theirs = f"{prefix}block_sparse_moe"
+    if c.shared is not None:
+        yield from mlp_rows((*ours, "shared"), f"{prefix}shared_mlp", c.shared)
+    yield Row((*ours, "router"), (f"{theirs}.router.layer.weight",))
+    yield Row((*ours, "into"), (f"{theirs}.input_linear.weight",))
+    yield Row((*ours, "down"), (f"{theirs}.output_linear.weight",))
+
+
+NAMES = replace(
+    llama.NAMES,
+    mamba="mamba",
+    mlp="shared_mlp",
+    mlp_rows=mlp_rows,
+    moe_rows=moe_rows,
+)
+
+MODEL = (
+    *hf.model_table("rms_norm_eps", 1e-6),
+    Field("embedding_multiplier", "embedding_multiplier", positive, 1.0),
+    Field("residual_multiplier", "residual_multiplier", positive, 1.0),
+    Field("logits_scaling", "logits_divisor", positive, 1.0),
+)
+ATTENTION = (*hf.ATTENTION, Field("attention_multiplier", "scale", positive, 1.0))
+MAMBA = hf.mamba_table(hf.expanded)
+MLP = (Field("shared_intermediate_size", "d_hidden", size, 1024),)
+MOE = (
+    Field("num_local_experts", "num_experts", size, 8),
+    Field("num_experts_per_tok", "top_k", size, 2),
+    Field("intermediate_size", "d_hidden", size, 11008),
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    model = hf.read_model(MODEL, fields, NAMES)
+    count = fields.size("num_hidden_layers", 32)
+    mixers = hf.mixers(fields, count, ["mamba"] * count)
+    hf.check_silu(fields)
+    attention = mamba = None  # fields of a mixer that does not occur mean nothing
+    if "attention" in mixers:
+        table = (*ATTENTION, hf.HEAD_DIM)
+        attention = AttentionConfig(**read_fields(table, fields))
+        if fields.get("position_embedding_type", "nope") == "rope":
+            attention = replace(attention, rope=hf.rope(fields, attention.head_dim))
+    if "mamba" in mixers:
+        mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
+    layers = hf.with_mlps(mixers)
+    mlp: MLPConfig | None = MLPConfig(**read_fields(MLP, fields))
+    moe = None
+    if fields.size("num_local_experts", 8, low=0):
+        moe, mlp = MoEConfig(**read_fields(MOE, fields), shared=mlp), None
+        layers = tuple("moe" if kind == "mlp" else kind for kind in layers)
+    return ModelConfig(
+        **model, layers=layers, mamba=mamba, attention=attention, mlp=mlp, moe=moe
+    )
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    mixers, moe, c = config.layers[::2], config.moe, config.attention
+    mlp = config.mlp if moe is None else moe.shared
+    require(FORMAT, {"lack of a shared MLP": mlp is not None})
+    values: dict[str, Any] = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        **hf.write_model(FORMAT, MODEL, config),
+        "num_hidden_layers": len(mixers),
+        "layer_types": list(mixers),
+        "hidden_act": "silu",
+        **write_fields(FORMAT, MLP, mlp),
+        "position_embedding_type": "nope",
+        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+        "mamba_n_heads": 1,
+        "mamba_d_head": "auto",
+    }
+    if moe is not None:
+        values |= write_fields(FORMAT, MOE, moe, ("shared",))
+    else:
+        values |= {"num_local_experts": 0, "num_experts_per_tok": 0}
+        values["intermediate_size"] = values["shared_intermediate_size"]
+    if c is not None:
+        hf.check_width(FORMAT, config, c)
+        scaled = replace(c, scale=c.head_dim**-0.5 if c.scale is None else c.scale)
+        values |= write_fields(FORMAT, ATTENTION, scaled, ("rope",))
+        values |= hf.rope_fields(FORMAT, c)
+        values["position_embedding_type"] = "nope" if c.rope is None else "rope"
+    if config.mamba is not None:
+        values |= hf.write_mamba(FORMAT, MAMBA, config.mamba, config.norm_eps)
+        values["mamba_expand"] = hf.expand(FORMAT, config)
+    return values

@@ -1,0 +1,62 @@
+"""Mamba2ForCausalLM."""
+
+from dataclasses import replace
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.table import (
+    Field,
+    divisor,
+    size,
+    tensor,
+)
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Names
+from stree_jax.models import ModelConfig
+from stree_jax.models.config import LayerKind
+
+NAMES = Names(
+    embedding="backbone.embeddings",
+    norm="backbone.norm_f",
+    layer="backbone.layers.{i}.",
+    mixer_norm="norm",
+    mamba="mixer",
+)
+SINGULAR = replace(NAMES, embedding="backbone.embedding")
+
+HEADS = Field("num_heads", "num_heads", size, 128)
+MODEL = hf.model_table("layer_norm_epsilon", 1e-5)
+MAMBA = (
+    HEADS,
+    Field("head_dim", "head_dim", size, 64),
+    Field("state_size", "d_state", size, 128),
+    Field("n_groups", "n_groups", divisor(HEADS), 8),
+    Field("conv_kernel", "d_conv", size, 4),
+    Field("use_bias", "proj_in_bias", tensor("in_proj.bias")),
+    Field("use_bias", "proj_out_bias", tensor("out_proj.bias")),
+    Field("use_conv_bias", "conv_bias", tensor("conv1d.bias")),
+    hf.TIME_STEP_LIMIT,
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    model = hf.read_model(MODEL, fields, NAMES, SINGULAR)
+    mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
+    if mamba.d_inner != fields.number("expand", 2) * model["d_model"]:
+        sizes = f"{mamba.num_heads} * head_dim {mamba.head_dim}"
+        raise fields.error("num_heads", f"{sizes} is not expand * hidden_size")
+    hf.check_silu(fields)
+    mixer: tuple[LayerKind, ...] = ("mamba",)
+    layers = mixer * fields.size("num_hidden_layers", 64)
+    return ModelConfig(**model, layers=layers, mamba=mamba)
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    mamba = hf.given(config.mamba)
+    return {
+        "architectures": ["Mamba2ForCausalLM"],
+        **hf.write_model("mamba2", MODEL, config),
+        "num_hidden_layers": len(config.layers),
+        **hf.write_mamba("mamba2", MAMBA, mamba, config.norm_eps),
+        "expand": hf.expand("mamba2", config),
+    }

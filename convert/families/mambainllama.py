@@ -1,0 +1,67 @@
+"""MambaInLlama, Mamba-2 flavour: a LLaMA of which some layers became Mamba2; only read.
+
+q, k, v became C, B, x: x and B have the key-value heads of the teacher, repeated after
+the convolution; every head has its own group of C and of the norm.
+"""
+
+from dataclasses import replace
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import llama
+from stree_jax.convert.families.table import (
+    NO_LIMITS,
+    Field,
+    limits,
+    read_fields,
+    size,
+    tensor,
+)
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import MambaConfig, ModelConfig
+
+FILE = "mamba_config.json"
+NAMES = replace(llama.NAMES, mamba="mamba")
+
+MAMBA = (
+    Field("ngroups", "num_heads", size),
+    Field("d_state", "d_state", size),
+    Field("d_conv", "d_conv", size, 4),
+    Field("dt_limit", "dt_limit", limits, NO_LIMITS),
+    Field("", "proj_in_bias", tensor("mamba.in_proj.bias")),
+    Field("", "proj_out_bias", tensor("mamba.out_proj.bias")),
+    Field("", "conv_bias", tensor("conv1d.bias")),
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    teacher = llama.parse(fields)
+    mixer, tensors = fields.beside(FILE), fields.tensors
+    old = [n for n in tensors if n.endswith((".in_proj_x.weight", ".dt_proj.weight"))]
+    if old:
+        raise CheckpointError(
+            f"{tensors[old[0]].file}: {old[0]}: these are Mamba-1 layers; want Mamba2"
+        )
+    ssm = mixer.object("ssm_cfg")
+    if ssm.flag("repeat_kv_before_conv", False):
+        raise ssm.error("repeat_kv_before_conv", "true is not supported")
+    options = read_fields(MAMBA, ssm)
+    heads, head_dim = options["num_heads"], options["d_state"]
+    d_inner = mixer.size("d_inner")
+    if d_inner != heads * head_dim:
+        raise mixer.error("d_inner", f"{d_inner} is not ngroups {heads} * {head_dim}")
+    x_heads = mixer.divide("d_xb", mixer.size("d_xb"), head_dim)
+    mixer.divide("d_xb", heads, x_heads)
+    depth = len(teacher.layers) // 2
+    chosen = mixer.chosen_layers("attn_layers", depth)
+    mixers: hf.Layers = tuple(
+        "attention" if i in chosen else "mamba" for i in range(depth)
+    )
+    mamba = MambaConfig(
+        **options,
+        head_dim=head_dim,
+        n_groups=heads,
+        norm_groups=heads,
+        x_heads=x_heads,
+    )
+    return replace(teacher, layers=hf.with_mlps(mixers), mamba=mamba)

@@ -1,0 +1,141 @@
+"""MambaLMHeadModel of state-spaces' mamba_ssm, with Mamba2 layers; only read."""
+
+import reprlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import mamba2
+from stree_jax.convert.families.table import (
+    NO_LIMITS,
+    Field,
+    count,
+    divisor,
+    flag,
+    limits,
+    positive,
+    read_fields,
+    size,
+)
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Path, Row, conv_rows, module_rows
+from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
+
+
+def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
+    """Rows q, k, v, maybe an MLP's, are one tensor; maybe there is a convolution."""
+    yield from module_rows(ours, theirs, {"qkv": "in_proj", "out": "out_proj"})
+    yield from conv_rows(ours, theirs)
+
+
+def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
+    """The rows [up; gate] are one tensor."""
+    yield from module_rows(ours, theirs, {"gate_up": "fc1"}, "swap")
+    yield from module_rows(ours, theirs, {"down": "fc2"})
+
+
+NAMES = replace(
+    mamba2.SINGULAR,
+    attention="mixer",
+    attention_rows=attention_rows,
+    mlp_norm="norm2",
+    mlp="mlp",
+    mlp_rows=mlp_rows,
+)
+
+MODEL = (
+    Field("d_model", "d_model", size, 2560),
+    Field("tie_embeddings", "tie_embeddings", flag, True),
+    Field("eos_token_id", "stop_tokens", ConfigFields.token_ids, ()),
+)
+MAMBA = (
+    Field("d_state", "d_state", size, 128),
+    Field("ngroups", "n_groups", size, 1),
+    Field("d_conv", "d_conv", size, 4),
+    Field("headdim", "head_dim", size, 64),
+    Field("D_has_hdim", "D_per_channel", flag, False),
+    Field("dt_limit", "dt_limit", limits, NO_LIMITS),
+)
+HEADS = Field("num_heads", "num_heads", size)
+ATTENTION = (HEADS, Field("num_heads_kv", "num_kv_heads", divisor(HEADS)))
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    rows, real = hf.vocabulary(fields, NAMES)
+    model = read_fields(MODEL, fields)
+    d_mlp = count(fields, "d_intermediate", 0)
+    d_mlp += -d_mlp % 128
+    depth = fields.size("n_layer", 64)
+    chosen = fields.chosen_layers("attn_layer_idx", depth)
+    mixers: hf.Layers = tuple(
+        "attention" if i in chosen else "mamba" for i in range(depth)
+    )
+    ours = mixers.index("mamba") if "mamba" in mixers else None
+    return ModelConfig(
+        **model,
+        vocab_size=rows,
+        num_tokens=real,
+        layers=hf.with_mlps(mixers) if d_mlp else mixers,
+        mamba=_mamba(fields, model["d_model"], f"layers.{ours}."),
+        attention=_attention(fields, chosen[0], model["d_model"]) if chosen else None,
+        mlp=MLPConfig(d_mlp) if d_mlp else None,
+        norm="rms" if fields.flag("rms_norm", True) else "layer",
+    )
+
+
+def _mamba(fields: ConfigFields, d_model: int, layer: str) -> MambaConfig:
+    """The mixers, of which `layer` has one; eps is 1e-5 everywhere."""
+    ssm = fields.object("ssm_cfg")
+    kind = ssm.get("layer", "Mamba1")
+    if kind != "Mamba2":
+        problem = f"{reprlib.repr(kind)} is not supported (want 'Mamba2')"
+        raise ssm.error("layer", problem)
+    widened = int(ssm.positive("expand", 2) * d_model)
+    d_ssm = ssm.size("d_ssm", widened)
+    if d_ssm > widened:
+        raise ssm.error("d_ssm", f"{d_ssm} is more than expand * d_model {widened}")
+    options = read_fields(MAMBA, ssm)
+    heads = ssm.divide("headdim", d_ssm, options["head_dim"])
+    ssm.divide("ngroups", heads, options["n_groups"])
+    first = ssm.flag("norm_before_gate", False)
+    normed = ssm.flag("rmsnorm", True)
+    return MambaConfig(
+        **options,
+        num_heads=heads,
+        d_mlp=widened - d_ssm,
+        norm=("norm_first" if first else "gate_first") if normed else None,
+        norm_groups=options["n_groups"],
+        proj_in_bias=ssm.has_tensor("in_proj.bias", layer),
+        proj_out_bias=ssm.has_tensor("out_proj.bias", layer),
+        conv_bias=ssm.has_tensor("conv1d.bias", layer),
+    )
+
+
+def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfig:
+    """mamba_ssm's MHA: perhaps a convolution over q, k, v and an MLP beside it."""
+    c = fields.object("attn_cfg")
+    if not c.flag("causal", False):
+        raise c.error("causal", "attention that looks ahead is not supported")
+    if c.flag("rotary_emb_interleaved", False):
+        raise c.error("rotary_emb_interleaved", "true is not supported")
+    options = read_fields(ATTENTION, c)
+    default = None
+    if not c.get("head_dim", None):
+        default = c.divide("num_heads", d_model, options["num_heads"])
+    head_dim = c.size("head_dim", default)
+    rotary = count(c, "rotary_emb_dim", 0)
+    if rotary % 2 or rotary > head_dim:
+        raise c.wants("rotary_emb_dim", f"an even number up to {head_dim}", rotary)
+    base = c.positive("rotary_emb_base", 10000.0)
+    mlp = count(c, "mlp_dim", 0)
+    mlp += -mlp % 256
+    return AttentionConfig(
+        **options,
+        head_dim=head_dim,
+        rope=Rope(base, rotary) if rotary else None,
+        scale=positive(c, "softmax_scale", head_dim**-0.5),
+        qkv_bias=c.has_tensor("in_proj.bias", f"layers.{layer}."),
+        out_bias=c.has_tensor("out_proj.bias", f"layers.{layer}."),
+        d_conv=count(c, "d_conv", 0),
+        d_mlp=mlp // 2,
+    )

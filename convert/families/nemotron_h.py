@@ -1,0 +1,172 @@
+"""NemotronHForCausalLM: one mixer, MLP or mixture of experts a layer; no rotary."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import mamba2
+from stree_jax.convert.families.table import (
+    Field,
+    Read,
+    count,
+    flag,
+    positive,
+    read_fields,
+    require,
+    size,
+    tensor,
+    write_fields,
+)
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Path, Row, module_rows
+from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models.config import LayerKind
+
+FORMAT = "nemotron_h"
+
+
+def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
+    """Without a gate."""
+    return module_rows(ours, theirs, {"up": "up_proj", "down": "down_proj"})
+
+
+def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
+    """A tensor for every expert."""
+    theirs = f"{prefix}mixer"
+    if c.shared is not None:
+        yield from mlp_rows((*ours, "shared"), f"{theirs}.shared_experts", c.shared)
+    yield Row((*ours, "router"), (f"{theirs}.gate.weight",))
+    yield Row((*ours, "router_bias"), (f"{theirs}.gate.e_score_correction_bias",))
+    yield Row((*ours, "latent_in"), (f"{theirs}.fc1_latent_proj.weight",))
+    yield Row((*ours, "latent_out"), (f"{theirs}.fc2_latent_proj.weight",))
+    for param, module in (("into", "up_proj"), ("down", "down_proj")):
+        each = (f"{theirs}.experts.{e}.{module}.weight" for e in range(c.num_experts))
+        yield Row((*ours, param), tuple(each), "stack")
+
+
+NAMES = replace(
+    mamba2.NAMES,
+    attention="mixer",
+    mlp_norm="norm",
+    mlp="mixer",
+    mlp_rows=mlp_rows,
+    moe_rows=moe_rows,
+    one_each=True,
+)
+LETTERS: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+KINDS: dict[str, LayerKind] = {**LETTERS, **hf.MIXERS, "mlp": "mlp", "moe": "moe"}
+
+
+def _or(alias: str) -> Read:
+    """Reads a size that may have another name."""
+
+    def read(fields: ConfigFields, name: str, default: int) -> int:
+        return fields.size(name if name in fields.values else alias, default)
+
+    return read
+
+
+def _kv_heads(fields: ConfigFields, name: str, default: int) -> int:
+    return fields.size(name, min(default, fields.size("num_attention_heads", 32)))
+
+
+def _head_dim(fields: ConfigFields, name: str, default: int) -> int:
+    return fields.size(name, fields.size("attention_head_dim", default))
+
+
+MODEL = hf.model_table("layer_norm_epsilon", 1e-5)
+MAMBA = (
+    Field("mamba_num_heads", "num_heads", size, 128),
+    Field("mamba_head_dim", "head_dim", size, 64),
+    Field("ssm_state_size", "d_state", size, 128),
+    Field("n_groups", "n_groups", _or("mamba_n_groups"), 8),
+    Field("conv_kernel", "d_conv", _or("mamba_d_conv"), 4),
+    Field("use_bias", "proj_in_bias", tensor("mixer.in_proj.bias")),
+    Field("use_bias", "proj_out_bias", tensor("mixer.out_proj.bias")),
+    Field("use_conv_bias", "conv_bias", tensor("conv1d.bias")),
+    hf.TIME_STEP_LIMIT,
+)
+ATTENTION = (
+    Field("num_attention_heads", "num_heads", size, 32),
+    Field("num_key_value_heads", "num_kv_heads", _kv_heads, 8),
+    Field("head_dim", "head_dim", _head_dim, 128),
+    Field("", "qkv_bias", tensor("mixer.q_proj.bias")),
+    Field("", "out_bias", tensor("mixer.o_proj.bias")),
+)
+MLP = (
+    Field("intermediate_size", "d_hidden", size, 21504),
+    Field("mlp_bias", "bias", tensor("mixer.down_proj.bias")),
+)
+SHARED = (Field("moe_shared_expert_intermediate_size", "d_hidden", size, 7688),)
+MOE = (
+    Field("n_routed_experts", "num_experts", size, 8),
+    Field("num_experts_per_tok", "top_k", size, 2),
+    Field("moe_intermediate_size", "d_hidden", size, 7688),
+    Field("moe_latent_size", "d_latent", count, 0, lambda width: width or None),
+    Field("n_group", "groups", size, 1),
+    Field("topk_group", "top_groups", size, 1),
+    Field("norm_topk_prob", "normalize", flag, True),
+    Field("routed_scaling_factor", "scale", positive, 1.0),
+)
+FORM = ("gated", "activation")  # of MLP, experts and the MLP beside them alike
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    model = hf.read_model(MODEL, fields, NAMES)
+    layers = _layers(fields)
+    act = fields.choice("mlp_hidden_act", "relu2", ("relu2", "silu", "gelu"))
+    form: dict[str, Any] = {"gated": False, "activation": act}
+    attention = mamba = mlp = moe = None
+    if "mamba" in layers:
+        mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
+    if "attention" in layers:
+        attention = AttentionConfig(**read_fields(ATTENTION, fields))
+    dense = MLPConfig(**read_fields(MLP, fields), **form)
+    if "mlp" in layers:
+        mlp = dense
+    if "moe" in layers:
+        shared = MLPConfig(**read_fields(SHARED, fields), **form)
+        options = read_fields(MOE, fields)
+        moe = MoEConfig(**options, shared=shared, router="sigmoid", **form)
+    return ModelConfig(
+        **model, layers=layers, mamba=mamba, attention=attention, mlp=mlp, moe=moe
+    )
+
+
+def _layers(fields: ConfigFields) -> hf.Layers:
+    """From `layers_block_type`, `layer_types` or the letters of the older pattern."""
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    named = next((n for n in names if fields.get(n, None) is not None), names[0])
+    plan = fields.get(named)
+    if not isinstance(plan, str | list) or not plan:
+        raise fields.wants(named, "a list of layer types or a pattern", plan)
+    return hf.named_layers(fields, named, KINDS, plan)
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    m, c, mlp, moe = config.mamba, config.attention, config.mlp, config.moe
+    parts = [p for p in (mlp, moe, moe and moe.shared) if p is not None]
+    acts = {part.activation for part in parts} or {"relu2"}
+    ungated = not any(part.gated for part in parts)
+    require(FORMAT, {"activations": len(acts) == 1, "gates": ungated})
+    values: dict[str, Any] = {
+        "architectures": ["NemotronHForCausalLM"],
+        **hf.write_model(FORMAT, MODEL, config),
+        "layers_block_type": list(config.layers),
+        "num_hidden_layers": len(config.layers),
+        "mlp_hidden_act": acts.pop(),
+    }
+    if mlp is not None:
+        values |= write_fields(FORMAT, MLP, mlp, FORM)
+    if c is not None:
+        values |= write_fields(FORMAT, ATTENTION, c)
+    if m is not None:
+        values |= hf.write_mamba(FORMAT, MAMBA, m, config.norm_eps)
+        values |= hf.floor_field(m)
+    if moe is not None:
+        require(FORMAT, {"shared expert": moe.shared is not None})
+        require(FORMAT, {"router": moe.router == "sigmoid"})
+        values |= write_fields(FORMAT, SHARED, moe.shared, FORM)
+        values |= write_fields(FORMAT, MOE, moe, ("shared", "router", *FORM))
+    return values

@@ -1,0 +1,209 @@
+"""Zamba2ForCausalLM: Mamba2 layers, some of which also read a shared block."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.table import (
+    Field,
+    choice,
+    divisor,
+    flag,
+    read_fields,
+    require,
+    size,
+    tensor,
+    write_fields,
+)
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Names, Row, attention_rows, module_rows
+from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
+from stree_jax.models.config import LayerKind, SharedConfig
+
+
+def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
+    """The shared blocks and the adapters of the layers that use them.
+
+    A block is stored once, under the first layer that uses it, and so are the adapters
+    of all layers that use it, numbered by their place among the shared layers.
+    """
+    layers = [i for i, kind in enumerate(config.layers) if kind == "shared"]
+    if config.shared is None or config.attention is None:
+        return
+    adapters = {"gate_up": "feed_forward.gate_up_proj"}
+    adapters |= {letter: f"self_attn.linear_{letter}" for letter in "qkv"}
+    for call, j in enumerate(layers):
+        number = call % config.shared.blocks
+        first = names.layer.format(i=layers[number])
+        theirs, block = f"{first}shared_transformer", f"shared_{number}"
+        for ours, module in adapters.items():
+            listed = f"{theirs}.{module}_adapter_list.{call}"
+            adapter = (f"layers_{j}", "adapters", ours)
+            yield Row((*adapter, "down"), (f"{listed}.0.weight",))
+            yield Row((*adapter, "up"), (f"{listed}.1.weight",))
+        if call != number:
+            continue
+        yield Row((block, "norm", "scale"), (f"{theirs}.input_layernorm.weight",))
+        yield Row((block, "mlp_norm", "scale"), (f"{theirs}.pre_ff_layernorm.weight",))
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.feed_forward"
+        yield from attention_rows((block, "attention"), attention, config.attention)
+        modules = {"gate_up": "gate_up_proj", "down": "down_proj"}
+        yield from module_rows((block, "mlp"), mlp, modules)
+
+
+NAMES = Names(
+    embedding="model.embed_tokens",
+    norm="model.final_layernorm",
+    layer="model.layers.{i}.",
+    mixer_norm="input_layernorm",
+    mamba="mamba",
+    shared_rows=shared_rows,
+)
+KINDS: dict[str, LayerKind] = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "hybrid": "shared",
+}
+NORM_EPS = 1e-5  # of the mixers, whatever rms_norm_eps says
+ACTIVATIONS = ("gelu", "silu")
+
+
+def _width(fields: ConfigFields) -> int:
+    return fields.size("mamba_expand", 2) * fields.size("hidden_size", 2560)
+
+
+def _mamba_head_dim(fields: ConfigFields, name: str, default: Any) -> int:
+    heads = MAMBA_HEADS.read(fields, MAMBA_HEADS.name, MAMBA_HEADS.default)
+    return fields.divide(MAMBA_HEADS.name, _width(fields), heads)
+
+
+def _head_dim(fields: ConfigFields, name: str, default: Any) -> int:
+    """The heads together are as wide as [h, embedding]."""
+    heads = HEADS.read(fields, HEADS.name, HEADS.default)
+    return fields.divide(HEADS.name, 2 * fields.size("hidden_size", 2560), heads)
+
+
+def _d_hidden(fields: ConfigFields, name: str, default: Any) -> int:
+    return fields.size(name, 4 * fields.size("hidden_size", 2560))
+
+
+MODEL = hf.model_table("rms_norm_eps", 1e-5, d_model=2560, tied=True)
+MAMBA_HEADS = Field("n_mamba_heads", "num_heads", size, 8)
+MAMBA = (
+    MAMBA_HEADS,
+    Field("", "head_dim", _mamba_head_dim),
+    Field("mamba_ngroups", "n_groups", divisor(MAMBA_HEADS), 1),
+    Field("mamba_d_state", "d_state", size, 64),
+    Field("mamba_d_conv", "d_conv", size, 4),
+    Field("add_bias_linear", "proj_in_bias", tensor("mamba.in_proj.bias")),
+    Field("add_bias_linear", "proj_out_bias", tensor("mamba.out_proj.bias")),
+    Field("use_conv_bias", "conv_bias", tensor("conv1d.bias")),
+    hf.TIME_STEP_LIMIT,
+)
+HEADS = Field("num_attention_heads", "num_heads", size, 32)
+ATTENTION = (
+    HEADS,
+    Field("", "head_dim", _head_dim),
+    Field("num_key_value_heads", "num_kv_heads", divisor(HEADS)),
+    Field("", "qkv_bias", tensor("self_attn.q_proj.bias")),
+    Field("", "out_bias", tensor("self_attn.o_proj.bias")),
+)
+MLP = (
+    Field("intermediate_size", "d_hidden", _d_hidden),
+    Field("add_bias_linear", "bias", tensor("feed_forward.down_proj.bias")),
+    Field("hidden_act", "activation", choice(*ACTIVATIONS), "gelu"),
+)
+SHARED = (
+    Field("adapter_rank", "adapter_rank", size, 128),
+    Field("use_shared_attention_adapter", "attention_adapter", flag, False),
+)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    model = hf.read_model(MODEL, fields, NAMES)
+    count = fields.size("num_hidden_layers", 54)
+    layers = hf.counted_layers(fields, "layers_block_type", KINDS, count)
+    attention = mlp = shared = None
+    if "shared" in layers:
+        options = read_fields(ATTENTION, fields)
+        head_dim = options["head_dim"]
+        turns = fields.flag("use_mem_rope", False)
+        attention = AttentionConfig(
+            **options,
+            rope=hf.rope(fields, head_dim) if turns else None,
+            scale=_scale(head_dim),
+            d_out=model["d_model"],
+        )
+        mlp = MLPConfig(**read_fields(MLP, fields))
+        blocks = _blocks(fields, layers)
+        shared = SharedConfig(**read_fields(SHARED, fields), blocks=blocks)
+    return ModelConfig(
+        **model,
+        layers=layers,
+        mamba=hf.read_mamba(MAMBA, fields, NORM_EPS),
+        attention=attention,
+        mlp=mlp,
+        shared=shared,
+    )
+
+
+def _scale(head_dim: int) -> float:
+    """Of half a head."""
+    return (head_dim / 2) ** -0.5
+
+
+def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
+    """How many distinct blocks there are.
+
+    transformers 5.23 ties them only where it ties the embeddings; otherwise it saves
+    and runs a block of its own in every shared layer.
+    """
+    used = [i for i, kind in enumerate(layers) if kind == "shared"]
+    own = f"model.layers.{used[-1]}.shared_transformer.input_layernorm.weight"
+    if own in fields.tensors and not fields.flag("tie_word_embeddings", True):
+        return len(used)
+    return fields.size("num_mem_blocks", 1)
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    m, c = hf.given(config.mamba), hf.given(config.attention)
+    mlp = hf.given(config.mlp)
+    shared, names = hf.given(config.shared), {"mamba": "mamba", "shared": "hybrid"}
+    _check(config, m, c, mlp)
+    return {
+        "architectures": ["Zamba2ForCausalLM"],
+        **hf.write_model("zamba2", MODEL, config),
+        "num_hidden_layers": len(config.layers),
+        "layers_block_type": [names[kind] for kind in config.layers],
+        **hf.write_mamba("zamba2", MAMBA, m, NORM_EPS),
+        "mamba_expand": hf.expand("zamba2", config),
+        **hf.floor_field(m),
+        **write_fields("zamba2", ATTENTION, c, ("rope", "scale", "d_out")),
+        "use_mem_rope": c.rope is not None,
+        **hf.rope_fields("zamba2", c),
+        **write_fields("zamba2", MLP, mlp),
+        "num_mem_blocks": shared.blocks,
+        **write_fields("zamba2", SHARED, shared),
+    }
+
+
+def _check(
+    config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
+) -> None:
+    """What transformers 5.23 builds, whatever a config says."""
+    shared = hf.given(config.shared)
+    own = shared.blocks >= config.layers.count("shared")
+    ungrouped = c.num_kv_heads == c.num_heads
+    facts = {
+        "lack of a convolution bias": m.conv_bias,
+        "upper limit of dt": m.dt_limit[1] == math.inf,
+        "biases": m.proj_in_bias == mlp.bias,
+        "head_dim": c.num_heads * c.head_dim == 2 * config.d_model,
+        "attention scale": c.scale == _scale(c.head_dim),
+        "attention d_out": c.d_out == config.d_model,
+        "activation": mlp.activation in ACTIVATIONS,
+        "adapters of grouped attention": ungrouped or not shared.attention_adapter,
+        "blocks shared without tied embeddings": config.tie_embeddings or own,
+    }
+    require("zamba2", facts)

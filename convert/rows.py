@@ -1,0 +1,183 @@
+"""Which source tensors make which parameter: one row per parameter, both ways."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models.params import Path
+
+How = Literal["copy", "concat", "swap", "conv", "stack"]
+ENDINGS = (("weight", ""), ("bias", "_bias"))  # of a module's tensors; of parameters
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter and the source tensors it is made of.
+
+    Attributes:
+      path: of the parameter.
+      sources: names of the tensors.
+      how: "copy"; "concat" along axis 0; "stack" along a new axis 0; "swap" the halves
+        of axis 0; "conv" drops the middle axis of [C, 1, K].
+      sizes: rows of each source, for "concat".
+    """
+
+    path: Path
+    sources: tuple[str, ...]
+    how: How = "copy"
+    sizes: tuple[int, ...] = ()
+
+
+def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of a row's source tensors, from the parameter's shape."""
+    match row.how:
+        case "concat":
+            return [(size, *shape[1:]) for size in row.sizes]
+        case "conv":
+            return [(shape[0], 1, shape[1])]
+        case "stack":
+            return [shape[1:]] * shape[0]
+        case _:
+            return [shape]
+
+
+def _swap(w: np.ndarray) -> np.ndarray:
+    return np.concatenate(np.split(w, 2)[::-1])
+
+
+def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
+    """A row's parameter from its source tensors."""
+    match row.how:
+        case "concat":
+            return np.concatenate(tensors)
+        case "swap":
+            return _swap(tensors[0])
+        case "conv":
+            return tensors[0][:, 0, :]
+        case "stack":
+            return np.stack(tensors)
+        case _:
+            return tensors[0]
+
+
+def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
+    """A row's source tensors from its parameter, the inverse of `join`."""
+    match row.how:
+        case "concat":
+            parts = np.split(param, np.cumsum(row.sizes)[:-1])
+        case "swap":
+            parts = [_swap(param)]
+        case "conv":
+            parts = [param[:, None, :]]
+        case "stack":
+            parts = list(param)
+        case _:
+            parts = [param]
+    return dict(zip(row.sources, map(np.ascontiguousarray, parts), strict=True))
+
+
+def module_rows(
+    ours: Path, theirs: str, modules: Mapping[str, str], how: How = "copy"
+) -> Iterator[Row]:
+    """Weights and biases of linear modules, by the names of our parameters."""
+    for ending, name in ENDINGS:
+        for param, module in modules.items():
+            yield Row((*ours, param + name), (f"{theirs}.{module}.{ending}",), how)
+
+
+def conv_rows(ours: Path, theirs: str) -> Iterator[Row]:
+    yield Row((*ours, "conv_weight"), (f"{theirs}.conv1d.weight",), "conv")
+    yield Row((*ours, "conv_bias"), (f"{theirs}.conv1d.bias",))
+
+
+def mamba_rows(ours: Path, theirs: str) -> Iterator[Row]:
+    yield from module_rows(ours, theirs, {m: m for m in ("in_proj", "out_proj")})
+    yield from conv_rows(ours, theirs)
+    for name in ("A_log", "dt_bias", "D"):
+        yield Row((*ours, name), (f"{theirs}.{name}",))
+    yield Row((*ours, "norm"), (f"{theirs}.norm.weight",))
+
+
+def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
+    """q, k, v and o projections apart."""
+    kv = c.num_kv_heads * c.head_dim
+    sizes = (c.num_heads * c.head_dim, kv, kv)
+    for ending, name in ENDINGS:
+        qkv = tuple(f"{theirs}.{letter}_proj.{ending}" for letter in "qkv")
+        yield Row((*ours, f"qkv{name}"), qkv, "concat", sizes)
+    yield from module_rows(ours, theirs, {"out": "o_proj"})
+
+
+def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
+    """Gate and up projections apart."""
+    for ending, name in ENDINGS:
+        both = tuple(f"{theirs}.{w}_proj.{ending}" for w in ("gate", "up"))
+        yield Row((*ours, f"gate_up{name}"), both, "concat", (c.d_hidden,) * 2)
+    yield from module_rows(ours, theirs, {"down": "down_proj"})
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a format names the parts of a model; `{i}` is its layer number.
+
+    Attributes:
+      layer: prefix of a layer; the names below continue it.
+      mixer_norm, mlp_norm: block norms.
+      mamba, attention, mlp: modules of each kind.
+      attention_rows, mlp_rows: of such a module: our path, its name, its options.
+      moe_rows: of a mixture of experts: our path, the layer's prefix, its options.
+      shared_rows: what layers of kind "shared" share.
+      one_each: an MLP is a layer of its own number, not part of its mixer's.
+    """
+
+    embedding: str
+    norm: str
+    layer: str
+    mixer_norm: str
+    mlp_norm: str = ""
+    mamba: str = ""
+    attention: str = ""
+    mlp: str = ""
+    attention_rows: Callable[[Path, str, AttentionConfig], Iterator[Row]] = (
+        attention_rows
+    )
+    mlp_rows: Callable[[Path, str, MLPConfig], Iterator[Row]] = mlp_rows
+    moe_rows: Callable[[Path, str, MoEConfig], Iterator[Row]] | None = None
+    shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
+    one_each: bool = False
+
+
+def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
+    """Rows of all parameters that options may switch on."""
+    yield Row(("embedding",), (f"{names.embedding}.weight",))
+    yield Row(("lm_head",), ("lm_head.weight",))
+    yield from _norm_rows((), names.norm)
+    if names.shared_rows is not None:
+        yield from names.shared_rows(names, config)
+    number = -1
+    for j, kind in enumerate(config.layers):
+        ours, mlp = f"layers_{j}", kind in ("mlp", "moe")
+        number += names.one_each or not mlp  # else it belongs to its mixer's layer
+        prefix = names.layer.format(i=number)
+        if kind == "shared":
+            yield Row((ours, "linear"), (f"{prefix}linear.weight",))
+            prefix += "mamba_decoder."
+        norm = names.mlp_norm if mlp else names.mixer_norm
+        yield from _norm_rows((ours,), prefix + norm)
+        if kind in ("mamba", "parallel", "shared"):
+            yield from mamba_rows((ours, "mamba"), prefix + names.mamba)
+        if kind in ("attention", "parallel") and config.attention is not None:
+            path, theirs = (ours, "attention"), prefix + names.attention
+            yield from names.attention_rows(path, theirs, config.attention)
+        if kind == "mlp" and config.mlp is not None:
+            yield from names.mlp_rows((ours, kind), prefix + names.mlp, config.mlp)
+        if kind == "moe" and config.moe is not None and names.moe_rows is not None:
+            yield from names.moe_rows((ours, kind), prefix, config.moe)
+
+
+def _norm_rows(ours: Path, theirs: str) -> Iterator[Row]:
+    yield Row((*ours, "norm", "scale"), (f"{theirs}.weight",))
+    yield Row((*ours, "norm", "bias"), (f"{theirs}.bias",))

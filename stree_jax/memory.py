@@ -1,0 +1,28 @@
+"""How many bytes a model and its state take, before any of them is made."""
+
+import math
+
+import jax
+import numpy as np
+
+from stree_jax.models import ModelConfig, init_state, param_shapes, stored_dtype
+
+
+def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
+    """Of all parameters in `dtype`, but for those that are float32 always."""
+    return sum(
+        math.prod(shape) * np.dtype(stored_dtype(path[-1], dtype)).itemsize
+        for path, shape in param_shapes(config).items()
+    )
+
+
+def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: np.dtype) -> int:
+    """Of the state that decoding keeps.
+
+    Args:
+      batch: B, rows.
+      capacity: rows of each attention cache, in tokens.
+      dtype: of the caches; what an SSM keeps in float32 stays so.
+    """
+    state = jax.eval_shape(lambda: init_state(config, batch, capacity, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -1,0 +1,218 @@
+"""Fields both ways: a changed option comes back from the export, or is refused."""
+
+import json
+import math
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+from transformers import (
+    BambaConfig,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    Mamba2Config,
+    NemotronHConfig,
+    Zamba2Config,
+)
+
+import stree_jax
+from stree_jax.convert import CheckpointError
+from stree_jax.convert.configs import export_format, hf_config, read_config
+from stree_jax.convert.families import (
+    NAMES,
+    bamba,
+    falcon_h1,
+    granite,
+    llama,
+    mamba2,
+    nemotron_h,
+    zamba2,
+)
+from stree_jax.convert.families.table import (
+    Field,
+    flag,
+    read_fields,
+    size,
+    write_fields,
+)
+from stree_jax.convert.fields import REQUIRED, ConfigFields
+from stree_jax.convert.rows import source_shapes
+from stree_jax.convert.source import TensorInfo
+from stree_jax.convert.tensors import rows_of
+from stree_jax.models import AttentionConfig, MLPConfig, Rope, param_shapes
+from tests.support.checkpoints import sources
+
+OTHERS = {
+    "rope": [None, Rope(123.0, 4), Rope(9.0, 6), Rope(9.0, 8, (8.0, 1.0, 4.0, 16.0))],
+    "dt_limit": [(0.0, math.inf), (0.1, math.inf), (0.1, 0.2)],
+    "part_multipliers": [(1.0, 2.0, 3.0, 4.0, 5.0)],
+    "stop_tokens": [(), (1,), (1, 2)],
+    "activation": ["silu", "gelu", "relu2"],
+    "router": ["softmax", "sigmoid"],
+    "x_heads": [2],
+    "scale": [0.3, 1.5],
+    # Not told by a config: the padding, and the layers, which all the rest is about.
+    "num_tokens": [],
+    "vocab_size": [],
+    "layers": [],
+}
+
+
+def others(name, value):
+    """Values that an option might have instead."""
+    if name in OTHERS:
+        return [other for other in OTHERS[name] if other != value]
+    match value:
+        case "rms" | "layer":
+            return ["rms", "layer"]
+        case "gate_first" | "norm_first":
+            return ["gate_first", "norm_first", None]
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, 2 * value]
+        case float():
+            return [0.5 * value]
+        case _:
+            return []
+
+
+def changes(config):
+    """Configs that differ from it in one option, with its name."""
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if is_dataclass(value):
+            for name, changed in changes(value):
+                yield f"{option.name}.{name}", partly(config, option.name, changed)
+        for other in others(option.name, value):
+            yield f"{option.name}={other}", partly(config, option.name, other)
+
+
+def partly(config, name, value):
+    try:
+        return replace(config, **{name: value})
+    except ValueError:  # no such experts
+        return config
+
+
+def exported(config, directory):
+    """What `read_config` makes of an export, its tensors by their names and shapes."""
+    values = hf_config(config, "float32")
+    (directory / "config.json").write_text(json.dumps(values))
+    shapes, tensors = param_shapes(config), {}
+    for row in rows_of(NAMES[export_format(config)], config):
+        for name, shape in zip(
+            row.sources, source_shapes(row, shapes[row.path]), strict=True
+        ):
+            tensors[name] = TensorInfo(Path("model.safetensors"), shape, "float32")
+    return read_config(directory, tensors)[1]
+
+
+COMES_BACK = {
+    "mamba2": "tie_embeddings stop_tokens mamba.d_state mamba.dt_limit",
+    "llama": "norm_eps attention.rope.theta attention.num_kv_heads tie_embeddings",
+    "granite": "embedding_multiplier residual_multiplier logits_divisor "
+    "tie_embeddings attention.scale attention.rope.theta",
+    "granite-moe": "moe.num_experts moe.top_k moe.d_hidden",
+    "bamba": "attention.rope.theta attention.rope.dim mlp.bias mamba.dt_limit",
+    "falcon-h1": "mamba.norm mamba.in_multiplier mamba.part_multipliers "
+    "attention.key_multiplier mlp.gate_multiplier mlp.down_multiplier logits_divisor",
+    "nemotron-h": "mamba.num_heads mlp.d_hidden attention.num_kv_heads tie_embeddings",
+    "nemotron-h-moe": "moe.groups moe.normalize moe.scale moe.d_latent moe.d_hidden",
+    "zamba2": "shared.blocks shared.adapter_rank shared.attention_adapter mlp.d_hidden "
+    "attention.rope.theta",
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.mark.parametrize("name", COMES_BACK)
+def test_every_option_comes_back_or_is_refused(source, tmp_path, name):
+    config = stree_jax.load(source(name)).config
+    assert exported(config, tmp_path) == config
+    back, refused = set(), set()
+    for option, changed in changes(config):
+        try:
+            hf_config(changed, "float32")
+            shapes = param_shapes(changed)
+        except (CheckpointError, TypeError, ValueError, ArithmeticError):
+            refused.add(option.split("=")[0])
+            continue
+        if shapes and changed != config:
+            assert exported(changed, tmp_path) == changed, option
+            back.add(option.split("=")[0])
+    assert set(COMES_BACK[name].split()) <= back
+    assert refused
+
+
+TABLE = (Field("heads", "num_heads", size, 4), Field("bias", "qkv_bias", flag, False))
+
+
+def test_what_no_row_names_has_to_be_its_default():
+    """So that an option which is new to the models is not lost on export."""
+    c = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    assert write_fields("x", TABLE, c) == {"heads": 4, "bias": False}
+    for option in fields(AttentionConfig)[3:]:
+        other = {"rope": Rope(1e4, 8), "scale": 0.5}.get(option.name, 2)
+        changed = replace(c, **{option.name: other})
+        if option.name == "qkv_bias":
+            assert write_fields("x", TABLE, changed)["bias"] == 2
+            continue
+        with pytest.raises(CheckpointError, match="x cannot express this model's att"):
+            write_fields("x", TABLE, changed)
+        assert write_fields("x", TABLE, changed, {option.name})["heads"] == 4
+
+
+def test_rows_of_one_field_have_to_agree():
+    table = (*TABLE, Field("bias", "out_bias", flag, False))
+    c = AttentionConfig(4, 2, 8, qkv_bias=True, out_bias=True)
+    assert write_fields("x", table, c) == {"heads": 4, "bias": True}
+    for changed in (replace(c, qkv_bias=False), replace(c, out_bias=False)):
+        with pytest.raises(CheckpointError, match="model's attention biases$"):
+            write_fields("x", table, changed)
+
+
+def test_all_that_is_lacking_is_told_at_once():
+    mlp = MLPConfig(8, gated=False, activation="gelu", gate_multiplier=2.0)
+    with pytest.raises(CheckpointError) as caught:
+        write_fields("x", (), mlp, {"bias"})
+    lacking = "MLP without a gate, activation, MLP multipliers"
+    assert str(caught.value) == f"x cannot express this model's {lacking}"
+
+
+def test_defaults_and_errors_come_from_the_table():
+    source = ConfigFields(Path("config.json"), {"heads": 3})
+    assert read_fields(TABLE, source) == {"num_heads": 3, "qkv_bias": False}
+    source = ConfigFields(Path("config.json"), {"heads": "3"})
+    with pytest.raises(CheckpointError, match="config.json: heads: want an integer"):
+        read_fields(TABLE, source)
+
+
+CLASSES = {
+    mamba2: Mamba2Config,
+    llama: LlamaConfig,
+    granite: GraniteMoeHybridConfig,
+    bamba: BambaConfig,
+    falcon_h1: FalconH1Config,
+    nemotron_h: NemotronHConfig,
+    zamba2: Zamba2Config,
+}
+
+
+@pytest.mark.parametrize("family", CLASSES, ids=lambda f: f.__name__.split(".")[-1])
+def test_defaults_are_those_of_transformers(family):
+    """Of a file that leaves a field out; a tensor or a width tells all others."""
+    config, seen = CLASSES[family](), 0
+    tables = [table for table in vars(family).values() if isinstance(table, tuple)]
+    for row in (row for table in tables for row in table if isinstance(row, Field)):
+        odd = row.name in ("", "eos_token_id", "mamba_d_head")  # theirs: 2; a number
+        if not odd and row.default is not REQUIRED and hasattr(config, row.name):
+            theirs = getattr(config, row.name)
+            theirs = tuple(theirs) if isinstance(theirs, list) else theirs
+            assert row.default == (theirs or type(row.default)(0)), row.name
+            seen += 1
+    assert seen > 3
