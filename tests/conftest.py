@@ -10,12 +10,13 @@ import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch: the workers share the cores
-# XLA:CPU's older way to compile fusions takes a third less time. (An XLA that has it no
-# longer ends the process with "Unknown flags": then this line has had its day.)
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+if version("jaxlib").startswith("0.10."):  # a later XLA may not know the flag, and die
+    # XLA:CPU's older way to compile fusions takes a third less time.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
     PROGRAMS = tempfile.mkdtemp(prefix="stree-jax-programs-")
     atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Wrong arguments of `generate` are named before anything is read."""
 
 import dataclasses
+import inspect
 
 import chex
 import jax
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, models
 
 import stree_jax
 from stree_jax import Past, Sampling, resolve_rule
+from stree_jax.generation import Options, begin
 from stree_jax.speculation import loop
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree
 from stree_jax.training.corpus import train_tokenizer
@@ -262,3 +264,14 @@ def test_rules_by_name():
         assert (rule.acceptance, rule.drafting) == (name, drafting)
         assert resolve_rule(f"{name}/{drafting}", tree) == rule
         assert resolve_rule(rule, tree) == rule
+
+
+def test_one_signature_for_generate_stream_and_their_options():
+    """What `help` shows of each is what `begin` takes, and what type checkers know."""
+    own = inspect.signature(begin).parameters
+    shown = inspect.signature(stree_jax.generate).parameters
+    assert shown == own
+    assert [*own][2:] == [*Options.__annotations__]
+    streamed = dict(inspect.signature(stree_jax.stream).parameters)
+    assert streamed.pop("steps").default == 8
+    assert streamed == dict(own)
