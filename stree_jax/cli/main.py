@@ -90,7 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--verify",
         action="store_true",
-        help="compare logits with those of transformers; exit code 1 above 1e-4 of the largest",
+        help="compare logits with those of transformers; exit code 1 above 1e-4 of "
+        "the largest",
     )
 
     p = commands.add_parser("export", help="a Hugging Face directory from a model")
