@@ -31,10 +31,8 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-# A GPU's programs are tested as they are used.
-jax.config.update(
-    "jax_disable_most_optimizations", os.environ["JAX_PLATFORMS"] == "cpu"
-)
+QUICK = os.environ["JAX_PLATFORMS"] == "cpu"  # on a GPU, programs as users get them
+jax.config.update("jax_disable_most_optimizations", QUICK)
 
 # No deadline: an example's first run compiles. The same examples on every run.
 hypothesis.settings.register_profile(
@@ -49,10 +47,9 @@ def optimised():
 
     For what runs longer than it compiles, and where the program itself is looked at.
     """
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stree_jax
 from stree_jax.checkpoint import resolve
 
+pytestmark = pytest.mark.usefixtures("optimised")  # as users get them
 PROMPTS = [
     "def fibonacci(n):\n",
     "import os\n\n\ndef read_lines(path):\n    ",

@@ -241,6 +241,7 @@ def test_the_stream_ends_with_the_same_text(target, drafters, prompts, plain):
             assert tokens == whole[: len(tokens)]
 
 
+@pytest.mark.usefixtures("optimised")
 def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
     """No copy of the caches: what the loop takes and gives back is aliased."""
     begun, plan = begin(
