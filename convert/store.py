@@ -20,7 +20,6 @@ import numpy as np
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import read_json
-from stree_jax.memory import weight_bytes
 from stree_jax.models import (
     ModelConfig,
     by_path,
@@ -29,6 +28,7 @@ from stree_jax.models import (
     param_shapes,
     stored_dtype,
 )
+from stree_jax.models.memory import weight_bytes
 from stree_jax.models.params import Path as ParamPath
 
 FORMAT, VERSION = "stree-jax", 1

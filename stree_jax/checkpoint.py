@@ -24,8 +24,8 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.tokenizer import read_tokenizer
-from stree_jax.memory import state_bytes, weight_bytes
 from stree_jax.models import param_shapes
+from stree_jax.models.memory import state_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

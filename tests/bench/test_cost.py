@@ -335,7 +335,7 @@ def test_expected_tau_is_the_sum_over_paths(tree):
     layout = tree_layout(tree, tree.rows(1))
     rank, paths = np.asarray(tree_levels(tree).rank), np.asarray(layout.paths[0])
     total = 0.0
-    for node, depth in enumerate(np.asarray(layout.depth).tolist()):
+    for node, depth in enumerate(np.asarray(layout.depth)[0].tolist()):
         path = paths[node, 1 : depth + 1]
         total += np.prod([table.p[d, rank[n]] for d, n in enumerate(path)])
     assert cost.expected_tau(tree, table) == pytest.approx(total)

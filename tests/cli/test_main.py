@@ -152,7 +152,8 @@ def test_sampling_options_reach_the_sampler(folder, capsys):
     )
     assert code == 0
     assert [s["tokens"] for s in report["samples"]] == expected.tokens
-    top = np.array(report["samples"][0]["logprobs"]["top"])
+    top = report["samples"][0]["logprobs"]["top"]
+    top = np.array([[-np.inf if v is None else v for v in row] for row in top])
     assert top.shape == (8, 2) and (top <= 0).all()
 
 

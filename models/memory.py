@@ -5,7 +5,10 @@ import math
 import jax
 import numpy as np
 
-from stree_jax.models import ModelConfig, init_state, param_shapes, stored_dtype
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.model import param_shapes
+from stree_jax.models.params import stored_dtype
+from stree_jax.models.state import init_state
 
 
 def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:

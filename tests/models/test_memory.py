@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.memory import state_bytes, weight_bytes
 from stree_jax.models import init_params, init_state
+from stree_jax.models.memory import state_bytes, weight_bytes
 from tests.support.tiny import tiny
 
 
