@@ -5,7 +5,7 @@ the vocabulary.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import DraftState
-from stree_jax.speculation.policy import PolicyState
+
+PolicyState = Any  # a policy's own pytree
 
 # Values of `Decoding.finish`.
 RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING = 0, 1, 2, 3

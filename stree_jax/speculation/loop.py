@@ -5,6 +5,7 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,13 +121,13 @@ def init_decoding(
         seen = tokens_of(token_ids, lengths, target.config.num_tokens)
         seen = jnp.repeat(seen, samples, axis=0)
     policy = spec.policy.init(batch)
-    return Decoding(
+    decoding = Decoding(
         requests=requests,
         state=state,
         pending=Pending(records, jnp.zeros((batch, M + 1), jnp.int32), zeros),
         drafting=drafting,
         policy=policy,
-        choice=spec.policy.choose(policy),
+        choice=jnp.int32(0),
         root=root,
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),
         length=zeros,
@@ -140,6 +141,7 @@ def init_decoding(
         gained=jnp.zeros((batch, M + 2), jnp.int32),
         margin=jnp.full((batch,), jnp.inf, jnp.float32),
     )
+    return replace(decoding, choice=spec.policy.choose(policy, decoding))
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:

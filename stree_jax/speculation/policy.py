@@ -1,15 +1,14 @@
 """Which tree a step drafts: the protocol of policies, and one tree for ever."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.speculation.accept import Accepted
+from stree_jax.speculation.decoding import Decoding, PolicyState
 from stree_jax.speculation.tree import Topology
-
-PolicyState = Any  # a policy's own pytree
 
 
 class Policy(Protocol):
@@ -25,7 +24,7 @@ class Policy(Protocol):
 
     def init(self, batch: int) -> PolicyState: ...
 
-    def choose(self, state: PolicyState) -> jax.Array:
+    def choose(self, state: PolicyState, decoding: Decoding) -> jax.Array:
         """int32 [], place in the menu of the next step's tree."""
         ...
 
@@ -49,7 +48,7 @@ class FixedTree:
     def init(self, batch: int) -> None:
         return None
 
-    def choose(self, state: None) -> jax.Array:
+    def choose(self, state: None, decoding: Decoding) -> jax.Array:
         return jnp.int32(0)
 
     def update(self, state: None, choice: jax.Array, accepted: Accepted) -> None:

@@ -92,14 +92,14 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         accepted, stop = cut_at_stops(d, spec.rule.accept(draft, seen.logits, dist))
         news = news_of(accepted, stop.finish, seen.hidden)
         policy = spec.policy.update(d.policy, d.choice, accepted)
-        return replace(
+        d = replace(
             record_step(d, draft, seen.logits, accepted, stop, dist),
             state=seen.state,
             pending=pending_of(accepted, seen.records, d.pending),
             drafting=spec.drafter.commit(drafting, news),
             policy=policy,
-            choice=spec.policy.choose(policy),
         )
+        return replace(d, choice=spec.policy.choose(policy, d))
 
 
 def news_of(accepted: Accepted, finish: jax.Array, hidden: jax.Array) -> News:

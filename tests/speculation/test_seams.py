@@ -59,7 +59,7 @@ class Turns:
     def init(self, batch):
         return jnp.int32(0)
 
-    def choose(self, state):
+    def choose(self, state, decoding):
         return jnp.asarray(self.order, jnp.int32)[state % len(self.order)]
 
     def update(self, state, choice, accepted):
