@@ -13,11 +13,11 @@ import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models import logits_of
 from stree_jax.speculation import loop
-from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.layout import tree_layout
-from stree_jax.speculation.model_drafter import Reading
+from stree_jax.speculation.draft import only_root
+from stree_jax.speculation.drafter import News
+from stree_jax.speculation.model_drafter import ModelDrafter, Reading, fill_tree
 from stree_jax.speculation.policy import FixedTree
-from stree_jax.speculation.tree import chain, make_tree, resolve_tree
+from stree_jax.speculation.tree import chain, resolve_tree
 from tests.support.tiny import REAL, STOP, perturbed, tiny
 
 NEW = 20
@@ -162,46 +162,50 @@ def test_the_menu_compiles_once_and_carries_nothing_twice(target, drafter, promp
 
 @struct.dataclass
 class Told:
-    """A drafter that drafts one wrong token and keeps what it is told."""
+    """A drafter that has another one draft, and keeps what it is told."""
 
-    width: int = struct.field(pytree_node=False)
+    inner: ModelDrafter
 
     def init(self, prompts, past):
         shape = prompts.token_ids.shape[0], prompts.news_width
-        hidden = jnp.zeros((*shape, self.width), jnp.float32)
-        return jnp.zeros(shape, jnp.int32), jnp.zeros_like(prompts.lengths), hidden
+        hidden = jnp.zeros((*shape, self.inner.model.config.d_model), jnp.float32)
+        news = News(
+            jnp.zeros(shape, jnp.int32), jnp.zeros_like(prompts.lengths), hidden
+        )
+        return self.inner.init(prompts, None), news
 
     def propose(self, state, root, tree, dist, rule):
-        layout = tree_layout(tree, tree.rows(root.shape[0]))
-        tokens = jnp.broadcast_to(root[:, None], (root.shape[0], tree.size))
-        return Draft(layout, tokens), state
+        draft, reading = self.inner.propose(state[0], root, tree, dist, rule)
+        return draft, (reading, state[1])
 
     def commit(self, state, news):
-        return news.tokens, news.length, news.hidden
+        return self.inner.commit(state[0], news), news
 
 
-def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(target, prompts):
+@pytest.fixture(scope="module")
+def told(target):
+    return Told(ModelDrafter(target, fill_tree))
+
+
+def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(
+    target, prompts, told
+):
     """Each accepted token is the argmax of the head on the state told with it."""
-    told = Told(target.config.d_model)
-    tree = make_tree([-1, 0, 0])
-    _, done = decode(target, prompts, told, FixedTree(tree), steps=3, tree=tree)
-    tokens, lengths, hidden = jax.device_get(done.drafting)
-    logits = np.asarray(logits_of(target, jnp.asarray(hidden)))[..., :REAL]
-    running = np.asarray(done.finish) == 0
-    assert running.any() and (lengths[running] >= 1).all()
-    for b in np.flatnonzero(running):
-        n = lengths[b]
-        assert logits[b, :n].argmax(axis=-1).tolist() == tokens[b, :n].tolist()
-        assert tokens[b, n - 1] == int(done.root[b])
+    _, done = decode(target, prompts, told, FixedTree(A), steps=2)
+    news = jax.device_get(done.drafting[1])
+    logits = np.asarray(logits_of(target, jnp.asarray(news.hidden)))[..., :REAL]
+    running = np.flatnonzero(np.asarray(done.finish) == 0)
+    assert running.size and (news.length[running] == A.depth + 1).all()
+    for b in running:
+        n = news.length[b]
+        assert logits[b, :n].argmax(axis=-1).tolist() == news.tokens[b, :n].tolist()
+        assert news.tokens[b, n - 1] == int(done.root[b])
 
 
-def test_any_drafter_drafts(target, prompts, plain):
+def test_any_drafter_drafts(target, prompts, plain, told):
     """`generate` takes an object with the protocol's functions as its drafter."""
-    told = Told(target.config.d_model)
-    result = stree_jax.generate(
-        target, prompts, max_new_tokens=NEW, drafter=told, tree="chain:2"
-    )
-    assert result.tokens == plain.tokens
+    options = dict(max_new_tokens=NEW, drafter=told, tree="A")
+    assert stree_jax.generate(target, prompts, **options).tokens == plain.tokens
 
 
 def test_finished_rows_tell_nothing(target, drafter, prompts):
