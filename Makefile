@@ -20,7 +20,7 @@ demo: .venv/.core
 test: .venv/.test
 	$(BIN)/pytest -n 2 --dist loadfile -q
 
-# A first look, in two minutes: the tests that tests/fast.txt names.
+# A first look, in a minute: the tests that tests/fast.txt names.
 test-fast: .venv/.test
 	$(BIN)/pytest -n 2 --dist loadfile -q @tests/fast.txt
 
