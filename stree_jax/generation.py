@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -260,12 +260,12 @@ def stream(
         yield summarise(plan, decoding, shown, seconds, running)
 
 
-def _show_options(function: Callable[..., Any], *more: inspect.Parameter) -> None:
+def _show_options(function: Any, *more: inspect.Parameter) -> None:
     """Let `help` and editors see every option with its default, written in `begin`."""
     options = inspect.signature(begin)
     shown = [*options.parameters.values(), *more]
     returns = inspect.signature(function).return_annotation
-    function.__signature__ = options.replace(  # type: ignore[attr-defined]
+    function.__signature__ = options.replace(
         parameters=shown, return_annotation=returns
     )
 
