@@ -11,6 +11,7 @@ Prompt = str | tuple[int, ...]  # text, or token ids
 
 NAMES = {
     "HumanEval.jsonl.gz": "HumanEval",
+    "edits.jsonl.gz": "edits",
     "question.jsonl": "MT-Bench",
     "test.jsonl": "GSM8K",
 }
