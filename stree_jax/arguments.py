@@ -10,6 +10,8 @@ from stree_jax import models
 from stree_jax.checkpoint import Model
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.result import Past
+from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.model_drafter import model_state
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
 INTEGERS = (int, np.integer)
@@ -56,6 +58,12 @@ def check_drafter(target: Model, drafter: Any) -> None:
     """Raises ValueError where the two models have no vocabulary in common."""
     if all(hasattr(drafter, name) for name in ("init", "propose", "commit")):
         return  # a `Drafter` that knows its business
+    if drafter == LOOKUP:
+        return
+    if isinstance(drafter, str):
+        raise ValueError(
+            f"drafter: want a model or 'lookup'; give stree_jax.load({drafter!r})"
+        )
     check_model("drafter", drafter)
     t, d = target.config.num_tokens, drafter.config.num_tokens
     if t != d:
@@ -114,8 +122,8 @@ def continued(
     if len(past.tokens) != len(new):
         raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
     _check_state("past: of another target", model, past.target, len(new))
+    read = model_state(past.drafter)
     if isinstance(drafter, models.Model) and past.drafter is not None:
-        read = getattr(past.drafter, "state", None)
         _check_state("past: of another drafter", drafter, read, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]
 

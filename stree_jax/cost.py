@@ -18,7 +18,7 @@ from stree_jax.arguments import checked_tokens
 from stree_jax.checkpoint import Model
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.scoring import score
-from stree_jax.speculation.tree import Beam, Topology, Tree, make_tree
+from stree_jax.speculation.tree import Auto, Budget, Topology, Tree, make_tree
 
 Size = TypeVar("Size", float, np.ndarray)
 Seconds = Callable[[float], float]  # of a pass over so many tokens
@@ -182,9 +182,10 @@ def drafter_ranks(
 
 def _children(tree: Topology) -> list[list[int]]:
     """Rows of each node's children by rank, their order among siblings."""
-    if isinstance(tree, Beam):
+    if not isinstance(tree, Tree):
         raise ValueError(
-            "tree: a beam chooses its topology anew at every step; take a static tree"
+            "tree: beams and 'auto' choose their topology anew at every step; take a "
+            "static tree"
         )
     kids: list[list[int]] = [[] for _ in range(tree.size)]
     for row, parent in enumerate(np.asarray(tree.parents).tolist()):
@@ -385,6 +386,8 @@ def step_time(
     """
     if tree.depth == 0:
         return float(target_time(1))
+    if isinstance(tree, Budget | Auto):
+        raise ValueError("tree: what 'auto' takes depends on the text")
     drafting = drafter_time(tree.depth + 1)
     if tree.depth > 1:
         drafting += (tree.depth - 1) * drafter_time(tree.width)

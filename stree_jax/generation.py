@@ -3,13 +3,14 @@
 import inspect
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import models
+from stree_jax import models, tuning
 from stree_jax.arguments import (
     MOST_TOKENS,
     Prompts,
@@ -31,6 +32,7 @@ from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.sampling.stop_strings import token_bytes, token_table
 from stree_jax.speculation.accept import Rule, resolve_rule
+from stree_jax.speculation.adaptive_policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import (
@@ -40,9 +42,10 @@ from stree_jax.speculation.loop import (
     deepest,
     init_decoding_jit,
     make_spec,
+    picked_tree,
 )
 from stree_jax.speculation.step import Spec
-from stree_jax.speculation.tree import Beam, Topology, chain, resolve_tree
+from stree_jax.speculation.tree import Auto, Beam, Topology, chain, resolve_tree
 
 DEFAULT_TREE = "E"
 DEFAULT_RULE = "naive/coupled"
@@ -53,8 +56,9 @@ class Options(TypedDict, total=False):
     """The options of `generate` and `stream`, which documents them."""
 
     max_new_tokens: int | Sequence[int]
-    drafter: models.Model | Drafter | None
+    drafter: models.Model | Drafter | str | None
     tree: Topology | str | Sequence[int] | None
+    times: StepTimes | None
     rule: Rule | str | None
     sampling: Sampling | Sequence[Sampling] | None
     key: jax.Array | None
@@ -83,8 +87,9 @@ def begin(
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int],
-    drafter: models.Model | Drafter | None = None,
+    drafter: models.Model | Drafter | str | None = None,
     tree: Topology | str | Sequence[int] | None = None,
+    times: StepTimes | None = None,
     rule: Rule | str | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     key: jax.Array | None = None,
@@ -99,7 +104,7 @@ def begin(
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
     check_model("model", model)
-    spec = _spec(model, drafter, tree, rule)
+    spec = _spec(model, drafter, tree, rule, times)
     n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
     capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
     V = model.config.num_tokens
@@ -163,9 +168,10 @@ def begin(
 
 def _spec(
     model: Model,
-    drafter: models.Model | Drafter | None,
+    drafter: models.Model | Drafter | str | None,
     tree: Topology | str | Sequence[int] | None,
     rule: Rule | str | None,
+    times: StepTimes | None,
 ) -> Spec:
     """Who decodes; raises ValueError for what does not go together."""
     if drafter is None and tree is not None:
@@ -173,15 +179,33 @@ def _spec(
     shape: Topology = chain(0)
     if drafter is not None:
         check_drafter(model, drafter)
-        shape = resolve_tree(DEFAULT_TREE if tree is None else tree)
+        shape = default_tree(drafter, rule) if tree is None else resolve_tree(tree)
+    if times is not None and not isinstance(shape, Auto):
+        raise ValueError("times: only tree 'auto' asks for them")
     V = model.config.num_tokens
-    if shape.children > V:
+    if shape.children > V and not isinstance(shape, Auto):
         raise ValueError(
             f"tree: {shape.children} children a node, but only {V} tokens to fill them"
         )
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
-    return make_spec(model, drafter, shape, resolve_rule(rule, shape))
+    lookup = isinstance(drafter, str)
+    rule = resolve_rule(rule, picked_tree(shape) if lookup else shape)
+    return make_spec(model, drafter, shape, rule, times)
+
+
+def default_tree(
+    drafter: models.Model | Drafter | str, rule: Rule | str | None
+) -> Topology:
+    """Tree "auto", unless the rule or a drafter of one's own wants a fixed one."""
+    fixed = resolve_tree(DEFAULT_TREE)
+    if not isinstance(drafter, models.Model | str):
+        return fixed
+    try:
+        resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())
+    except ValueError:  # of rules that are none at all, the fixed tree says so
+        return Auto() if isinstance(drafter, str) else fixed
+    return Auto()
 
 
 def _stop_strings(
@@ -212,9 +236,13 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       model: the target.
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt; by row.
-      drafter: a model with the same tokenizer that fills the tree, or any `Drafter`.
-      tree: a `Tree` or `Beam`, a name ("A".."E", "chain:4", "binary:4", "beam:3x4")
-        or parents; default "E".
+      drafter: a model with the same tokenizer that fills the tree; "lookup", which
+        drafts what stood in the text before and needs no model; or any `Drafter`.
+      tree: "auto" (default: which nodes, and how many, is chosen at every step; none
+        where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E",
+        "chain:4", "binary:4", "beam:3x4") or parents.
+      times: of steps, for tree "auto"; None: measured when first needed, and kept in
+        the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
         "naive", "leviathan", "mss", "recursive"; see `speculation.accept`.
       sampling: `Sampling(...)`, by row; None: greedy.
@@ -251,6 +279,8 @@ def stream(
     decoding, plan = begin(model, prompts, **options)
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
+    if isinstance(plan.spec.policy, AdaptivePolicy) and options.get("times") is None:
+        plan = replace(plan, spec=tuning.timed(plan.spec, decoding))
     shown = [0] * len(plan.text)
     running = True
     while running:

@@ -9,6 +9,7 @@ from stree_jax.checkpoint import Model
 from stree_jax.models import State
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import cut_text, held_back
+from stree_jax.speculation.adaptive_drafter import to_keep
 from stree_jax.speculation.decoding import (
     OUT_OF_LENGTH,
     RUNNING,
@@ -59,6 +60,12 @@ class Generation:
       logprobs: of the tokens, NumPy, if they were asked for.
       target_calls: [B] ints, passes of the target that the row took.
       acceptance_length: [B] floats, tau: mean tokens gained per call.
+      origins: [n] uint8 a row, where each token comes from: 0 the target, 1 the drafter
+        (a model, or any that is not told apart), 2 lookup; `draft.ORIGINS` names them.
+      tree_sizes: K sizes that trees may have had, in nodes; 1 is plain decoding.
+      calls_by_size: [B, K] ints, target calls by size of their trees.
+      expected_tokens: [B] floats, what the calls were expected to gain; None where that
+        was not asked (fixed trees).
       gained: [B, M + 2] ints, how many calls gained 0 .. M + 1 tokens.
       min_margin: [B] floats, by how much scores would have had to change for another
         token at any choice: the gap between the two best, or to the edge of top-k,
@@ -78,6 +85,10 @@ class Generation:
     logprobs: list[LogProbs] | None
     target_calls: np.ndarray
     acceptance_length: np.ndarray
+    origins: list[np.ndarray]
+    tree_sizes: tuple[int, ...]
+    calls_by_size: np.ndarray
+    expected_tokens: np.ndarray | None
     gained: np.ndarray
     min_margin: np.ndarray
     past: Past | None
@@ -138,9 +149,13 @@ def summarise(
       seconds: of prefill and of decoding.
       running: whether there is more to come.
     """
-    fields = ("tokens", "length", "finish", "calls", "gained", "margin", "logprobs")
-    host = jax.device_get({name: getattr(decoding, name) for name in fields})
+    fields = ("tokens", "length", "finish", "origin", "used", "gained", "margin")
+    names = (*fields, "logprobs")
+    wanted = {name: getattr(decoding, name) for name in names}
+    wanted["expected"] = getattr(decoding.policy, "expected", None)
+    host = jax.device_get(wanted)
     lengths, finish = host["length"], host["finish"].tolist()
+    calls = host["used"].sum(axis=1)
     tokens = [row[:n].tolist() for row, n in zip(host["tokens"], lengths, strict=True)]
     reasons: list[int | str | None] = [
         row[-1] if f == STOP_TOKEN else None
@@ -164,7 +179,7 @@ def summarise(
         last = decoding.pending
         past = Past(
             target=commit_jit(decoding.state, last.records, last.path, last.length),
-            drafter=decoding.drafting,
+            drafter=to_keep(decoding.drafting),
             tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
         )
     return Generation(
@@ -175,8 +190,12 @@ def summarise(
         finish_reasons=[FINISH_REASONS[f] for f in finish],
         stop_reasons=reasons,
         logprobs=logprobs,
-        target_calls=host["calls"],
-        acceptance_length=lengths / np.maximum(host["calls"], 1),
+        target_calls=calls,
+        acceptance_length=lengths / np.maximum(calls, 1),
+        origins=[row[:n] for row, n in zip(host["origin"], lengths, strict=True)],
+        tree_sizes=tuple(tree.size for tree in plan.spec.policy.menu),
+        calls_by_size=host["used"],
+        expected_tokens=host["expected"],
         gained=host["gained"],
         min_margin=host["margin"],
         past=past,

@@ -8,23 +8,15 @@ import shutil
 import warnings
 from pathlib import Path
 
-OFF = ("", "off")
+from stree_jax.cache_folder import cache_folder
+
 LEAST_FREE_BYTES = 64 << 20  # with less room on the disk, entries would be cut short
 
 
 def cache_directory() -> Path | None:
-    """The folder for compiled programs, there or not; None if it is turned off.
-
-    It is `xla` in `$STREE_JAX_CACHE`, or else in the user's cache folder's `stree-jax`.
-    """
-    named = os.environ.get("STREE_JAX_CACHE")
-    if named is None:
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        named = os.path.join(base if os.path.isabs(base) else "~/.cache", "stree-jax")
-    expanded = os.path.expanduser(named)
-    if named in OFF or expanded.startswith("~"):  # a user without a home
-        return None
-    return Path(expanded, "xla").absolute()
+    """The folder for compiled programs, there or not; None if it is turned off."""
+    folder = cache_folder()
+    return None if folder is None else folder / "xla"
 
 
 def keep_programs() -> None:

@@ -17,7 +17,7 @@ p is the target's distribution after a node, q the drafter's, both processed.
   each rejection p <- norm(max(0, p - q)) and q <- norm(q without the draft).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -32,7 +32,7 @@ from stree_jax.sampling.distribution import (
     top2_margin,
 )
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.tree import Beam, Topology
+from stree_jax.speculation.tree import Auto, Beam, Budget, Topology
 
 Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
 
@@ -144,12 +144,29 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
             f"rule: {acceptance}/{drafting} does not fit a beam, which holds the most "
             "probable paths; take 'naive'"
         )
+    if isinstance(tree, Auto | Budget):
+        _check_choosing(acceptance, drafting)
     if ACCEPTANCES[acceptance].chains_only and tree.children > 1:
         raise ValueError(
             f"rule: {acceptance} is for chains, and this tree has up to "
             f"{tree.children} children a node; take 'mss' or 'recursive'"
         )
     return Rule(acceptance, drafting)
+
+
+def _check_choosing(acceptance: str, drafting: Drafting) -> None:
+    """Raises ValueError for rules under which nodes may not be chosen by worth."""
+    name = f"rule: {acceptance}/{drafting}"
+    if ACCEPTANCES[acceptance].promise != "tokens":
+        raise ValueError(
+            f"{name} would bias the output, as 'auto' and 'lookup' choose drafts by "
+            "their worth; take 'naive/coupled', or a model and a fixed tree such as 'A'"
+        )
+    if drafting not in ("top_k", "coupled"):
+        raise ValueError(
+            f"{name} does not fit 'auto' and 'lookup', which take the likeliest "
+            "drafts; take 'naive/coupled' or 'naive'"
+        )
 
 
 @struct.dataclass
@@ -264,8 +281,12 @@ def accept_path(
     greedy = dist.sampling.greedy
     by_argmax = greedy | (not rule.needs_q)
 
-    def down(carry: tuple, depth: jax.Array) -> tuple[tuple, tuple]:
-        node, alive, dist = carry
+    def alive(carry: tuple) -> jax.Array:
+        depth, _, walking, _, _ = carry
+        return (depth < layout.paths.shape[2]) & walking.any()
+
+    def down(carry: tuple) -> tuple:
+        depth, node, walking, dist, out = carry
         z, edges = dist.scores_and_edges(logits[b, node][:, None], depth[None, None])
         z = z[:, 0]
         children = layout.children[b, node]
@@ -290,13 +311,15 @@ def accept_path(
         child = jnp.maximum(taken, 0)[:, None]
         drafted = jnp.take_along_axis(drafts, child, axis=1)[:, 0]
         token = jnp.where(taken >= 0, drafted, token)
-        out = (jnp.where(alive, node, 0), token, alive, margin)
-        alive = alive & (taken >= 0)
+        found = Accepted(node, walking.astype(jnp.int32), token, margin)
+        out = jax.tree.map(lambda old, new: old.at[:, depth].set(new), out, found)
+        walking = walking & (taken >= 0)
         node = jnp.take_along_axis(children, child, axis=1)[:, 0]
-        return (jnp.where(alive, node, 0), alive, dist.after(token)), out
+        node = jnp.where(walking, node, 0)
+        return depth + 1, node, walking, dist.after(token), out
 
-    start = (jnp.zeros((batch,), jnp.int32), jnp.ones((batch,), bool), dist)
-    depths = jnp.arange(layout.paths.shape[2], dtype=jnp.int32)
-    _, (path, following, alive, margin) = lax.scan(down, start, depths)
-    length = alive.sum(axis=0, dtype=jnp.int32)
-    return Accepted(path.T, length, following.T, margin.T)
+    none = jnp.zeros((batch, layout.paths.shape[2]), jnp.int32)
+    out = Accepted(none, none, none, jnp.full(none.shape, jnp.inf, jnp.float32))
+    start = (none[:, 0], jnp.ones((batch,), bool), dist, out)
+    *_, out = lax.while_loop(alive, down, (jnp.int32(0), *start))
+    return replace(out, length=out.length.sum(axis=1, dtype=jnp.int32))

@@ -1,7 +1,7 @@
 """A batch in the middle of being decoded, and how a step's gain is written down.
 
 Letters: B rows, T nodes, M depth of the deepest tree, O room for output, V tokens of
-the vocabulary.
+the vocabulary, K trees of the policy's menu.
 """
 
 from dataclasses import replace
@@ -18,10 +18,12 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import Accepted
-from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.draft import DRAFTER, TARGET, Draft
 from stree_jax.speculation.drafter import DraftState
 
 PolicyState = Any  # a policy's own pytree
+
+OPEN = -1  # of `Decoding.choice`
 
 # Values of `Decoding.finish`.
 RUNNING, STOP_TOKEN, OUT_OF_LENGTH, STOP_STRING = 0, 1, 2, 3
@@ -37,7 +39,8 @@ class Decoding:
       pending: the last accepted path, replayed at the start of the next step.
       drafting: the drafter's state.
       policy: the policy's state.
-      choice: [] int32, place in the policy's menu of the next tree.
+      choice: [] int32, place in the policy's menu of the next tree; `OPEN` until the
+        policy has chosen.
       root: [B] int32, the last token of the text, which the target reads next.
       tokens: [B, O] int32, the output so far, padded with 0.
       length: [B] int32, valid tokens in it.
@@ -45,7 +48,9 @@ class Decoding:
       stop_state: [B] int32, state of the automaton of stop strings, or None.
       logprobs: of the output, or None where they are not asked for.
       finish: [B] int32, RUNNING, STOP_TOKEN, OUT_OF_LENGTH or STOP_STRING.
-      calls: [B] int32, target calls made while the row was running.
+      origin: [B, O] uint8, where each token of the output comes from, see `draft`.
+      used: [B, K] int32, target calls made while the row was running, by tree of the
+        menu.
       gained: [B, M + 2] int32, how often a call gained 0 .. M + 1 tokens.
       margin: [B] float32, smallest `Accepted.margin` of any token of the output.
     """
@@ -63,9 +68,15 @@ class Decoding:
     stop_state: jax.Array | None
     logprobs: LogProbs | None
     finish: jax.Array
-    calls: jax.Array
+    origin: jax.Array
+    used: jax.Array
     gained: jax.Array
     margin: jax.Array
+
+    @property
+    def calls(self) -> jax.Array:
+        """[B] int32, target calls made while the row was running."""
+        return self.used.sum(axis=1, dtype=jnp.int32)
 
     def distribution(self, num_tokens: int) -> Distribution:
         """What the tokens below the root are chosen by."""
@@ -184,7 +195,17 @@ def record_step(
         stop_state=stop.state,
         logprobs=lists,
         finish=stop.finish,
-        calls=d.calls + ran,
+        origin=jax.vmap(write)(d.origin, places, _origins(draft, accepted)),
+        used=d.used.at[:, d.choice].add(ran),
         gained=d.gained.at[row[:, 0], length].add(ran),
         margin=jnp.minimum(d.margin, margin),
     )
+
+
+def _origins(draft: Draft, accepted: Accepted) -> jax.Array:
+    """Where the accepted tokens [B, M + 1] come from, uint8; nodes lead to the next."""
+    after = jnp.pad(accepted.path[:, 1:], ((0, 0), (0, 1)))  # 0, the root: no draft
+    if draft.origin is None:
+        return jnp.where(after > 0, DRAFTER, TARGET).astype(jnp.uint8)
+    origin = jnp.take_along_axis(draft.origin, after, axis=1)
+    return jnp.where(after > 0, origin, jnp.uint8(TARGET))

@@ -10,6 +10,10 @@ from flax import struct
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import chain
 
+# Where a token of the text comes from: the target chose it, or who drafted it.
+TARGET, DRAFTER, LOOKUP = 0, 1, 2
+ORIGINS = ("target", "drafter", "lookup")
+
 
 @struct.dataclass
 class Draft:
@@ -20,11 +24,15 @@ class Draft:
       tokens: [B, T] int32.
       q: [B, T, V] float32, the probabilities that each inner node's children were
         drawn with, or None where the acceptance rule does not ask for them.
+      origin: [B, T] uint8, who drafted each node; None: one drafter all of them.
+      kind: [B, T] int32, see `pool.KINDS`; None where nodes were not valued.
     """
 
     layout: Layout
     tokens: jax.Array
     q: jax.Array | None = None
+    origin: jax.Array | None = None
+    kind: jax.Array | None = None
 
 
 def only_root(root: jax.Array) -> Draft:

@@ -5,7 +5,6 @@ vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,33 +27,72 @@ from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
+from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
+from stree_jax.speculation.adaptive_policy import (
+    AdaptivePolicy,
+    StepTimes,
+    assumed_times,
+)
 from stree_jax.speculation.beam_drafter import beam_drafter
-from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING, Decoding
+from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter, Prompts
+from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.policy import FixedTree, Policy
 from stree_jax.speculation.step import Spec, Verify, packed, step
-from stree_jax.speculation.tree import Beam, Topology, resolve_tree
+from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
 
 FOREVER = 2**31 - 1  # steps
+LOOKUP = "lookup"  # the drafter that needs no model
+MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
 
 
 def make_spec(
-    target: Model, drafter: Model | Drafter | None, tree: Topology, rule: Rule
+    target: Model,
+    drafter: Model | Drafter | str | None,
+    tree: Topology,
+    rule: Rule,
+    times: StepTimes | None = None,
 ) -> Spec:
-    """Who decodes, from models: one tree at every step.
+    """Who decodes, from models.
 
     Args:
-      drafter: a model fills static trees, or searches a beam; None drafts nothing.
+      drafter: a model fills static trees, or searches a beam; "lookup" looks the text's
+        end up in the text, as does tree "auto" with any; None drafts nothing.
+      times: of steps, for tree "auto"; None: assumed ones.
     """
     target = Model(target.params, target.config)  # whatever else an API's model has
-    if drafter is None:
-        drafter = NoDrafter()
-    elif isinstance(drafter, Model):
+    if isinstance(drafter, str) and drafter != LOOKUP:
+        raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
+    model = None
+    if isinstance(drafter, Model):
         model = Model(drafter.params, drafter.config)
-        beam = isinstance(tree, Beam)
-        drafter = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
-    return Spec(target, drafter, FixedTree(tree), rule)
+    if isinstance(tree, Auto):
+        if model is None and not isinstance(drafter, str):
+            raise ValueError("tree: 'auto' wants a model or 'lookup' as the drafter")
+        times = assumed_times(tree, model is not None) if times is None else times
+        adaptive = AdaptiveDrafter(
+            model,
+            width=min(MODEL_WIDTH, target.config.num_tokens),
+            depth=min(MODEL_DEPTH, tree.depth),
+            reach=tree.depth,
+        )
+        return Spec(target, adaptive, AdaptivePolicy(times, tree), rule)
+    if drafter is None:
+        return Spec(target, NoDrafter(), FixedTree(tree), rule)
+    if isinstance(drafter, str):
+        return Spec(target, LookupDrafter(), FixedTree(picked_tree(tree)), rule)
+    if model is None:
+        assert not isinstance(drafter, Model)
+        return Spec(target, drafter, FixedTree(tree), rule)
+    if isinstance(tree, Beam):
+        return Spec(target, beam_drafter(model), FixedTree(tree), rule)
+    return Spec(target, ModelDrafter(model, fill_tree), FixedTree(tree), rule)
+
+
+def picked_tree(tree: Topology) -> Topology:
+    """A tree of as many nodes, as deep, whose nodes lookup chooses."""
+    return tree if tree.size == 1 else Budget(tree.size, tree.depth)
 
 
 def cache_capacity(
@@ -120,14 +158,13 @@ def init_decoding(
     if requests.sampling is not None and requests.sampling.penalty is not None:
         seen = tokens_of(token_ids, lengths, target.config.num_tokens)
         seen = jnp.repeat(seen, samples, axis=0)
-    policy = spec.policy.init(batch)
-    decoding = Decoding(
+    return Decoding(
         requests=requests,
         state=state,
         pending=Pending(records, jnp.zeros((batch, M + 1), jnp.int32), zeros),
         drafting=drafting,
-        policy=policy,
-        choice=jnp.int32(0),
+        policy=spec.policy.init(batch),
+        choice=jnp.int32(OPEN),
         root=root,
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),
         length=zeros,
@@ -137,11 +174,11 @@ def init_decoding(
         if top_logprobs is None
         else logprobs.empty(batch, max_new_tokens, top_logprobs),
         finish=jnp.where(requests.max_new_tokens > 0, RUNNING, OUT_OF_LENGTH),
-        calls=zeros,
+        origin=jnp.zeros((batch, max_new_tokens), jnp.uint8),
+        used=jnp.zeros((batch, len(menu)), jnp.int32),
         gained=jnp.zeros((batch, M + 2), jnp.int32),
         margin=jnp.full((batch,), jnp.inf, jnp.float32),
     )
-    return replace(decoding, choice=spec.policy.choose(policy, decoding))
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
@@ -159,7 +196,8 @@ def advance(
     """Run steps until every row has finished, or `max_steps` [] int32 more.
 
     A loop for each tree of the menu runs as long as the policy stays with it; what a
-    conditional would copy (all states) stays in place.
+    conditional would copy (all states) stays in place. So is asking the policy a loop
+    that runs once at most.
     """
 
     def running(carry: tuple[jax.Array, Decoding]) -> jax.Array:
@@ -173,20 +211,26 @@ def advance(
             carry,
         )
 
+    def ask(d: Decoding) -> Decoding:
+        asked = (spec.drafter, spec.rule, spec.target.config.num_tokens)
+        with jax.named_scope("choose"):
+            return lax.while_loop(
+                lambda d: d.choice == OPEN, lambda d: spec.policy.choose(d, *asked), d
+            )
+
     def round_of_menu(carry: tuple[jax.Array, Decoding]) -> tuple[jax.Array, Decoding]:
+        carry = (carry[0], ask(carry[1]))
         for k in range(len(menu)):
             carry = stay(carry, k)
         return carry
 
     menu, carry = spec.policy.menu, (jnp.int32(0), decoding)
-    if len(menu) == 1:
-        return stay(carry, 0)[1]
     return lax.while_loop(running, round_of_menu, carry)[1]
 
 
 def generate_tokens(
     target: Model,
-    drafter: Model | Drafter | None,
+    drafter: Model | Drafter | str | None,
     tree: Topology | str | Sequence[int],
     prompts: jax.Array,
     lengths: jax.Array,
@@ -195,19 +239,23 @@ def generate_tokens(
     stop_tokens: Any = None,
     sampling: SamplingRows | None = None,
     rule: Rule | str = NAIVE,
+    times: StepTimes | None = None,
 ) -> Decoding:
     """Generation as one pure function, to be used inside `jax.jit`.
 
     Args:
       target: verifies; what comes out is its own text.
-      drafter: proposes, or None for plain decoding (then `tree` is `chain(0)`).
-      tree: the drafted tree, or a name or parents of one.
+      drafter: proposes: a model or "lookup"; None for plain decoding (then `tree` is
+        `chain(0)`).
+      tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
       prompts: [B, S] int32, padded on the right.
       lengths: [B] int32, 1 .. S.
       max_new_tokens: most tokens per row, static.
       stop_tokens: [n] ints; None: the target's own.
       sampling: `sampling_rows(...)`, or None for greedy text.
       rule: how drafts are accepted and drawn, see `accept.resolve_rule`.
+      times: for tree "auto", seconds of steps on this machine, see `stree_jax.tune`;
+        None: assumed ones.
 
     Returns:
       the finished `Decoding`: `.tokens` [B, max_new_tokens], `.length` [B], `.calls`.
@@ -231,7 +279,7 @@ def generate_tokens(
     )
     tree = resolve_tree(tree)
     rule = resolve_rule(rule, tree) if isinstance(rule, str) else rule
-    spec = make_spec(target, drafter, tree, rule)
+    spec = make_spec(target, drafter, tree, rule, times)
     decoding = init_decoding(
         spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
     )

@@ -52,10 +52,15 @@ class Reading:
     room: int = struct.field(pytree_node=False)
 
 
-def begin_reading(model: Model, prompts: Prompts, past: Reading | None) -> Reading:
+def model_state(past: Any) -> State | None:
+    """The state of the model in a drafter's past, which may be all there is of it."""
+    return past.state if isinstance(past, Reading) else past
+
+
+def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:
     """`Drafter.init` of a model: all of each prompt is read but its last token."""
     token_ids, lengths, room = prompts.token_ids, prompts.lengths, prompts.news_width
-    read = None if past is None else past.state
+    read = model_state(past)
     state = read_text(model, token_ids, lengths, prompts.capacity, read)
     unread = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
     unread = jnp.pad(unread, ((0, 0), (0, room - 1)))

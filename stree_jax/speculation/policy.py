@@ -1,13 +1,16 @@
 """Which tree a step drafts: the protocol of policies, and one tree for ever."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax.speculation.accept import Accepted
+from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.decoding import Decoding, PolicyState
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.tree import Topology
 
 
@@ -24,14 +27,23 @@ class Policy(Protocol):
 
     def init(self, batch: int) -> PolicyState: ...
 
-    def choose(self, state: PolicyState, decoding: Decoding) -> jax.Array:
-        """int32 [], place in the menu of the next step's tree."""
+    def choose(
+        self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
+    ) -> Decoding:
+        """Set `choice`, the place in the menu of the next step's tree.
+
+        The drafter may be asked to look ahead, so `drafting` and `policy` may change.
+        """
         ...
 
     def update(
-        self, state: PolicyState, choice: jax.Array, accepted: Accepted
-    ) -> PolicyState:
-        """Learn what the chosen tree gained."""
+        self, state: PolicyState, choice: jax.Array, draft: Draft, accepted: Accepted
+    ) -> tuple[PolicyState, jax.Array]:
+        """Learn what the chosen tree gained.
+
+        Returns:
+          the state, and the choice for the next step, or `OPEN`: `choose` is asked.
+        """
         ...
 
 
@@ -48,8 +60,12 @@ class FixedTree:
     def init(self, batch: int) -> None:
         return None
 
-    def choose(self, state: None, decoding: Decoding) -> jax.Array:
-        return jnp.int32(0)
+    def choose(
+        self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
+    ) -> Decoding:
+        return replace(decoding, choice=jnp.int32(0))
 
-    def update(self, state: None, choice: jax.Array, accepted: Accepted) -> None:
-        return None
+    def update(
+        self, state: None, choice: jax.Array, draft: Draft, accepted: Accepted
+    ) -> tuple[None, jax.Array]:
+        return None, jnp.int32(0)

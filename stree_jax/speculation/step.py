@@ -91,15 +91,15 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
     with jax.named_scope("accept"):
         accepted, stop = cut_at_stops(d, spec.rule.accept(draft, seen.logits, dist))
         news = news_of(accepted, stop.finish, seen.hidden)
-        policy = spec.policy.update(d.policy, d.choice, accepted)
-        d = replace(
+        policy, choice = spec.policy.update(d.policy, d.choice, draft, accepted)
+        return replace(
             record_step(d, draft, seen.logits, accepted, stop, dist),
             state=seen.state,
             pending=pending_of(accepted, seen.records, d.pending),
             drafting=spec.drafter.commit(drafting, news),
             policy=policy,
+            choice=choice,
         )
-        return replace(d, choice=spec.policy.choose(policy, d))
 
 
 def news_of(accepted: Accepted, finish: jax.Array, hidden: jax.Array) -> News:

@@ -2,10 +2,12 @@
 
 A tree is `parents` [T]: node 0 is the root (the last token of the text so far), and
 every other node names an earlier row as its parent. Everything else is derived.
-A `Beam` is a tree whose parents are chosen anew at every step.
+A `Beam` is a tree whose parents are chosen anew at every step; with `Auto`, its size
+is, too.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from flax import struct
 
 from stree_jax.models import Nodes, tree_nodes
 
+MOST_CHILDREN = 8  # of one node of a `Budget`; sampled acceptance looks at so many
+DEEPEST = 15  # of a `Budget`: each more is a row that every step replays
 MAX_NODES = 1024  # masks grow with the square, and no measured tree has paid above 64
 
 
@@ -75,7 +79,60 @@ class Beam:
         return self.width
 
 
-Topology = Tree | Beam
+@struct.dataclass
+class Budget:
+    """The best `size` nodes of all candidates, at most `depth` deep, at every step."""
+
+    size: int = struct.field(pytree_node=False)
+    depth: int = struct.field(pytree_node=False)
+
+    @property
+    def children(self) -> int:
+        """Most children of one node."""
+        return min(self.size - 1, MOST_CHILDREN)
+
+
+@struct.dataclass
+class Auto:
+    """Trees that fit the moment: which nodes, and how many, is chosen at every step.
+
+    Attributes:
+      sizes: nodes that a tree may have, each with a compiled step; 1 is plain decoding.
+    """
+
+    sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 6, 16))
+
+    def __post_init__(self) -> None:
+        growing = all(a < b for a, b in pairwise(self.sizes))
+        if self.sizes[:1] != (1,) or len(self.sizes) < 2 or not growing:
+            sizes = ",".join(map(str, self.sizes))
+            raise ValueError(
+                f"auto: want growing sizes from 1 on, as 1,4,8; got {sizes}"
+            )
+        _check_size("auto", self.size)
+
+    @property
+    def menu(self) -> tuple[Budget, ...]:
+        """The trees, plain decoding first."""
+        return tuple(Budget(n, min(n - 1, DEEPEST)) for n in self.sizes)
+
+    @property
+    def size(self) -> int:
+        """Most nodes."""
+        return self.sizes[-1]
+
+    @property
+    def depth(self) -> int:
+        """Most edges on a path."""
+        return self.menu[-1].depth
+
+    @property
+    def children(self) -> int:
+        """Most children of one node."""
+        return self.menu[-1].children
+
+
+Topology = Tree | Beam | Budget | Auto
 
 
 def _check_size(what: str, nodes: int) -> None:
@@ -196,8 +253,9 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
     """A tree from itself, a list of parents, or a name.
 
     Names are those of `NAMED_TREES`, "chain:N" (N drafted tokens), "binary:L" (full, L
-    levels of nodes, the root's included), "beam:WxD" (`Beam(W, D)`), and
-    "parents:0,0,1" for the list [-1, 0, 0, 1].
+    levels of nodes, the root's included), "beam:WxD" (`Beam(W, D)`),
+    "parents:0,0,1" for the list [-1, 0, 0, 1], "auto" (`Auto()`) and "auto:1,4,8" (of
+    these sizes).
     """
     if isinstance(tree, Topology):
         return tree
@@ -205,8 +263,10 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
         return make_tree(tree)
     if tree in NAMED_TREES:
         return NAMED_TREES[tree]
+    if tree == "auto":
+        return Auto()
     kind, _, size = tree.partition(":")
-    separator = "," if kind == "parents" else "x"
+    separator = "," if kind in ("parents", "auto") else "x"
     numbers = [int(n) if n.isdecimal() else -1 for n in size.split(separator)]
     if -1 not in numbers:
         match kind, numbers:
@@ -218,5 +278,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
                 return Beam(width, depth)
             case "parents", _:
                 return make_tree([-1, *numbers])
-    known = f"{', '.join(NAMED_TREES)}, chain:N, binary:L, beam:WxD, parents:0,0,1"
+            case "auto", _:
+                return Auto(tuple(numbers))
+    known = f"{', '.join(NAMED_TREES)}, auto, chain:N, binary:L, beam:WxD, "
+    known += "parents:0,0,1"
     raise ValueError(f"tree: unknown name {tree!r}; known: {known}")

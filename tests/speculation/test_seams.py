@@ -13,6 +13,7 @@ import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models import logits_of
 from stree_jax.speculation import loop
+from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import only_root
 from stree_jax.speculation.drafter import News
 from stree_jax.speculation.model_drafter import ModelDrafter, Reading, fill_tree
@@ -59,11 +60,12 @@ class Turns:
     def init(self, batch):
         return jnp.int32(0)
 
-    def choose(self, state, decoding):
-        return jnp.asarray(self.order, jnp.int32)[state % len(self.order)]
+    def choose(self, decoding, drafter, rule, num_tokens):
+        order = jnp.asarray(self.order, jnp.int32)
+        return replace(decoding, choice=order[decoding.policy % len(self.order)])
 
-    def update(self, state, choice, accepted):
-        return state + 1
+    def update(self, state, choice, draft, accepted):
+        return state + 1, jnp.int32(OPEN)
 
 
 def decode(target, prompts, drafter, policy, steps=loop.FOREVER, tree="A"):

@@ -1,0 +1,147 @@
+"""A drafter that looks ahead: candidates from the text and from a model, in one pool.
+
+It drafts before the tree's size is known: `AdaptivePolicy.choose` has it look up
+continuations and, where that pays, lets a model add levels; `propose` then picks.
+
+Letters: B rows, W nodes of a model's level, M its most levels.
+"""
+
+from dataclasses import replace
+
+import jax
+from flax import struct
+
+from stree_jax.models import Model, State, read_text
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.best_first import (
+    GoOn,
+    best_first,
+    catch_up,
+    no_candidates,
+)
+from stree_jax.speculation.draft import Draft, only_root
+from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.lookup import (
+    PLACES,
+    History,
+    add_to_history,
+    begin_history,
+    look_up,
+)
+from stree_jax.speculation.model_drafter import model_state
+from stree_jax.speculation.pool import Pool, merged, picked
+from stree_jax.speculation.tree import Budget, Topology
+
+READ_CHUNK = 8  # tokens of text that a drafting model reads in a pass
+
+
+@struct.dataclass
+class Looking:
+    """The state of an `AdaptiveDrafter`.
+
+    Attributes:
+      history: the text.
+      reading: the model's state, behind the text or after all of it; None: no model.
+      pool: the candidates for the next tree.
+      chunk: tokens that the model reads in a pass.
+    """
+
+    history: History
+    reading: State | None
+    pool: Pool
+    chunk: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class AdaptiveDrafter:
+    """Lookup, with or without a model beside it.
+
+    Attributes:
+      model: drafts where the text does not repeat itself; None: lookup alone.
+      width, depth: W and M, of the model's levels.
+      reach: tokens of a looked-up continuation.
+    """
+
+    model: Model | None
+    width: int = struct.field(pytree_node=False, default=3)
+    depth: int = struct.field(pytree_node=False, default=8)
+    reach: int = struct.field(pytree_node=False, default=15)
+
+    def init(self, prompts: Prompts, past: DraftState | None) -> Looking:
+        reading, candidates = None, PLACES * self.reach
+        if self.model is not None:
+            candidates += self.width * self.depth
+            reading = read_text(
+                self.model,
+                prompts.token_ids,
+                prompts.lengths,
+                prompts.capacity,
+                model_state(past),
+            )
+        return Looking(
+            history=begin_history(prompts),
+            reading=reading,
+            pool=no_candidates(prompts.lengths.shape[0], candidates),
+            chunk=min(READ_CHUNK, prompts.news_width),
+        )
+
+    def look(self, state: Looking, probability: jax.Array) -> Pool:
+        """Candidates from the text, and room for the model's behind them."""
+        found = look_up(state.history, probability, self.reach)
+        if self.model is None:
+            return found
+        batch = state.history.length.shape[0]
+        return merged(found, no_candidates(batch, self.width * self.depth))
+
+    def add_levels(
+        self,
+        state: Looking,
+        root: jax.Array,
+        dist: Distribution,
+        rule: Rule,
+        probability: jax.Array,
+        go_on: GoOn,
+    ) -> tuple[Looking, jax.Array, jax.Array]:
+        """The state with the model's candidates in its pool.
+
+        Returns:
+          the state; how many levels there are, [] int32; their nodes' values [B, M, W].
+        """
+        assert self.model is not None and state.reading is not None
+        model, history = self.model, state.history
+        at_root, reading = catch_up(model, state.reading, history, state.chunk)
+        shape = self.width, self.depth
+        own, levels = best_first(
+            model, reading, root, at_root, dist, rule, probability, *shape, go_on
+        )
+        found = jax.tree.map(lambda x: x[:, : PLACES * self.reach], state.pool)
+        state = replace(state, reading=reading, pool=merged(found, own))
+        return state, levels, own.value.reshape(-1, self.depth, self.width)
+
+    def propose(
+        self,
+        state: Looking,
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, Looking]:
+        if tree.size == 1:
+            return only_root(root), state
+        assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
+        return picked(state.pool, root, tree), state
+
+    def commit(self, state: Looking, news: News) -> Looking:
+        return replace(state, history=add_to_history(state.history, news))
+
+
+def to_keep(drafting: DraftState) -> DraftState:
+    """What of a drafter's state a continuation needs; it has the text itself."""
+    match drafting:
+        case Looking():
+            return drafting.reading
+        case History():
+            return None
+        case _:
+            return drafting

@@ -1,0 +1,282 @@
+"""Trees that fit the moment: how many nodes, who drafts them, and whether to draft.
+
+At every step the sizes n of the menu are compared by G(n) / t(n): the tokens that the n
+best candidates are expected to gain, summed over the rows, by the seconds of a step of
+that size, measured on this machine. Plain decoding is n = 1. A drafting model is asked
+only where steps with it have been the faster ones, and for another level only while
+that level's gain is worth its time; while it is not asked, it is tried now and then.
+
+Letters: B rows, K sizes, W nodes of a model's level.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from stree_jax.speculation.accept import Accepted, Rule
+from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter, Looking
+from stree_jax.speculation.calibration import Counts, count, no_counts
+from stree_jax.speculation.decoding import OPEN, RUNNING, Decoding
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.pool import gains, ranking
+from stree_jax.speculation.tree import Auto, Budget
+
+FADE = 0.9  # a step, of the rate of steps with the model
+SWITCH = 1.03  # another way to draft must promise to be so much faster
+TRIALS, FIRST_WAIT, LONGEST_WAIT = 6, 16, 256  # steps: at first; between later trials
+LONGEST_REST = 3  # plain steps without looking for drafts, where there were none
+FREE = -1  # of `Learnt.force`
+
+
+@struct.dataclass
+class StepTimes:
+    """Seconds, or anything in proportion to them; only ratios matter.
+
+    Attributes:
+      verify: [K] float32, a step by the nodes of its tree, without a drafting model.
+      draft: [] float32, of a model's first level, the reading of new text included.
+      level: [] float32, of each level more.
+    """
+
+    verify: jax.Array
+    draft: jax.Array
+    level: jax.Array
+
+
+def assumed_times(tree: Auto, with_model: bool) -> StepTimes:
+    """Of a machine that nothing is known of: where a pass costs little more than one
+    token, and a drafter a tenth of its target."""
+    verify = [1.0 + 0.03 * (n - 1) for n in tree.sizes]
+    draft = 0.1 if with_model else 0.0
+    return StepTimes(*(jnp.asarray(t, jnp.float32) for t in (verify, draft, draft)))
+
+
+@struct.dataclass
+class Force:
+    """What is to be done whatever it gains, so that it can be timed.
+
+    Attributes:
+      size: [] int32, place in the menu; `FREE`: as the policy chooses.
+      levels: [] int32, of the model; 0: none.
+    """
+
+    size: jax.Array
+    levels: jax.Array
+
+
+def forced(size: int, levels: int) -> Force:
+    return Force(jnp.int32(size), jnp.int32(levels))
+
+
+@struct.dataclass
+class Learnt:
+    """What an `AdaptivePolicy` keeps; of the batch but for `expected`.
+
+    Attributes:
+      counts: how often nodes of each kind were right.
+      gain, seconds: [] float32, of steps with the model, faded.
+      growth: [] float32, value of a model's level by that of the level above, faded.
+      modelling: [] bool, whether the model is asked at every step.
+      wait, patience: [] int32, steps until the model is tried again, and after that.
+      rest, resting: [] int32, plain steps to go without looking for drafts, and how
+        many the next time.
+      expected: [B] float32, tokens that the steps so far were expected to gain.
+      force: see there.
+    """
+
+    counts: Counts
+    gain: jax.Array
+    seconds: jax.Array
+    growth: jax.Array
+    modelling: jax.Array
+    wait: jax.Array
+    patience: jax.Array
+    rest: jax.Array
+    resting: jax.Array
+    expected: jax.Array
+    force: Force
+
+
+@struct.dataclass
+class AdaptivePolicy:
+    """The policy of tree "auto", with an `AdaptiveDrafter`.
+
+    Attributes:
+      times: of steps, on this machine.
+      tree: the sizes.
+    """
+
+    times: StepTimes
+    tree: Auto = struct.field(pytree_node=False)
+
+    @property
+    def menu(self) -> tuple[Budget, ...]:
+        return self.tree.menu
+
+    def init(self, batch: int) -> Learnt:
+        return Learnt(
+            counts=no_counts(),
+            gain=jnp.float32(0),
+            seconds=jnp.float32(0),
+            growth=jnp.float32(0.7),
+            modelling=jnp.bool_(True),
+            wait=jnp.int32(TRIALS),
+            patience=jnp.int32(FIRST_WAIT),
+            rest=jnp.int32(0),
+            resting=jnp.int32(0),
+            expected=jnp.zeros((batch,), jnp.float32),
+            force=forced(FREE, 0),
+        )
+
+    def choose(
+        self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
+    ) -> Decoding:
+        assert isinstance(drafter, AdaptiveDrafter)
+        d, learnt, looking = decoding, decoding.policy, decoding.drafting
+        probability = learnt.counts.probability()
+        running = (d.finish == RUNNING).astype(jnp.float32)
+        looking = replace(looking, pool=drafter.look(looking, probability))
+        by_size = self._gains(looking, running)
+        rate = (by_size / self.times.verify).max()
+        spent = jnp.float32(0)
+        if drafter.model is None:
+            learnt = replace(learnt, modelling=jnp.bool_(False))
+        else:
+            dist = d.distribution(num_tokens)
+            asked = drafter, dist, rule, probability, d.root, running
+            learnt, wanted = self._wants_model(learnt, rate)
+            learnt, looking, spent = self._with_model(
+                asked, learnt, looking, wanted, rate
+            )
+        return self._chosen(d, learnt, looking, running, spent)
+
+    def _gains(self, looking: Looking, running: jax.Array) -> jax.Array:
+        """Tokens [K] that all running rows are expected to gain, by size."""
+        value, _ = ranking(looking.pool, self.tree.size - 1)
+        return (gains(value, self.tree.sizes) * running[:, None]).sum(axis=0)
+
+    def _wants_model(self, learnt: Learnt, rate: jax.Array) -> tuple[Learnt, jax.Array]:
+        """Whether to ask the model, where `rate` [] tokens a second can be had without.
+
+        As long as it has not been tried for `TRIALS` steps, and later in every
+        `patience`-th step, whatever it gained so far.
+        """
+        own = learnt.gain / jnp.maximum(learnt.seconds, 1e-30)
+        margin = jnp.where(learnt.modelling, 1.0, SWITCH)
+        trying = learnt.modelling & (learnt.wait > 0)
+        faster = own > margin * rate
+        due = ~learnt.modelling & (learnt.wait <= 0)
+        wanted = trying | faster | due
+        patience = jnp.where(
+            faster, FIRST_WAIT, jnp.where(due, 2 * learnt.patience, learnt.patience)
+        )
+        patience = jnp.minimum(patience, LONGEST_WAIT).astype(jnp.int32)
+        modelling = trying | faster
+        left = learnt.modelling & ~modelling
+        wait = jnp.where(due | left, patience, jnp.maximum(learnt.wait - 1, 0))
+        learnt = replace(learnt, modelling=modelling, patience=patience, wait=wait)
+        force = learnt.force
+        return learnt, jnp.where(force.size == FREE, wanted, force.levels > 0)
+
+    def _with_model(
+        self,
+        asked: tuple,
+        learnt: Learnt,
+        looking: Looking,
+        wanted: jax.Array,
+        rate: jax.Array,
+    ) -> tuple[Learnt, Looking, jax.Array]:
+        """The model's levels in the pool if they are wanted, and their seconds []."""
+        drafter, dist, rule, probability, root, running = asked
+        times, force = self.times, learnt.force
+        rate = jnp.maximum(rate, learnt.gain / jnp.maximum(learnt.seconds, 1e-30))
+        # A node must gain more than its row costs to be in the tree at all.
+        slope = (times.verify[-1] - times.verify[1]) / (
+            self.tree.size - self.tree.sizes[1]
+        )
+
+        def worth(levels: jax.Array, frontier: jax.Array) -> jax.Array:
+            value = frontier * running[:, None]
+            added = jnp.maximum(value * learnt.growth - rate * slope, 0.0).sum()
+            return jnp.where(
+                force.size == FREE, added > rate * times.level, levels < force.levels
+            )
+
+        def once(carry: tuple) -> tuple:
+            _, looking, *_ = carry
+            asked = root, dist, rule, probability, worth
+            return jnp.bool_(False), *drafter.add_levels(looking, *asked)
+
+        shape = root.shape[0], drafter.depth, drafter.width
+        nothing = jnp.int32(0), jnp.zeros(shape, jnp.float32)
+        start = wanted, looking, *nothing
+        _, looking, levels, values = lax.while_loop(lambda c: c[0], once, start)
+        more = jnp.maximum(levels - 1, 0).astype(jnp.float32)
+        spent = jnp.where(levels > 0, times.draft + more * times.level, 0.0)
+        growth = jnp.where(levels > 0, _growth(learnt.growth, values), learnt.growth)
+        return replace(learnt, growth=growth), looking, spent
+
+    def _chosen(
+        self,
+        d: Decoding,
+        learnt: Learnt,
+        looking: Looking,
+        running: jax.Array,
+        spent: jax.Array,
+    ) -> Decoding:
+        """The size of the best rate, and what is noted of it."""
+        value, _ = ranking(looking.pool, self.tree.size - 1)
+        by_row = gains(value, self.tree.sizes)  # [B, K]
+        by_size = (by_row * running[:, None]).sum(axis=0)
+        seconds = self.times.verify + spent
+        plain = jnp.arange(len(self.tree.sizes), dtype=jnp.int32) == 0
+        rates = by_size / seconds * jnp.where(plain & (spent == 0), SWITCH, 1.0)
+        free = learnt.force.size == FREE
+        choice = jnp.where(free, jnp.argmax(rates), learnt.force.size).astype(jnp.int32)
+        drafted = free & (spent > 0)
+        gain = FADE * learnt.gain + by_size[choice]
+        total = FADE * learnt.seconds + seconds[choice]
+        idle = free & (choice == 0) & ~learnt.modelling
+        resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, LONGEST_REST), 0)
+        learnt = replace(
+            learnt,
+            gain=jnp.where(drafted, gain, learnt.gain),
+            seconds=jnp.where(drafted, total, learnt.seconds),
+            resting=resting.astype(jnp.int32),
+            rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
+            wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
+            expected=learnt.expected + running * by_row[:, choice],
+        )
+        return replace(d, choice=choice, policy=learnt, drafting=looking)
+
+    def update(
+        self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
+    ) -> tuple[Learnt, jax.Array]:
+        if draft.kind is not None:
+            state = replace(state, counts=count(state.counts, draft, accepted))
+            return state, jnp.int32(OPEN)
+        rests = state.rest > 0
+        more = jnp.where(rests & (accepted.length > 0), 1.0, 0.0)
+        state = replace(
+            state,
+            rest=jnp.maximum(state.rest - 1, 0),
+            expected=state.expected + more,
+        )
+        return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
+
+
+def _growth(before: jax.Array, values: jax.Array) -> jax.Array:
+    """What a level is worth by the level above it, faded.
+
+    Args:
+      values: [B, M, W] float32, of a model's levels, 0 where there are none.
+    """
+    by_level = values.sum(axis=(0, 2))
+    root = jnp.full((1,), values.shape[0], jnp.float32)
+    above = jnp.concatenate([root, by_level[:-1]])
+    above = jnp.where(by_level > 0, above, 0.0).sum()
+    return FADE * before + (1 - FADE) * by_level.sum() / jnp.maximum(above, 1e-6)

@@ -1,0 +1,236 @@
+"""Seconds of decoding steps on this machine, for tree "auto": measured once, and kept.
+
+The steps that are timed are those of the generation that first needs the times, on
+copies of it, with sizes that the policy is told to take: no other program is compiled.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.cache_folder import cache_folder
+from stree_jax.models import Model, param_dtype
+from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
+from stree_jax.speculation.adaptive_policy import (
+    AdaptivePolicy,
+    StepTimes,
+    forced,
+)
+from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.loop import advance_jit
+from stree_jax.speculation.step import Spec
+from stree_jax.version import __version__
+
+FILE = "steps.json"  # in the cache folder
+MOST_ENTRIES = 500  # of the file; the oldest go first
+ROUNDS = 5  # of all ways to step
+SEGMENT_S = 0.02  # of one way in a round; short ones would time the dispatch
+MOST_STEPS = 8  # of a segment
+ENOUGH_S = 2.0  # in all, once every way was timed
+ENDLESS = 2**30  # tokens
+
+log = logging.getLogger("stree_jax")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`StepTimes` on the host, in seconds."""
+
+    verify: tuple[float, ...]
+    draft: float
+    level: float
+
+    def on_device(self) -> StepTimes:
+        values = (self.verify, self.draft, self.level)
+        return StepTimes(*(jnp.asarray(v, jnp.float32) for v in values))
+
+
+Way = tuple[int, int]  # a size's place in the menu, and levels of the model
+
+_known: dict[str, Measured] = {}  # of this process
+
+
+def with_times(spec: Spec, times: StepTimes) -> Spec:
+    """The same decoding, with a policy that knows these times."""
+    assert isinstance(spec.policy, AdaptivePolicy)
+    return replace(spec, policy=replace(spec.policy, times=times))
+
+
+def timed(spec: Spec, decoding: Decoding) -> Spec:
+    """`spec` with this machine's times, known or measured on copies of `decoding`."""
+    key = key_of(spec, decoding)
+    times = _known.get(key) or _read().get(key)
+    if times is None:
+        times = measured(spec, decoding)
+        _write(key, times)
+    _known[key] = times
+    return with_times(spec, times.on_device())
+
+
+def key_of(spec: Spec, decoding: Decoding) -> str:
+    """What the times depend on, in a few words and a hash."""
+    assert isinstance(spec.policy, AdaptivePolicy)
+    drafter, target = spec.drafter, spec.target
+    assert isinstance(drafter, AdaptiveDrafter)
+    tokens = decoding.tokens
+    facts = [
+        __version__,
+        jax.__version__,
+        _machine(),
+        str(spec.policy.tree.sizes),
+        _model(target),
+        "lookup" if drafter.model is None else _model(drafter.model),
+        f"batch {tokens.shape[0]}",
+        "greedy" if decoding.requests.sampling is None else "sampled",
+        # Attention goes over all of a cache; the text that is looked up is as long.
+        f"room {decoding.drafting.history.tokens.shape[1].bit_length()}",
+    ]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return f"{facts[6]}, {facts[7]}, {param_dtype(target.params)}, {digest}"
+
+
+def _model(model: Model) -> str:
+    return f"{model.config} {param_dtype(model.params)}"
+
+
+@cache
+def _machine() -> str:
+    """Device and, as that says nothing of a CPU, processor and how many of them."""
+    device = jax.devices()[0]
+    names = [device.platform, device.device_kind, platform.machine()]
+    if device.platform == "cpu":
+        names += [_processor(), str(os.cpu_count())]
+    return " ".join(names)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _ways(spec: Spec) -> list[Way]:
+    """How to step: every size without the model, and one size with fewest and most
+    levels of it."""
+    assert isinstance(spec.policy, AdaptivePolicy)
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    ways = [(k, 0) for k in range(len(spec.policy.tree.sizes))]
+    if spec.drafter.model is not None:
+        ways += [(1, 1), (1, spec.drafter.depth)]
+    return ways
+
+
+def measured(spec: Spec, decoding: Decoding) -> Measured:
+    """Times from some steps of each way, in turns; `decoding` stays where it is."""
+    log.info("measuring steps of this model on this machine (once)")
+    ways, began = _ways(spec), time.perf_counter()
+    seconds: dict[Way, list[float]] = {way: [] for way in ways}
+    compiled = False
+    for _ in range(ROUNDS):
+        for way in ways:
+            if seconds[way] and time.perf_counter() - began > ENOUGH_S:
+                continue
+            at = _forced_copy(decoding, way)
+            if not compiled:
+                at, _ = _timed_steps(spec, at, 1)
+                compiled, began = True, time.perf_counter()
+            at, once = _timed_steps(spec, at, 1)
+            steps = int(np.clip(SEGMENT_S / once, 1, MOST_STEPS))
+            seconds[way].append(_timed_steps(spec, at, steps)[1])
+    return _summary(seconds, ways, spec)
+
+
+def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]:
+    """A decoding so many steps further, and the seconds of one."""
+    began = time.perf_counter()
+    at = jax.block_until_ready(advance_jit(spec, at, jnp.int32(steps)))
+    return at, (time.perf_counter() - began) / steps
+
+
+def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
+    """A copy that steps in this way and never ends; what it writes is thrown away."""
+    copy = jax.tree.map(jnp.copy, decoding)
+    requests = replace(
+        copy.requests,
+        max_new_tokens=jnp.full_like(copy.requests.max_new_tokens, ENDLESS),
+        min_new_tokens=None
+        if copy.requests.min_new_tokens is None
+        else ENDLESS + jnp.zeros_like(copy.requests.min_new_tokens),
+        stop_tokens=jnp.full_like(copy.requests.stop_tokens, -1),
+    )
+    policy = replace(copy.policy, force=forced(*way))
+    return replace(copy, requests=requests, policy=policy)
+
+
+def _summary(
+    seconds: dict[Way, list[float]], ways: Sequence[Way], spec: Spec
+) -> Measured:
+    """Medians; what the model takes is what steps with it take more."""
+    took = {way: median(seconds[way]) for way in ways}
+    verify = tuple(took[way] for way in ways if way[1] == 0)
+    if len(verify) == len(ways):
+        return Measured(verify, 0.0, 0.0)
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    deepest = spec.drafter.depth
+    first = max(took[1, 1] - took[1, 0], 1e-3 * took[1, 0])
+    more = (took[1, deepest] - took[1, 1]) / max(deepest - 1, 1)
+    return Measured(verify, first, max(more, 1e-3 * took[1, 0]))
+
+
+def _file() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / FILE
+
+
+def _read() -> dict[str, Measured]:
+    """What is kept; nothing where that cannot be read, or is not of this form."""
+    file = _file()
+    try:
+        if file is None:
+            return {}
+        entries = json.loads(file.read_text())
+        return {key: _parsed(entry) for key, entry in entries.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _parsed(entry: dict[str, Any]) -> Measured:
+    """Raises ValueError, TypeError or KeyError for what is no entry."""
+    verify = tuple(float(t) for t in entry["verify"])
+    found = Measured(verify, float(entry["draft"]), float(entry["level"]))
+    if not all(0 < t < 1e6 for t in verify) or min(found.draft, found.level) < 0:
+        raise ValueError("steps take time")
+    return found
+
+
+def _write(key: str, times: Measured) -> None:
+    """Keep it; where that cannot be, it is measured again by the next process."""
+    file = _file()
+    if file is None:
+        return
+    entries = {k: asdict(v) for k, v in _read().items() if k != key}
+    entries = dict(list(entries.items())[1 - MOST_ENTRIES :]) | {key: asdict(times)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=FILE)
+        with os.fdopen(handle, "w") as new:
+            json.dump(entries, new, indent=1)
+        os.replace(name, file)
+    except OSError:
+        return
