@@ -96,8 +96,8 @@ def table_of(report: dict[str, Any]) -> str:
 
 def pair(args: argparse.Namespace) -> tuple[Model, Model]:
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
-    if drafter is None:
-        raise ValueError(f"bench {args.benchmark} needs a drafter; give --drafter")
+    if not isinstance(drafter, Model):
+        raise ValueError(f"bench {args.benchmark} needs a model to draft; --drafter")
     return widened(target, args.widen), drafter
 
 
@@ -138,13 +138,15 @@ def _measure_arms(args: argparse.Namespace) -> dict[str, Any]:
     else:
         pairs = {"": pair(args)}
     prompts = read_prompts(args.prompts, args.count)
-    batch = args.batch if args.benchmark == "temperature" else 1
+    batch = args.batch if args.benchmark in ("decode", "temperature") else 1
     works = {
         label: workload(*models, arms, prompts, args.max_new_tokens, batch)
         for label, models in pairs.items()
     }
     strangers = None
     if args.benchmark == "decode" and args.transformers:
+        if batch != 1:
+            raise ValueError("--transformers: it is timed with --batch 1 only")
         target, _ = pairs[""]
         strangers = others.with_transformers(target, args.max_new_tokens)
     return measure_arms(

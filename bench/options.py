@@ -15,7 +15,14 @@ PAIR = "NAME=TARGET:DRAFTER"
 # Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
 # at T = 0 only the trees make a difference.
 ARMS = {
-    "decode": ["leviathan@chain:4", "mss@A", "naive/coupled@A", "naive/coupled@E"],
+    "decode": [
+        "leviathan@chain:4",
+        "mss@A",
+        "naive/coupled@A",
+        "naive/coupled@E",
+        "lookup",
+        "auto",
+    ],
     "temperature": [
         "leviathan@chain:4",
         "mss@A",
@@ -51,7 +58,9 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter, the tree between them, and their dtype."""
     add_model_options(p)
     p.add_argument(
-        "--tree", help="A..E, chain:N, binary:L, beam:WxD or parents:0,0,1; default E"
+        "--tree",
+        help="auto (default: chosen at every step), A..E, chain:N, binary:L, beam:WxD "
+        "or parents:0,0,1",
     )
 
 
@@ -59,7 +68,8 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
-        "directory, hub id, demo or none (default: demo for the demo model, or none)"
+        "directory, hub id, demo, lookup (repeat what the text has had before), none, "
+        "or auto (default): demo for the demo model, lookup for others"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")
@@ -92,6 +102,7 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add_prompts(b, 20)
     add_arms(b, "decode")
     add_temperatures(b, (0, 1))
+    add(b, "--batch", int, 1, "prompts decoded together")
     stranger = "its plain decoding, greedy, too (default: ours alone)"
     b.add_argument("--transformers", action="store_true", help=stranger)
 
@@ -173,7 +184,7 @@ def add_prompts(b: argparse.ArgumentParser, count: int, needed: bool = True) -> 
 
 
 def add_arms(
-    b: argparse.ArgumentParser, benchmark: str, what: str = "TREE or RULE@TREE"
+    b: argparse.ArgumentParser, benchmark: str, what: str = "TREE, RULE@TREE or lookup"
 ) -> None:
     add(b, "--arms", str, ARMS[benchmark], what, "+")
 

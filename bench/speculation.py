@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from stree_jax import tuning
 from stree_jax.bench.method import (
     Run,
     measure,
@@ -28,7 +29,9 @@ from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.adaptive_policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.loop import LOOKUP
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
@@ -44,12 +47,14 @@ class Arm:
       name: as in tables.
       tree: a name or parents, as `generate` takes them; None: plain decoding.
       rule: a name; None: the default.
+      lookup: whether lookup drafts, without the model.
       verify: how trees are verified, see `stree_jax.speculation.step`.
     """
 
     name: str
     tree: str | tuple[int, ...] | None
     rule: str | None = None
+    lookup: bool = False
     verify: Verify = packed
 
     @property
@@ -66,13 +71,15 @@ def tree_of(arm: str) -> str:
 
 
 def parse_arm(name: str) -> Arm:
-    """An arm from "plain", "A" (a tree) or "mss@A" (a rule and a tree).
+    """An arm from "plain", "lookup", "A" (a tree) or "mss@A" (a rule and a tree).
 
     Raises:
       ValueError: an unknown tree or rule, or one that does not fit the other.
     """
     if name == PLAIN:
         return Arm(name, None)
+    if name == LOOKUP:
+        return Arm(name, "auto", lookup=True)
     rule, _, tree = name.rpartition("@")
     shape = resolve_tree(tree)
     if rule:
@@ -129,12 +136,13 @@ def begin_arm(
 ) -> tuple[Decoding, Plan]:
     """Texts read and ready to be decoded; seeds are the rows' own, whatever the arm."""
     sampling = [Sampling(temperature, seed=i) for i in range(len(texts))]
+    drafter: Model | str | None = None if arm.tree is None else work.drafter
     return begin(
         work.target,
         list(texts),
         max_new_tokens=work.max_new_tokens,
         stop_tokens=(),
-        drafter=None if arm.tree is None else work.drafter,
+        drafter=LOOKUP if arm.lookup else drafter,
         tree=arm.tree,
         rule=arm.rule,
         sampling=None if temperature == 0 else sampling,
@@ -149,8 +157,11 @@ def decode_once(
     decoding, plan = begin_arm(work, arm, texts, temperature)
     jax.block_until_ready(decoding)
     began = time.perf_counter()
+    spec = plan.spec
+    if isinstance(spec.policy, AdaptivePolicy):
+        spec = tuning.timed(spec, decoding)
     decoding = loop.advance_jit(
-        plan.spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
+        spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )
     jax.block_until_ready(decoding)
     seconds = time.perf_counter() - began
@@ -304,7 +315,7 @@ def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
     """One arm a tree and way to verify."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
-        kept.setdefault((arm.tree, arm.verify), arm)
+        kept.setdefault((arm.tree, arm.lookup, arm.verify), arm)
     return tuple(kept.values())
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stree_jax.checkpoint import save as save
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
+    from stree_jax.generation import tune as tune
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
     from stree_jax.sampling.settings import Sampling as Sampling
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from stree_jax.scoring import score_tree as score_tree
     from stree_jax.speculation.accept import Rule as Rule
     from stree_jax.speculation.accept import resolve_rule as resolve_rule
+    from stree_jax.speculation.adaptive_policy import StepTimes as StepTimes
     from stree_jax.speculation.loop import generate_tokens as generate_tokens
     from stree_jax.speculation.tree import NAMED_TREES as NAMED_TREES
+    from stree_jax.speculation.tree import Auto as Auto
     from stree_jax.speculation.tree import Beam as Beam
     from stree_jax.speculation.tree import Tree as Tree
     from stree_jax.speculation.tree import chain as chain
@@ -37,13 +40,14 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpoint": "CheckpointError Model load save",
-    "generation": "generate stream",
+    "generation": "generate stream tune",
     "result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",
     "scoring": "first_difference score score_tree",
     "speculation.accept": "Rule resolve_rule",
+    "speculation.adaptive_policy": "StepTimes",
     "speculation.loop": "generate_tokens",
-    "speculation.tree": "NAMED_TREES Beam Tree chain full_tree layered make_tree",
+    "speculation.tree": "NAMED_TREES Auto Beam Tree chain full_tree layered make_tree",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

@@ -37,6 +37,7 @@ from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import (
     FOREVER,
+    LOOKUP,
     advance_jit,
     cache_capacity,
     deepest,
@@ -46,6 +47,7 @@ from stree_jax.speculation.loop import (
 )
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Auto, Beam, Topology, chain, resolve_tree
+from stree_jax.tuning import Measured
 
 DEFAULT_TREE = "E"
 DEFAULT_RULE = "naive/coupled"
@@ -288,6 +290,44 @@ def stream(
         running = bool((np.asarray(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
         yield summarise(plan, decoding, shown, seconds, running)
+
+
+def tune(
+    model: Model,
+    drafter: models.Model | str = LOOKUP,
+    *,
+    tree: Auto | str = "auto",
+    batch: int = 1,
+    context: int = 2048,
+    sampled: bool = False,
+) -> Measured:
+    """What steps of tree "auto" take on this machine: measured once, and kept.
+
+    `generate` does this by itself when it first needs to; a jitted pipeline hands
+    `tune(...).on_device()` to `generate_tokens`.
+
+    Args:
+      model, drafter, tree: as of `generate`.
+      batch: rows decoded together, prompts times samples.
+      context: tokens of text and answer together that there is to be room for.
+      sampled: for `generate` with `sampling`.
+
+    Raises:
+      ValueError: as `generate`; a tree other than "auto".
+    """
+    batch = integer("batch", batch, 1, 2**16, "at least 1 row")
+    if not isinstance(resolve_tree(tree), Auto):
+        raise ValueError(f"tree: only 'auto' is tuned, got {tree!r}")
+    decoding, plan = begin(
+        model,
+        [[0] * PREFILL_CHUNK] * batch,
+        max_new_tokens=PREFILL_CHUNK,
+        drafter=drafter,
+        tree=tree,
+        sampling=Sampling(temperature=1.0) if sampled else None,
+        capacity=context,
+    )
+    return tuning.times_of(plan.spec, decoding)
 
 
 def _show_options(function: Any, *more: inspect.Parameter) -> None:

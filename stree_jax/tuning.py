@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cache_folder import cache_folder
-from stree_jax.models import Model, param_dtype
+from stree_jax.models import Model, ModelConfig, param_dtype
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive_policy import (
     AdaptivePolicy,
@@ -42,20 +42,28 @@ SEGMENT_S = 0.02  # of one way in a round; short ones would time the dispatch
 MOST_STEPS = 8  # of a segment
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
+SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
 
 log = logging.getLogger("stree_jax")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`StepTimes` on the host, in seconds."""
+    """Seconds of steps.
 
-    verify: tuple[float, ...]
+    Attributes:
+      by_size: of a step by the nodes of its tree, without a drafting model.
+      draft: of a drafting model's first level more; 0 without a model.
+      level: of each level more.
+    """
+
+    by_size: dict[int, float]
     draft: float
     level: float
 
     def on_device(self) -> StepTimes:
-        values = (self.verify, self.draft, self.level)
+        """What `generate_tokens` and `generate` take as `times`."""
+        values = (list(self.by_size.values()), self.draft, self.level)
         return StepTimes(*(jnp.asarray(v, jnp.float32) for v in values))
 
 
@@ -72,13 +80,18 @@ def with_times(spec: Spec, times: StepTimes) -> Spec:
 
 def timed(spec: Spec, decoding: Decoding) -> Spec:
     """`spec` with this machine's times, known or measured on copies of `decoding`."""
+    return with_times(spec, times_of(spec, decoding).on_device())
+
+
+def times_of(spec: Spec, decoding: Decoding) -> Measured:
+    """This machine's times; what is measured is kept for this process and others."""
     key = key_of(spec, decoding)
     times = _known.get(key) or _read().get(key)
     if times is None:
         times = measured(spec, decoding)
         _write(key, times)
     _known[key] = times
-    return with_times(spec, times.on_device())
+    return times
 
 
 def key_of(spec: Spec, decoding: Decoding) -> str:
@@ -86,7 +99,7 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
     assert isinstance(spec.policy, AdaptivePolicy)
     drafter, target = spec.drafter, spec.target
     assert isinstance(drafter, AdaptiveDrafter)
-    tokens = decoding.tokens
+    tokens, room = decoding.tokens, decoding.drafting.history.tokens.shape[1]
     facts = [
         __version__,
         jax.__version__,
@@ -97,14 +110,20 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
         f"batch {tokens.shape[0]}",
         "greedy" if decoding.requests.sampling is None else "sampled",
         # Attention goes over all of a cache; the text that is looked up is as long.
-        f"room {decoding.drafting.history.tokens.shape[1].bit_length()}",
+        f"room {max(room, SMALL_ROOM).bit_length()}",
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return f"{facts[6]}, {facts[7]}, {param_dtype(target.params)}, {digest}"
+    shape = f"{facts[6]}, {facts[7]}, {param_dtype(target.params)}"
+    return f"{shape}, {digest}"
 
 
 def _model(model: Model) -> str:
-    return f"{model.config} {param_dtype(model.params)}"
+    return f"{_config(model.config)} {param_dtype(model.params)}"
+
+
+@cache
+def _config(config: ModelConfig) -> str:
+    return str(config)
 
 
 @cache
@@ -182,15 +201,17 @@ def _summary(
     seconds: dict[Way, list[float]], ways: Sequence[Way], spec: Spec
 ) -> Measured:
     """Medians; what the model takes is what steps with it take more."""
-    took = {way: median(seconds[way]) for way in ways}
-    verify = tuple(took[way] for way in ways if way[1] == 0)
-    if len(verify) == len(ways):
-        return Measured(verify, 0.0, 0.0)
+    assert isinstance(spec.policy, AdaptivePolicy)
     assert isinstance(spec.drafter, AdaptiveDrafter)
-    deepest = spec.drafter.depth
-    first = max(took[1, 1] - took[1, 0], 1e-3 * took[1, 0])
+    took = {way: median(seconds[way]) for way in ways}
+    sizes, deepest = spec.policy.tree.sizes, spec.drafter.depth
+    by_size = {size: took[k, 0] for k, size in enumerate(sizes)}
+    if spec.drafter.model is None:
+        return Measured(by_size, 0.0, 0.0)
+    least = 1e-3 * took[0, 0]  # noise may make it less than nothing
+    first = max(took[1, 1] - took[1, 0], least)
     more = (took[1, deepest] - took[1, 1]) / max(deepest - 1, 1)
-    return Measured(verify, first, max(more, 1e-3 * took[1, 0]))
+    return Measured(by_size, first, max(more, least))
 
 
 def _file() -> Path | None:
@@ -212,9 +233,11 @@ def _read() -> dict[str, Measured]:
 
 def _parsed(entry: dict[str, Any]) -> Measured:
     """Raises ValueError, TypeError or KeyError for what is no entry."""
-    verify = tuple(float(t) for t in entry["verify"])
-    found = Measured(verify, float(entry["draft"]), float(entry["level"]))
-    if not all(0 < t < 1e6 for t in verify) or min(found.draft, found.level) < 0:
+    by_size = {int(size): float(t) for size, t in entry["by_size"].items()}
+    found = Measured(by_size, float(entry["draft"]), float(entry["level"]))
+    if not all(0 < t < 1e6 for t in by_size.values()) or not (
+        0 <= found.draft < 1e6 and 0 <= found.level < 1e6
+    ):
         raise ValueError("steps take time")
     return found
 

@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch: the workers share the cores
+os.environ.setdefault("STREE_JAX_CACHE", "off")  # nothing is kept in a home
 if version("jaxlib").startswith("0.10."):  # a later XLA may not know the flag, and die
     # XLA:CPU's older way to compile fusions takes a third less time.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")

@@ -29,6 +29,9 @@ alone includes it."""
 CHAT_NOTES = (
     "Ctrl-C ends an answer; /exit, Ctrl-D or the end of the input ends the chat."
 )
+TUNE_NOTES = """
+Prints what a step takes by the nodes of its tree, and the levels of a drafting model.
+It is kept in steps.json of the cache folder, where generate and chat find it."""
 TRAINING_NOTES = """
 A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
 before it ends."""
@@ -70,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--compare",
         action="store_true",
         help="also decode plainly: check for equal tokens, report the speed-up",
+    )
+
+    p.add_argument(
+        "--explain",
+        action="store_true",
+        help="show the text with every token marked by who drafted it",
     )
 
     p = commands.add_parser(
@@ -116,6 +125,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_training_options(p, steps=2000, learning_rate=4e-3)
     option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
     option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
+
+    p = commands.add_parser(
+        "tune", help="measure steps for tree auto ahead of time", epilog=TUNE_NOTES
+    )
+    add_pair_options(p)
+    option(p, "--batch", int, 1, "rows decoded together")
+    option(p, "--context", int, 2048, "tokens of text and answer to have room for")
+    p.add_argument("--sampled", action="store_true", help="for sampling, not greedy")
 
     add_bench_parsers(commands.add_parser("bench", help="measure this machine"))
     return parser
@@ -298,6 +315,8 @@ def run_command(args: argparse.Namespace) -> int:
             run_info(args)
         case "train" | "distill":
             run_training(args)
+        case "tune":
+            run_tune(args)
         case "bench":
             from stree_jax.bench import command
 
@@ -352,6 +371,28 @@ def run_info(args: argparse.Namespace) -> None:
     width = max(len(name) for name in facts)
     for name, value in facts.items():
         print(f"{name:{width}}  {value}")
+
+
+def run_tune(args: argparse.Namespace) -> None:
+    from stree_jax.generation import tune
+    from stree_jax.pair import load_pair
+
+    target, drafter = load_pair(args.model, args.drafter, args.dtype)
+    if drafter is None:
+        raise ValueError("--drafter none: plain decoding has nothing to choose")
+    times = tune(
+        target,
+        drafter,
+        tree=args.tree or "auto",
+        batch=args.batch,
+        context=args.context,
+        sampled=args.sampled,
+    )
+    for size, seconds in times.by_size.items():
+        print(f"a tree of {size} nodes: {1e3 * seconds:.3f} ms a step")
+    if times.draft:
+        print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
+        print(f"each level more: {1e3 * times.level:.3f} ms")
 
 
 def run_training(args: argparse.Namespace) -> None:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import logging
 import math
+import os
 import shutil
 import sys
 import threading
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from stree_jax.checkpoint import Model, resolve
 from stree_jax.cli.chat import (
@@ -34,12 +37,20 @@ from stree_jax.result import Generation, Past
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.draft import ORIGINS
 from stree_jax.speculation.tree import chain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
+
+
+class Telling(logging.Handler):
+    """What the library has to say, on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"stree-jax: {record.getMessage()}", file=sys.stderr)
 
 
 def load_models(
@@ -49,10 +60,11 @@ def load_models(
     with waiting(f"reading {args.model}"):
         target, drafter = load_pair(args.model, args.drafter, args.dtype)
     if drafter is None and args.tree:
-        raise ValueError("--tree needs a drafter to fill it; give --drafter")
+        raise ValueError("--tree: --drafter none fills no tree; leave one of them out")
     if target.tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
     tree = args.tree if drafter else None
+    logging.getLogger("stree_jax").addHandler(Telling())
     return target, target.tokenizer, Options(drafter=drafter, tree=tree, rule=args.rule)
 
 
@@ -169,11 +181,13 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs: only --json prints them; add --json")
     plainly = options_of(args) | Options(n=args.n, logprobs=args.logprobs)
+    if args.explain and (args.json or args.n > 1):
+        raise ValueError("--explain: shows one text; leave out --json and --n")
     prompt = read_prompt(args)
-    target, _, drafting = load_models(args)
+    target, tokenizer, drafting = load_models(args)
     options = plainly | drafting
     began = time.perf_counter()
-    quiet = args.json or args.n > 1
+    quiet = args.json or args.n > 1 or args.explain
     ends, interrupted = follow(
         stream(target, prompt, **options), None if quiet else prompt
     )
@@ -187,6 +201,8 @@ def run_generate(args: argparse.Namespace) -> int:
         for text in result.texts or []:
             print(f"{prompt}{text}\n{'-' * 8}")
 
+    if args.explain:
+        print(prompt + explained(tokenizer, result, coloured(sys.stdout)))
     report = figures(target, result, first)
     if args.compare and not interrupted:
         compare(report, target, prompt, result, options, plainly)
@@ -248,6 +264,7 @@ def figures(
             "target_calls": int(result.target_calls[b]),
             "acceptance_length": float(result.acceptance_length[b]),
             "min_margin": float(result.min_margin[b]),
+            **drafting_of(result, b),
             **log_probabilities(result, b),
         }
         for b in range(len(result.tokens))
@@ -260,6 +277,19 @@ def figures(
         "decode_s": result.decode_s,
         "dtype": str(target.params["embedding"].dtype),
         "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def drafting_of(result: Generation, row: int) -> dict[str, Any]:
+    """Who drafted a row's tokens, and with trees of which sizes; for a report."""
+    counts = np.bincount(result.origins[row], minlength=len(ORIGINS)).tolist()
+    sizes = zip(result.tree_sizes, result.calls_by_size[row].tolist(), strict=True)
+    expected = result.expected_tokens
+    return {
+        "tokens_by_origin": dict(zip(ORIGINS, counts, strict=True)),
+        "origins": [ORIGINS[i] for i in result.origins[row].tolist()],
+        "calls_by_tree_size": {str(size): calls for size, calls in sizes},
+        "expected_tokens": None if expected is None else float(expected[row]),
     }
 
 
@@ -297,15 +327,72 @@ def closing_line(report: dict[str, Any]) -> str:
         f"({report['plain']['tokens_per_s']:.0f} tokens/s); "
     )
     if report["equal_to_plain"] is None:
-        return line + "equal to plain decoding in distribution]"
-    verdict = "equal to" if report["equal_to_plain"] else "DIFFERS from"
-    line += f"text {verdict} plain decoding"
-    if not report["equal_to_plain"]:
-        line += (
-            f" from token {report.get('first_difference')}, where the two tokens' "
-            f"logits are {report.get('logit_gap_there', 0):.1g} apart"
-        )
+        line += "equal to plain decoding in distribution]"
+    else:
+        line += verdict(report) + "]"
+    return line + "\n" + drafting_line(rows)
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Whether the text is plain decoding's, and if not, where it parts."""
+    if report["equal_to_plain"]:
+        return "text equal to plain decoding"
+    return (
+        f"text DIFFERS from plain decoding from token "
+        f"{report.get('first_difference')}, where the two tokens' logits are "
+        f"{report.get('logit_gap_there', 0):.1g} apart"
+    )
+
+
+def drafting_line(rows: Sequence[dict[str, Any]]) -> str:
+    """Who drafted how much, the trees' sizes, and what they were expected to gain."""
+
+    def total(name: str) -> dict[str, int]:
+        return {key: sum(row[name][key] for row in rows) for key in rows[0][name]}
+
+    origins, sizes = total("tokens_by_origin"), total("calls_by_tree_size")
+    count = max(sum(origins.values()), 1)
+    parts = [f"{name} {n / count:.0%}" for name, n in origins.items() if n]
+    line = f"[tokens by {', '.join(parts)}; calls by nodes: "
+    line += ", ".join(f"{calls} of {size}" for size, calls in sizes.items() if calls)
+    expected = [row["expected_tokens"] for row in rows]
+    if None not in expected:
+        line += f"; {sum(expected):.0f} of {count} tokens expected"
     return line + "]"
+
+
+COLOURS = {"drafter": "32", "lookup": "34"}  # green, blue
+BRACKETS = {"drafter": ("{", "}"), "lookup": ("<", ">")}
+
+
+def coloured(stream: Any) -> bool:
+    """Whether to write colours: to a terminal, unless NO_COLOR asks for none."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def explained(tokenizer: "Tokenizer", result: Generation, colours: bool) -> str:
+    """The first row's text, what was drafted marked by who drafted it, and a legend."""
+    tokens, origins = result.tokens[0], result.origins[0].tolist()
+    marked, done = "", ""
+    for place, origin in enumerate(origins):
+        ends = place + 1 == len(origins) or origins[place + 1] != origin
+        text = tokenizer.decode(tokens[: place + 1]) if ends else ""
+        if not ends or (text.endswith("\N{REPLACEMENT CHARACTER}") and text != done):
+            continue  # a run goes on, or has ended within a character
+        marked += mark(text[len(done) :], ORIGINS[origin], colours)
+        done = text
+    names = ", ".join(mark(name, name, colours) for name in ORIGINS)
+    return f"{marked}\n[by {names}]"
+
+
+def mark(text: str, origin: str, colours: bool) -> str:
+    """Text in its origin's colour, or in brackets; the target's own as it is."""
+    if origin not in COLOURS or not text:
+        return text
+    if colours:
+        return f"\x1b[{COLOURS[origin]}m{text}\x1b[0m"
+    left, right = BRACKETS[origin]
+    return f"{left}{text}{right}"
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def best_first(
 
         token = of(guess).astype(jnp.int32)
         rows = d * W + jnp.arange(W, dtype=jnp.int32)
-        itself = rows[:, None] == jnp.arange(C, dtype=jnp.int32)[None]
+        itself = rows[:, None] == jnp.arange(C, dtype=jnp.int32)[None]  # [W, C]
         number = (token + 1).astype(jnp.uint32) * powers[d]
         window = of_parent(above.window)[..., 1:]
         own = jnp.broadcast_to(rows[None, :, None] + taps - 1, (batch, W, 1))

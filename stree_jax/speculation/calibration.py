@@ -77,7 +77,7 @@ def count(counts: Counts, draft: Draft, accepted: Accepted) -> Counts:
     tried = of_parent(accepted.path) == draft.layout.parents
     tried &= above < accepted.length[:, None]
     right = tried & (of_parent(accepted.tokens) == draft.tokens)
-    kinds = jnp.arange(KINDS, dtype=jnp.int32)
+    kinds = jnp.arange(KINDS, dtype=jnp.int32)[None, None]
     one_hot = draft.kind[..., None] == kinds
 
     def total(nodes: jax.Array) -> jax.Array:

@@ -109,17 +109,17 @@ def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
     """
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
-    step = jnp.arange(M, dtype=jnp.int32)
+    step = jnp.arange(M, dtype=jnp.int32)[None, None]
     period = jnp.maximum(history.length[:, None] - 1 - places, 1)[..., None]
     at = (places + 1)[..., None] + step % period  # [B, W, M]
     tokens = jax.vmap(lambda text, at: text[at])(history.tokens, at)
-    numbers = (tokens + 1).astype(jnp.uint32) * path_powers(M)
+    numbers = (tokens + 1).astype(jnp.uint32) * path_powers(M)[None, None]
     path = jnp.cumsum(numbers, axis=2, dtype=jnp.uint32)
 
     exists = (matched > 0)[..., None]
     same = (path[:, :, None] == path[:, None]) & exists[:, None]  # [B, W, W, M]
     owner = jnp.argmax(same, axis=2).astype(jnp.int32)  # of a path, the best place
-    index = jnp.arange(W, dtype=jnp.int32)[:, None]
+    index = jnp.arange(W, dtype=jnp.int32)[None, :, None]
     own = exists & (owner == index)
     above = jnp.pad(owner[..., :-1], ((0, 0), (0, 0), (1, 0)))
     parent = jnp.where(step > 0, above * M + step, 0)  # candidate (w, j - 1) and 1 more
