@@ -87,7 +87,7 @@ def times_of(spec: Spec, decoding: Decoding) -> Measured:
     """This machine's times; what is measured is kept for this process and others."""
     key = key_of(spec, decoding)
     times = _known.get(key) or _read().get(key)
-    if times is None:
+    if times is None or tuple(times.by_size) != tuple(tree.size for tree in spec.policy.menu):
         times = measured(spec, decoding)
         _write(key, times)
     _known[key] = times

@@ -1,4 +1,4 @@
-"""What stood in the text before: found, continued and merged as plain Python does it."""
+"""What was in the text before: found, continued and merged as plain Python does it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,339 @@
+"""Trees that fit the moment: the same text, whatever is chosen, and what is chosen."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import stree_jax
+from stree_jax import Sampling, StepTimes
+from stree_jax.generation import begin
+from stree_jax.speculation import loop
+from stree_jax.speculation.accept import Accepted
+from stree_jax.speculation.adaptive_policy import AdaptivePolicy, Force, forced
+from stree_jax.speculation.best_first import best_first, catch_up
+from stree_jax.speculation.calibration import PRIOR, count, no_counts
+from stree_jax.speculation.decoding import OPEN
+from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.drafter import Prompts
+from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.lookup import begin_history
+from stree_jax.speculation.tree import Auto, resolve_tree
+from tests.support.tiny import REAL, perturbed, tiny
+
+NEW, TREE = 24, "auto:1,4,8"
+LENGTHS = [1, 7, 33]
+FLAT = [1.0, 1.01, 1.02]  # a pass over a tree costs what one token does
+
+
+def times(verify=FLAT, draft=0.01, level=0.01):
+    numbers = (verify, draft, level)
+    return StepTimes(*(jnp.asarray(x, jnp.float32) for x in numbers))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return target.replace(params=perturbed(target.params, 0.05, 3))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(5)
+    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+
+
+SETTINGS = {
+    "greedy": dict(),
+    "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
+    "top_k": dict(
+        rule="naive", sampling=Sampling(temperature=0.8, repetition_penalty=1.3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_plain_decodings(target, drafter, prompts, name):
+    options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
+    plain = stree_jax.generate(
+        target, prompts, **{k: v for k, v in options.items() if k != "rule"}
+    )
+    for given in (times(), times([1.0, 3.0, 5.0], 1.0, 1.0)):
+        result = stree_jax.generate(
+            target, prompts, drafter=drafter, tree=TREE, times=given, **options
+        )
+        assert result.tokens == plain.tokens
+        assert (result.calls_by_size.sum(axis=1) == result.target_calls).all()
+        assert result.tree_sizes == (1, 4, 8)
+
+
+def test_auto_is_the_default_where_the_rule_allows_it(target, drafter):
+    def menu(**options):
+        _, plan = begin(target, [[3]], max_new_tokens=1, **options)
+        return plan.spec.policy.menu
+
+    assert menu(drafter=drafter) == menu(drafter="lookup") == Auto().menu
+    assert menu(drafter=drafter, rule="mss") == (resolve_tree("E"),)
+    assert menu(drafter=drafter, rule="naive/iid") == (resolve_tree("E"),)
+    for tree in ("auto", TREE):
+        with pytest.raises(ValueError, match="would bias .*naive/coupled"):
+            menu(drafter=drafter, tree=tree, rule="mss")
+    with pytest.raises(ValueError, match="want growing sizes from 1 on"):
+        menu(drafter=drafter, tree="auto:4,8")
+    with pytest.raises(ValueError, match="times: only tree 'auto'"):
+        menu(drafter=drafter, tree="A", times=times())
+    with pytest.raises(ValueError, match=r"give stree_jax.load\('some/path'\)"):
+        menu(drafter="some/path")
+
+
+@struct.dataclass
+class Ordered(AdaptivePolicy):
+    """Sizes and levels by a given order, over and over."""
+
+    order: tuple = struct.field(pytree_node=False, default=())
+
+    def choose(self, decoding, drafter, rule, num_tokens):
+        step = decoding.used.sum(axis=1, dtype=jnp.int32).max() % len(self.order)
+        size, levels = jnp.asarray(self.order, jnp.int32)[step]
+        learnt = replace(decoding.policy, force=Force(size, levels))
+        d = replace(decoding, policy=learnt)
+        return AdaptivePolicy.choose(self, d, drafter, rule, num_tokens)
+
+
+ORDERS = {
+    "in turns": ((0, 0), (2, 3)),
+    "plain for long": ((2, 4), *[(0, 0)] * 12),
+    "lookup between": ((1, 0), (2, 2), (0, 0), (1, 1), (2, 0)),
+    "drafted for nothing": ((0, 3), (2, 4), (0, 1)),
+}
+
+
+def decode(target, prompts, spec, steps=loop.FOREVER):
+    padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    begun, _ = begin(target, prompts, max_new_tokens=NEW)
+    begun = loop.init_decoding_jit(
+        spec,
+        jnp.asarray(padded),
+        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
+        begun.requests,
+        max_new_tokens=NEW,
+    )
+    done = loop.advance_jit(spec, begun, jnp.int32(steps))
+    rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
+    return [row[:n].tolist() for row, n in rows], done
+
+
+def spec_of(target, drafter, tree=TREE, **options):
+    _, plan = begin(
+        target, [[3]], max_new_tokens=1, drafter=drafter, tree=tree, **options
+    )
+    return plan.spec
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
+    """Text is plain decoding's; the model has read the text, and no more than it."""
+    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    spec = spec_of(target, drafter)
+    policy = Ordered(spec.policy.times, spec.policy.tree, order=ORDERS[name])
+    spec = replace(spec, policy=policy)
+    tokens, done = decode(target, prompts, spec)
+    assert tokens == plain.tokens
+    used = {size for size, _ in ORDERS[name]}
+    assert {k for k in range(3) if int(done.used[:, k].sum())} <= used
+    tokens, done = decode(target, prompts, spec, steps=5)
+    looking = done.drafting
+    for b, prompt in enumerate(prompts):
+        if int(done.finish[b]) != 0:
+            continue
+        text = prompt + tokens[b]
+        length = int(looking.history.length[b])
+        assert looking.history.tokens[b, :length].tolist() == text
+        read = int(looking.reading.length[b])
+        assert read <= len(text)
+        fresh, _ = begin(drafter, [[*text, 3][: read + 1]], max_new_tokens=1)
+        chex.assert_trees_all_close(
+            [s.ssm[b] for s in looking.reading.layers if hasattr(s, "ssm")],
+            [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+def test_the_target_as_its_own_drafter_is_always_right(target, prompts):
+    """Whatever came between, a drafted path of n tokens gains n + 1."""
+    spec = spec_of(target, target, "auto:1,4,32")  # room for all candidates
+    order = ((2, 3), (0, 0), (1, 0))
+    policy = Ordered(spec.policy.times, spec.policy.tree, order=order)
+    tokens, done = decode(target, prompts, replace(spec, policy=policy), steps=4)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    for row, whole in zip(tokens, plain.tokens, strict=True):
+        assert row == whole[: len(row)]
+    gained = np.asarray(done.gained)[np.asarray(done.finish) == 0]
+    assert gained.size and (gained[:, 4:].sum(axis=1) == 2).all()
+
+
+def test_it_takes_what_is_fastest_by_the_times(target, drafter, prompts):
+    options = dict(max_new_tokens=60, stop_tokens=(), tree=TREE)
+
+    def shares(drafter, given):
+        result = stree_jax.generate(
+            target, prompts, drafter=drafter, times=given, **options
+        )
+        return result.calls_by_size.sum(axis=0) / result.calls_by_size.sum()
+
+    dear = shares("lookup", times([1.0, 100.0, 200.0]))
+    assert dear[0] == 1
+    flat = shares(target, times())
+    assert flat[2] > 0.9  # drafts are right, and cost nothing
+    # A model whose drafts are right but cost more than they gain is tried, then left.
+    slow = stree_jax.generate(
+        target, prompts, drafter=target, times=times(draft=50.0, level=50.0), **options
+    )
+    by_model = sum(int((o == 1).sum()) for o in slow.origins)
+    assert 0 < by_model < 0.5 * slow.lengths.sum()
+    free = stree_jax.generate(target, prompts, drafter=target, times=times(), **options)
+    assert sum(int((o == 1).sum()) for o in free.origins) > by_model
+    # What was expected is about what came.
+    expected, came = free.expected_tokens.sum(), free.lengths.sum()
+    assert 0.6 < expected / came < 1.4
+
+
+def test_times_are_data_and_choices_compile_nothing(target, drafter, prompts):
+    begun, plan = begin(
+        target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
+    )
+    spec = plan.spec
+    loop.advance_jit(spec, jax.tree.map(jnp.copy, begun), jnp.int32(2))
+    before = loop.advance_jit._cache_size()
+    for given in (times([1.0, 9.0, 20.0]), times(draft=3.0)):
+        other = replace(spec, policy=replace(spec.policy, times=given))
+        loop.advance_jit(other, jax.tree.map(jnp.copy, begun), jnp.int32(2))
+    for way in ((0, 0), (1, 0), (2, 3)):
+        at = jax.tree.map(jnp.copy, begun)
+        at = replace(at, policy=replace(at.policy, force=forced(*way)))
+        at = loop.advance_jit(spec, at, jnp.int32(2))
+        assert at.used[0].tolist() == [2 if k == way[0] else 0 for k in range(3)]
+    assert loop.advance_jit._cache_size() == before
+
+
+def test_it_needs_the_memory_of_its_largest_tree(target, drafter, prompts, optimised):
+    """No size has a copy of the caches, and the menu is one program."""
+
+    def temp_bytes(tree, **options):
+        begun, plan = begin(
+            target, prompts, max_new_tokens=2048, drafter=drafter, tree=tree, **options
+        )
+        lowered = loop.advance_jit.lower(plan.spec, begun, jnp.int32(9))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    largest = temp_bytes("beam:3x5")
+    assert temp_bytes("auto:1,4,16", times=times()) < 1.1 * largest + 300_000
+
+
+def brute_force(model, text, width, depth):
+    """The levels of a best-first search by whole passes, and their values."""
+    levels, frontier = [], [((), 1.0)]
+    for _ in range(depth):
+        found = []
+        for path, value in frontier:
+            logits = stree_jax.score(model, [[*text, *path]])[0, -1]
+            logits = np.asarray(logits, np.float64)[:REAL]
+            p = np.exp(logits - logits.max())
+            p /= p.sum()
+            odds = np.log(p) - np.log1p(-p)
+            kind = np.clip(np.floor((odds + 4) * 2), 0, 15).astype(int)
+            best = np.argsort(-p, kind="stable")[:width]
+            found += [((*path, int(v)), value * PRIOR[kind[v]]) for v in best]
+        frontier = sorted(found, key=lambda entry: -entry[1])[:width]
+        levels.append(frontier)
+    return levels
+
+
+def test_levels_are_those_of_a_best_first_search(target, prompts):
+    width, depth = 3, 4
+    padded = np.zeros((3, max(LENGTHS)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    history = begin_history(Prompts(jnp.asarray(padded), lengths, 80, 9))
+    begun, plan = begin(target, prompts, max_new_tokens=8)
+    root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
+    dist = begun.distribution(REAL)
+
+    @jax.jit
+    def run(state):
+        hidden, state = catch_up(plan.spec.target, state, history, 4)
+        return best_first(
+            plan.spec.target,
+            state,
+            root,
+            hidden,
+            dist,
+            plan.spec.rule,
+            jnp.asarray(PRIOR),
+            width,
+            depth,
+            lambda levels, frontier: jnp.bool_(True),
+        )
+
+    pool, levels = run(begun.state)
+    assert int(levels) == depth
+    for b, ids in enumerate(prompts):
+        tokens, parents = np.asarray(pool.tokens[b]), np.asarray(pool.parents[b])
+        paths = [()]
+        for t, p in zip(tokens, parents, strict=True):
+            paths.append((*paths[p], int(t)))
+        for d, wanted in enumerate(brute_force(target, ids, width, depth)):
+            mine = slice(1 + d * width, 1 + (d + 1) * width)
+            values = np.asarray(pool.value[b, d * width : (d + 1) * width])
+            got = dict(zip(paths[mine], values, strict=True))
+            assert set(got) == {path for path, _ in wanted}
+            for path, value in wanted:
+                assert got[path] == pytest.approx(value, rel=1e-4)
+
+
+def test_counts_are_of_the_children_of_accepted_nodes():
+    parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 0]], jnp.int32)
+    tree = Auto((1, 5)).menu[1]
+    draft = Draft(
+        layout=tree_layout(tree, parents),
+        tokens=jnp.asarray([[9, 1, 2, 3, 4], [9, 1, 2, 3, 4]], jnp.int32),
+        kind=jnp.asarray([[32, 0, 1, 2, 3], [32, 16, 17, 17, 31]], jnp.int32),
+    )
+    accepted = Accepted(
+        path=jnp.asarray([[0, 2, 0, 0, 0], [0, 1, 2, 0, 0]], jnp.int32),
+        length=jnp.asarray([2, 3], jnp.int32),
+        tokens=jnp.asarray([[2, 8, 0, 0, 0], [1, 2, 7, 0, 0]], jnp.int32),
+        margin=jnp.zeros((2, 5)),
+    )
+    counts = count(no_counts(), draft, accepted)
+    tried, right = np.zeros(32), np.zeros(32)
+    tried[[0, 1, 3]] = 1  # row 0: children of the root and of node 2
+    right[1] = 1
+    tried[[16, 31]], tried[17] = (
+        1,
+        2,
+    )  # row 1: a chain of three, two right, and a sibling
+    right[16], right[17] = 1, 1
+    np.testing.assert_array_equal(counts.tried, tried)
+    np.testing.assert_array_equal(counts.right, right)
+    finished = replace(accepted, length=jnp.zeros((2,), jnp.int32))
+    assert float(count(no_counts(), draft, finished).tried.sum()) == 0
+
+
+def test_a_step_is_chosen_for_before_it_is_made(target, drafter, prompts):
+    begun, _ = begin(
+        target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
+    )
+    assert int(begun.choice) == OPEN

@@ -1,0 +1,156 @@
+"""Steps are timed once a machine and kept; nothing odd in the file does harm."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import stree_jax
+from stree_jax import tuning
+from stree_jax.generation import begin
+from stree_jax.sampling.settings import Sampling
+from tests.support.tiny import perturbed, tiny
+
+TREE = "auto:1,4"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1, layers=("mamba", "attention"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return target.replace(params=perturbed(target.params, 0.05, 3))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr(tuning, "_known", {})
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """How often steps were measured; the times are made up."""
+    calls = []
+
+    def measure(spec, decoding):
+        calls.append(spec)
+        return tuning.Measured({1: 1.0, 4: 2.0}, 0.5, 0.25)
+
+    monkeypatch.setattr(tuning, "measured", measure)
+    return calls
+
+
+def test_times_are_measured_once_and_kept(target, folder, measured, monkeypatch):
+    for _ in range(2):
+        found = stree_jax.tune(target, tree=TREE)
+    assert len(measured) == 1
+    monkeypatch.setattr(tuning, "_known", {})  # another process
+    assert stree_jax.tune(target, tree=TREE) == found
+    assert len(measured) == 1
+    assert [file.name for file in folder.iterdir()] == ["steps.json"]
+    result = stree_jax.generate(
+        target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE
+    )
+    assert len(measured) == 1 and result.tree_sizes == (1, 4)
+
+
+def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
+    half = target.replace(
+        params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params)
+    )
+    cases = [
+        dict(model=target),
+        dict(model=target, batch=8),
+        dict(model=target, sampled=True),
+        dict(model=target, context=10000),
+        dict(model=target, tree="auto:1,8"),
+        dict(model=target, drafter=drafter),
+        dict(model=half),
+        dict(model=tiny(1, layers=("mamba", "mamba"))),
+    ]
+    for n, case in enumerate(cases, start=1):
+        stree_jax.tune(**{"tree": TREE, **case})
+        assert len(measured) == n, case
+    for case in cases:
+        stree_jax.tune(**{"tree": TREE, **case})
+    assert len(measured) == len(cases)
+    entries = json.loads((folder / "steps.json").read_text())
+    assert len(entries) == len(cases)
+    stree_jax.tune(target, tree=TREE, context=500)  # no more room than others
+    assert len(measured) == len(cases)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"KEY": 3}',
+        '{"KEY": {"by_size": {"1": -1}, "draft": 0, "level": 0}}',
+        '{"KEY": {"by_size": {"1": 1, "4": NaN}, "draft": 0, "level": 0}}',
+        '{"KEY": {"by_size": {"1": 1}, "draft": 0, "level": 0}}',
+        "\0\xff",
+    ],
+)
+def test_an_odd_file_is_measured_over(target, folder, measured, text):
+    _, plan = begin(target, [[0] * 64], max_new_tokens=64, drafter="lookup", tree=TREE)
+    decoding, _ = begin(
+        target, [[0] * 64], max_new_tokens=64, drafter="lookup", tree=TREE
+    )
+    key = tuning.key_of(plan.spec, decoding)
+    folder.mkdir()
+    (folder / "steps.json").write_text(text.replace("KEY", key))
+    stree_jax.tune(target, tree=TREE)
+    assert len(measured) == 1
+    assert key in json.loads((folder / "steps.json").read_text())
+
+
+def test_nothing_is_kept_where_nothing_can_be(target, measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "_known", {})
+    for named in ("off", str(tmp_path / "file" / "below")):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("STREE_JAX_CACHE", named)
+        stree_jax.tune(target, tree=TREE)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file"]
+
+
+def test_real_steps_are_timed_on_copies(target, drafter, folder, caplog):
+    """Every way to step is timed, and the decoding is where it was."""
+    begun, plan = begin(
+        target, [[3, 4]], max_new_tokens=2, drafter=drafter, tree="auto:1,2,4"
+    )
+    with caplog.at_level(logging.INFO, logger="stree_jax"):
+        times = tuning.measured(plan.spec, begun)
+    assert "measuring" in caplog.text
+    assert list(times.by_size) == [1, 2, 4]
+    numbers = [*times.by_size.values(), times.draft, times.level]
+    assert all(0 < t < 60 for t in numbers)
+    assert int(begun.length[0]) == 0 and int(begun.used.sum()) == 0
+
+
+def test_only_auto_is_tuned(target):
+    with pytest.raises(ValueError, match="tree: only 'auto' is tuned, got 'A'"):
+        stree_jax.tune(target, tree="A")
+    with pytest.raises(ValueError, match="batch"):
+        stree_jax.tune(target, batch=0)
+
+
+def test_a_generation_does_not_wait_for_times_it_is_given(target, folder, measured):
+    given = tuning.Measured({1: 1.0, 4: 1.1}, 0.0, 0.0).on_device()
+    stree_jax.generate(
+        target,
+        [[3]],
+        max_new_tokens=4,
+        drafter="lookup",
+        tree=TREE,
+        times=given,
+        sampling=Sampling(temperature=1),
+    )
+    assert not measured
