@@ -23,6 +23,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU, programs as users get them
+    # In the environment, so that it holds for subprocesses too.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import hypothesis
 import jax
@@ -31,8 +34,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-QUICK = os.environ["JAX_PLATFORMS"] == "cpu"  # on a GPU, programs as users get them
-jax.config.update("jax_disable_most_optimizations", QUICK)
+QUICK = jax.config.read("jax_disable_most_optimizations")
 
 # No deadline: an example's first run compiles. The same examples on every run.
 hypothesis.settings.register_profile(
