@@ -18,7 +18,7 @@ demo: .venv/.core
 	$(BIN)/stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --compare
 
 test: .venv/.test
-	$(BIN)/pytest -n 2 --dist loadfile -q
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 # A first look, in a minute: the tests that tests/fast.txt names.
 test-fast: .venv/.test

@@ -7,7 +7,7 @@ classic mistakes, each of which is planted here and must be found out.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from unittest import mock
 
@@ -30,6 +30,12 @@ from tests.support.tiny import perturbed
 VOCAB, PLACES, PROMPT = 6, 3, 2
 ROWS, KEY = 4000, 0  # per setting; base of the random numbers
 FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2})
+# A program of so many rows is worth a little optimisation, and not more: compiled with
+# none it runs three times as long, and with all it takes a second longer to compile.
+OPTIONS = {
+    "xla_backend_optimization_level": 1,
+    "xla_llvm_disable_expensive_passes": False,
+}
 SETTINGS = [Sampling(t, **f) for t, f in product((0.5, 1.0, 2.0), FILTERS)]
 TREES = {
     "chain": make_tree([-1, 0, 1]),
@@ -111,7 +117,7 @@ def drawn(
     rows = sampled_rows()
     prompts = jnp.full((len(SETTINGS) * ROWS, 1), PROMPT, jnp.int32)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=OPTIONS)
     def run(target, drafter, tree, rows):
         return stree_jax.generate_tokens(
             target,
