@@ -233,17 +233,19 @@ def fit(
       ValueError: too little text, or `directory` is of a run with other settings.
       KeyboardInterrupt: after the save.
     """
+    import orbax.checkpoint as ocp
+
     for name, value in (("minutes", minutes), ("save_minutes", save_minutes)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}: want more than 0, got {value}")
     windows = _windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
-    settings = _settings(config, train, tokens)
     learner = _Learner(config, train, loss, teacher, windows, progress)
     run = Progress(learner.begin(), [], [])
-    with _saves(directory, settings) as saves, _finish_on_ctrl_c() as interrupted:
-        if found := saves.newest(run.state):
-            run = found
-            learner.say(f"going on from step {run.step}, saved in {directory}")
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    folder = ocp.CheckpointManager(directory.absolute(), options=options)
+    with folder as manager, _finish_on_ctrl_c() as interrupted:
+        saves = _Saves(directory, _settings(config, train, tokens), manager)
+        run = saves.newest(run.state) or run
         times = 60 * (minutes or np.inf), 60 * save_minutes
         _learn(learner, run, tokens, saves, times, interrupted)
     return run.state.params, run.history
@@ -308,6 +310,8 @@ def _learn(
       KeyboardInterrupt: `interrupted` was set; after the save.
     """
     train, done = learner.train, run.step
+    if done:
+        learner.say(f"going on from step {done}, saved in {saves.directory}")
     sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
     batches = sample_batches(tokens, **sizes, start_step=done)
     began = saved = time.monotonic()
@@ -329,8 +333,8 @@ def _learn(
                 saved = now
     saves.manager.wait_until_finished()
     if stops and not last:
-        where = saves.directory
-        learner.say(f"saved step {done} in {where}; the same command goes on there")
+        place = f"saved step {done} in {saves.directory}"
+        learner.say(f"{place}; the same command goes on there")
         raise KeyboardInterrupt
     if done < train.steps:
         learner.say(f"stopped by --minutes, after step {done} of {train.steps}")
@@ -410,15 +414,6 @@ class _Saves:
         state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         state = self.manager.restore(step, args=state_only)["state"]
         return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
-
-
-@contextlib.contextmanager
-def _saves(directory: Path, settings: dict[str, Any]) -> Iterator[_Saves]:
-    import orbax.checkpoint as ocp
-
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
-        yield _Saves(directory, settings, manager)
 
 
 def _windows(
