@@ -57,18 +57,16 @@ def draw(report: dict[str, Any]) -> "Figure":
     Raises:
       ValueError: there is none of this benchmark.
     """
-    match report["kind"]:
-        case "decode" | "trees" | "attention":
-            return draw_arms(report)
-        case "temperature":
-            return draw_temperature(report)
-        case "unrolled":
-            return draw_unrolled(report)
-        case "forward":
-            return draw_forward(report)
-        case "cost":
-            return draw_cost(report)
-    raise ValueError(f"--figure: there is none of bench {report['kind']}")
+    drawings = {
+        **dict.fromkeys(("decode", "trees", "attention"), draw_arms),
+        "temperature": draw_temperature,
+        "unrolled": draw_unrolled,
+        "forward": draw_forward,
+        "cost": draw_cost,
+    }
+    if report["kind"] not in drawings:
+        raise ValueError(f"--figure: there is none of bench {report['kind']}")
+    return drawings[report["kind"]](report)
 
 
 def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> None:
@@ -76,11 +74,10 @@ def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> No
     width = 0.8 / len(bars)
     for i, (name, rows) in enumerate(bars.items()):
         place = [g + (i - (len(bars) - 1) / 2) * width for g in range(len(groups))]
-        heights = [row["speedup"]["median"] for row in rows]
-        ends = [
-            [h - row["speedup"]["low"] for h, row in zip(heights, rows, strict=True)],
-            [row["speedup"]["high"] - h for h, row in zip(heights, rows, strict=True)],
-        ]
+        speeds = [row["speedup"] for row in rows]
+        heights = [s["median"] for s in speeds]
+        ends = [[s["median"] - s["low"] for s in speeds]]
+        ends.append([s["high"] - s["median"] for s in speeds])
         ax.bar(place, heights, 0.92 * width, label=name, color=style_of(i)["color"])
         ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
         for x, row in zip(place, rows, strict=True):

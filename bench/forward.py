@@ -27,7 +27,8 @@ from stree_jax.bench.shapes import config_of, random_model
 from stree_jax.bench.tables import megabytes, ratio, shown, table, with_quartiles
 from stree_jax.checkpoint import Model
 from stree_jax.cost import fit_pass_time, fit_quality
-from stree_jax.models import ModelConfig, init_params
+from stree_jax.models import ModelConfig
+from stree_jax.models.memory import weight_bytes
 
 DISPATCH = 32  # passes a dispatch, but on a CPU: see `measure_forward`
 
@@ -52,23 +53,7 @@ def measure_forward(
       levels: L of Fig. 3's full binary trees, the root's level included.
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`, and
-
-      "weight_bytes": of all weights; "read_bytes": of those that a pass reads whole,
-        which leaves out an embedding that is not also the head.
-      "read_bytes_per_s": measured; "floor_ms": read_bytes at that rate. None until
-        measured.
-      "fit": t(T) of the sizes' medians, {"degree", "c_ms", "b_ms", "a_ms", "r2",
-        "largest_error"} for a T^2 + b T + c, a = 0 without attention; None where the
-        sizes are too few.
-      "results": a row a case, sizes first: "unit"; "levels", L or None; "scan",
-        "packed", "step" or "chunk"; "nodes", T; "tokens", computed in a pass (unrolled:
-        leaves x levels); "states", held; "ms", "ms_low", "ms_high", median and
-        quartiles of a pass over turns, None where it ran out of memory;
-        "over_packed", ratio of medians, 1 for packed; "same_argmax", share of nodes
-        whose argmax is the packed pass's, None in "sizes"; "compile_s", apart from all
-        times; "memory_bytes", "temp_bytes", of the program (`compiled_bytes`);
-        "allocator_peak_bytes" (`allocator_peaks`), None in "sizes".
+      settings, "machine", "complete" and "units" of `measure`, and what `summary` adds.
 
     Raises:
       ValueError: an unknown shape, or a tree without a node.
@@ -78,9 +63,32 @@ def measure_forward(
         if min(values, default=1) < 1:
             raise ValueError(f"{option}: want at least 1, got {min(values)}")
     passes = 1 if jax.default_backend() == "cpu" else DISPATCH
-    trees = {f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in levels}
-    timed = {"sizes": [Case(n, "packed") for n in dict.fromkeys(sizes)]} | trees
-    weight_bytes, read_bytes = bytes_of(config, dtype)
+    timed = {"sizes": [Case(n, "packed") for n in dict.fromkeys(sizes)]}
+    timed |= {f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in levels}
+    settings = {
+        "kind": "forward",
+        "shape": shape,
+        "dtype": dtype,
+        "sizes": list(sizes),
+        "levels": list(levels),
+        "context": CONTEXT,
+        "passes_per_dispatch": passes,
+    }
+    first = ["bandwidth"] if peak_in_use() is None else ["allocator", "bandwidth"]
+    units = first + [name for name, cases in timed.items() if cases]
+    work = _worker(config, dtype, passes, timed, run.repeats)
+    report = measure(settings, units, work, run)
+    return report | summary(config, dtype, report["units"])
+
+
+def _worker(
+    config: ModelConfig,
+    dtype: str,
+    passes: int,
+    timed: dict[str, list[Case]],
+    repeats: int,
+) -> Callable[[str], Any]:
+    """What measures a unit; the model and its programs are made at their first use."""
 
     @cache
     def model() -> Model:
@@ -93,29 +101,34 @@ def measure_forward(
     def work(unit: str) -> Any:
         match unit:
             case "allocator":
-                return _peaks([program(c) for cases in trees.values() for c in cases])
+                trees = (cases for name, cases in timed.items() if name != "sizes")
+                return _peaks([program(case) for cases in trees for case in cases])
             case "bandwidth":
-                return read_bandwidth(read_bytes, run.repeats)
+                return read_bandwidth(bytes_of(config, dtype)[1], repeats)
         programs = [program(case) for case in timed[unit]]
-        return time_cases(programs, run.repeats, skip_too_large=True)
+        return time_cases(programs, repeats, skip_too_large=True)
 
-    settings = {
-        "kind": "forward",
-        "shape": shape,
-        "dtype": dtype,
-        "sizes": list(sizes),
-        "levels": list(levels),
-        "context": CONTEXT,
-        "passes_per_dispatch": passes,
-    }
-    first = ["bandwidth"] if peak_in_use() is None else ["allocator", "bandwidth"]
-    units = first + [name for name, cases in timed.items() if cases]
-    report = measure(settings, units, work, run)
-    rate, results = report["units"].get("bandwidth"), rows_of(report["units"])
+    return work
+
+
+def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str, Any]:
+    """What a report says beside its units.
+
+    Returns:
+      "weight_bytes": of all weights; "read_bytes": of those that a pass reads whole,
+        which leaves out an embedding that is not also the head.
+      "read_bytes_per_s": measured; "floor_ms": read_bytes at that rate. None until
+        measured.
+      "fit": t(T) of the sizes' medians, {"degree", "c_ms", "b_ms", "a_ms", "r2",
+        "largest_error"} for a T^2 + b T + c, a = 0 without attention; None where the
+        sizes are too few.
+      "results": see `rows_of`.
+    """
+    whole, read_bytes = bytes_of(config, dtype)
+    rate, results = units.get("bandwidth"), rows_of(units)
     degree = 1 if set(config.layers) <= {"mamba", "mlp", "moe"} else 2
     return {
-        **report,
-        "weight_bytes": weight_bytes,
+        "weight_bytes": whole,
         "read_bytes": read_bytes,
         "read_bytes_per_s": rate,
         "floor_ms": None if rate is None else 1e3 * read_bytes / rate,
@@ -126,15 +139,9 @@ def measure_forward(
 
 def bytes_of(config: ModelConfig, dtype: str) -> tuple[int, int]:
     """Bytes of all weights, and of those that a pass reads whole."""
-
-    def make(key: jax.Array) -> Any:
-        return init_params(config, key, jnp.dtype(dtype))
-
-    params = jax.eval_shape(make, jax.random.key(0))
-    total = sum(z.size * z.dtype.itemsize for z in jax.tree.leaves(params))
-    table = params["embedding"]
-    rows = 0 if config.tie_embeddings else table.size * table.dtype.itemsize
-    return total, total - rows
+    kept = jnp.dtype(dtype)
+    total, table = weight_bytes(config, kept), config.vocab_size * config.d_model
+    return total, total - (0 if config.tie_embeddings else table * kept.itemsize)
 
 
 def _peaks(programs: Sequence[Program]) -> dict[str, int | None]:
@@ -151,7 +158,18 @@ def _peaks(programs: Sequence[Program]) -> dict[str, int | None]:
 
 
 def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows, from the records of the units that are there."""
+    """The report's rows, from the records of the units that are there.
+
+    Returns:
+      a row a case, sizes first: "unit"; "levels", L or None; "scan", "packed", "step"
+      or "chunk"; "nodes", T; "tokens", computed in a pass (unrolled: leaves x levels);
+      "states", held; "ms", "ms_low", "ms_high", median and quartiles of a pass over
+      turns, None where it ran out of memory; "over_packed", ratio of medians, 1 for
+      packed; "same_argmax", share of nodes whose argmax is the packed pass's, None in
+      "sizes"; "compile_s", apart from all times; "memory_bytes", "temp_bytes", of the
+      program (`compiled_bytes`); "allocator_peak_bytes" (`allocator_peaks`), None in
+      "sizes".
+    """
     peaks, rows = units.get("allocator", {}), []
     for unit, records in units.items():
         if unit in ("allocator", "bandwidth"):

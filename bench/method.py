@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from stree_jax.bench.memory import out_of_memory
@@ -224,9 +224,7 @@ def sign_test(ratios: Sequence[float]) -> float:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
-    if len(values) == 1:
-        return dict.fromkeys(("median", "low", "high"), values[0])
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
     return {"median": median, "low": low, "high": high}
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
@@ -45,25 +46,29 @@ def with_transformers(
     def decoder(text: Prompt) -> dict[str, Callable[[], float]]:
         ids = torch.tensor(encode_prompts(target, [text]))
 
-        def seconds(new: int) -> float:
-            began = time.perf_counter()
-            with torch.no_grad():
-                other.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=new,
-                    min_new_tokens=new,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-            return time.perf_counter() - began
-
         def call() -> float:
             with quiet():
-                first = seconds(1)
-                others = seconds(max_new_tokens) - first
+                first = _seconds(other, ids, 1)
+                others = _seconds(other, ids, max_new_tokens) - first
             return others * max_new_tokens / (max_new_tokens - 1)
 
         return {"transformers, plain": call}
 
     return decoder
+
+
+def _seconds(model: Any, ids: Any, new: int) -> float:
+    """Of decoding this many tokens, the prompt's pass included."""
+    import torch
+
+    began = time.perf_counter()
+    with torch.no_grad():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return time.perf_counter() - began

@@ -6,7 +6,7 @@ verification: one packed pass with one state, or a sequence and a state per leaf
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any, Literal
 
@@ -140,26 +140,21 @@ def decode_text(
     Raises:
       RuntimeError: tokens differ from plain decoding's beyond a tie.
     """
-
-    def call(arm: Arm) -> Callable[[], Generation]:
-        return lambda: decode_once(work, arm, [text], 0)
-
-    calls = {name: call(arm) for name, arm in prepared.arms.items()}
+    calls: dict[str, Callable[[], Generation]] = {
+        name: partial(decode_once, work, arm, [text], 0)
+        for name, arm in prepared.arms.items()
+    }
     results, first = take_turns(calls, repeats, warm, skip_too_large=True)
     last = {name: turns[-1] for name, turns in results.items() if turns}
     check_ties(work.target, [text], {PLAIN: plain} | last)
-    record: dict[str, Any] = {
+    arms: dict[str, Any] = {name: {"seconds": []} for name in results}
+    for name in last:
+        arms[name] = record_of(results[name], last.get(PACKED), first.get(name))
+    return {
         "leaves_most": max(prepared.leaves),
         "leaves_mean": sum(prepared.leaves) / len(prepared.leaves),
-        "arms": {},
+        "arms": {name: prepared.memory[name] | arms[name] for name in arms},
     }
-    for name, turns in results.items():
-        record["arms"][name] = prepared.memory[name] | (
-            record_of(turns, last.get(PACKED), first.get(name))
-            if turns
-            else {"seconds": []}
-        )
-    return record
 
 
 def measure_unrolled(
@@ -185,19 +180,8 @@ def measure_unrolled(
       scans: ways to go through an unrolled tree, see `Unrolled`.
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`, and "results", a row a
-      set, beam and arm: "set", "width", "depth"; "nodes", 1 + width depth; "scan",
-      "packed", "step" or "chunk"; "units", prompts; "tau", of all of them;
-      "tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", median and quartiles over
-      prompts of medians over turns; "ms_per_call", median; "over_packed", median over
-      prompts of time over the packed arm's, and "p_packed" of a sign test of it, both
-      None for packed; "equal", prompts whose tokens are the packed arm's (others part
-      at a tie); "leaves", the most that a draft had and the room that the unrolled
-      program has; "leaves_mean", of all drafts; "leaves_bound", depth (width - 1) + 1;
-      "states" held; "tokens_per_call" computed, leaves (depth + 1) if unrolled;
-      "memory_bytes", "temp_bytes" of the program of the loop, drafter included
-      (`compiled_bytes`); "first_call_s", compilation included. Where an arm ran out of
-      memory, "units" is 0 and what would have been measured is None.
+      settings, "machine", "complete" and "units" of `measure`, and "results", see
+      `summarise_beams`.
 
     Raises:
       ValueError: a beam without a node.
@@ -206,24 +190,14 @@ def measure_unrolled(
     beams = [f"{w}x{d}" for d in depths for w in widths]
     for beam in beams:
         resolve_tree(f"beam:{beam}")
-    plain_arm = Arm(PLAIN, None)
-    work = workload(target, drafter, [plain_arm], prompts, max_new_tokens)
-    texts = [text for group in prompts.values() for text in group]
+    work = workload(target, drafter, [Arm(PLAIN, None)], prompts, max_new_tokens)
     units = {
         f"{beam}/{title}/{i}": (beam, text)
         for i, groups in enumerate(rounds(prompts))
         for title, (text,) in groups.items()
         for beam in beams
     }
-    prepared = cache(lambda beam: prepare(work, beam, scans, texts))
-    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
-    warm = {beam: set[str]() for beam in beams}
-
-    def work_unit(name: str) -> dict[str, Any]:
-        beam, text = units[name]
-        arms = prepared(beam)
-        return decode_text(work, arms, text, plain(text), run.repeats, warm[beam])
-
+    work_unit = _worker(work, units, scans, run.repeats)
     settings = settings_of("unrolled", {"": (target, drafter)}, prompts) | {
         "widths": list(widths),
         "depths": list(depths),
@@ -234,8 +208,44 @@ def measure_unrolled(
     return {**report, "results": summarise_beams(report["units"])}
 
 
+def _worker(
+    work: Workload,
+    units: dict[str, tuple[str, Prompt]],
+    scans: Sequence[Literal["step", "chunk"]],
+    repeats: int,
+) -> Callable[[str], dict[str, Any]]:
+    """What measures a unit; a beam's arms and a text's plain tokens are made once."""
+    [plain_arm], (first, _) = work.arms, next(iter(units.values()))
+    texts = [text for beam, text in units.values() if beam == first]
+    prepared = cache(lambda beam: prepare(work, beam, scans, texts))
+    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
+    warm: dict[str, set[str]] = {beam: set() for beam, _ in units.values()}
+
+    def work_unit(name: str) -> dict[str, Any]:
+        beam, text = units[name]
+        arms = prepared(beam)
+        return decode_text(work, arms, text, plain(text), repeats, warm[beam])
+
+    return work_unit
+
+
 def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows, from the records of the units that are there."""
+    """The report's rows, from the records of the units that are there.
+
+    Returns:
+      a row a set, beam and arm: "set", "width", "depth"; "nodes", 1 + width depth;
+      "scan", "packed", "step" or "chunk"; "units", prompts; "tau", of all of them;
+      "tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", median and quartiles over
+      prompts of medians over turns; "ms_per_call", median; "over_packed", median over
+      prompts of time over the packed arm's, and "p_packed" of a sign test of it, both
+      None for packed; "equal", prompts whose tokens are the packed arm's (others part
+      at a tie); "leaves", the most that a draft had and the room that the unrolled
+      program has; "leaves_mean", of all drafts; "leaves_bound", depth (width - 1) + 1;
+      "states" held; "tokens_per_call" computed, leaves (depth + 1) if unrolled;
+      "memory_bytes", "temp_bytes" of the program of the loop, drafter included
+      (`compiled_bytes`); "first_call_s", compilation included. Where an arm ran out of
+      memory, "units" is 0 and what would have been measured is None.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name, record in units.items():
         beam, title, _ = name.split("/")
@@ -249,18 +259,11 @@ def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
         shape["leaves_mean"] = records[0]["leaves_mean"]
         shape["leaves_bound"] = depth * (width - 1) + 1
         for scan in records[0]["arms"]:
-            alone = scan == PACKED
-            rows.append(
-                shape
-                | {
-                    "scan": scan,
-                    "states": 1 if alone else 1 + leaves,
-                    "tokens_per_call": shape["nodes"]
-                    if alone
-                    else leaves * (depth + 1),
-                }
-                | summarise_scan([record["arms"] for record in records], scan)
-            )
+            row = shape | {"scan": scan, "states": 1, "tokens_per_call": shape["nodes"]}
+            if scan != PACKED:
+                row |= {"states": 1 + leaves, "tokens_per_call": leaves * (depth + 1)}
+            arms = [record["arms"] for record in records]
+            rows.append(row | summarise_scan(arms, scan))
     return rows
 
 
@@ -306,7 +309,9 @@ def _paper_table(rows: Sequence[dict[str, Any]], scan: str) -> str:
         pair = [found.get((width, depth, name)) for name in (PACKED, scan)]
         if None in pair:
             return "-"
-        speeds = " / ".join(_rate(row["tokens_per_s"]) for row in pair if row)
+        speeds = " / ".join(
+            shown(row["tokens_per_s"], ".1f", OUT_OF_MEMORY) for row in pair if row
+        )
         sizes = " / ".join(megabytes(row["memory_bytes"]) for row in pair if row)
         return f"{speeds}; {sizes}"
 
@@ -314,10 +319,6 @@ def _paper_table(rows: Sequence[dict[str, Any]], scan: str) -> str:
         ["N", *(f"M = {width}" for width in widths)],
         [[f"{depth}", *(cell(width, depth) for width in widths)] for depth in depths],
     )
-
-
-def _rate(tokens_per_s: float | None) -> str:
-    return shown(tokens_per_s, ".1f", OUT_OF_MEMORY)
 
 
 def _detail_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -109,24 +109,6 @@ def open_checkpoint(
     return Checkpoint(source, config, rows, kept)
 
 
-def read_checkpoint(
-    directory: Path,
-    dtype: Any = None,
-    progress: bool = False,
-    dt_floor: bool = False,
-    warn: Warn | None = None,
-) -> tuple[ModelConfig, Any, np.dtype]:
-    """Config, parameters and dtype of a PyTorch or safetensors directory.
-
-    Every name, shape and dtype is checked before the first tensor is read.
-
-    Raises:
-      CheckpointError: one line, naming the file and the field or tensor.
-    """
-    checkpoint = open_checkpoint(directory, dtype, dt_floor, warn)
-    return checkpoint.config, checkpoint.read(progress), checkpoint.dtype
-
-
 def _finite(array: np.ndarray) -> bool:
     """Neither NaN nor infinity; in pieces, for the memory of the answers."""
     flat = array.reshape(-1)

@@ -65,11 +65,10 @@ class Attention(nn.Module):
         Args:
           adapter: [B, Tq, d_qkv], added to q, k and v.
         """
-        c, length = self.config, pass_.length
+        c, length, pending = self.config, pass_.length, pass_.pending
         p = declare(self, attention_params(c, u.shape[-1]), self.dtype)
-        if pass_.pending is not None:
-            start = length - pass_.pending.length
-            state = commit_attention(state, pass_.pending, start)
+        if pending is not None:
+            state = commit_attention(state, pending, length - pending.length)
 
         with jax.named_scope("qkv"):
             projected = linear(scaled(u, c.in_multiplier), p["qkv"], p.get("qkv_bias"))
@@ -95,9 +94,8 @@ class Attention(nn.Module):
 
         with jax.named_scope("attention"):
             scale = c.head_dim**-0.5 if c.scale is None else c.scale
-            y = tree_attention(
-                q, record.k, record.v, state.k, state.v, length, mask, scale
-            )
+            arrays = (q, record.k, record.v, state.k, state.v, length, mask)
+            y = tree_attention(*arrays, scale)
             y = y.reshape(*u.shape[:2], -1)
             if c.d_mlp:
                 up, gate = jnp.split(mlp, 2, axis=-1)

@@ -5,12 +5,13 @@ A model's parameters are a nested dictionary of arrays, `layers_0 / mamba / in_p
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import unflatten_dict
 
 from stree_jax.models.config import (
     AttentionConfig,
@@ -167,12 +168,6 @@ def by_path(params: Params) -> dict[Path, Any]:
     return {tuple(key.key for key in path): leaf for path, leaf in leaves}
 
 
-def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
+def nest(flat: dict[Path, Any]) -> dict[str, Any]:
     """The nested dictionary of which these are the leaves, the inverse of `by_path`."""
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
+    return unflatten_dict(flat)

@@ -27,7 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.pallas_kernels.dispatch import int32_inside
-from stree_jax.pallas_kernels.scan import Replayed, ScanInputs, exact_split
+from stree_jax.pallas_kernels.scan import (
+    Replayed,
+    ScanInputs,
+    exact_split,
+    path_weights,
+)
 
 pl: Any
 plgpu: Any
@@ -114,15 +119,8 @@ def _pad(z: Array, axis: int, size: int) -> Array:
 
 def _path_weights(past: Replayed) -> Array:
     """[B, H, M + 1] float32: w_j of the path's tokens, then keep."""
-    take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
-    place = jnp.arange(past.path.shape[1], dtype=jnp.int32)
-    valid = (place[None] < past.length[:, None])[..., None]
-    dt, a = (jnp.where(valid, take(z, past.path), 0.0) for z in (past.dt, past.a))
-    decays = jnp.exp(lax.cumsum(a, axis=1, reverse=True))  # over i >= j
-    ones = jnp.ones_like(decays[:, :1])
-    after = jnp.concatenate([decays[:, 1:], ones], axis=1)
-    weights = jnp.concatenate([after * dt, decays[:, :1]], axis=1)
-    return weights.swapaxes(1, 2)
+    weights, kept = path_weights(past)
+    return jnp.concatenate([weights, kept[:, None]], axis=1).swapaxes(1, 2)
 
 
 def _path_sum(mask: Array, a: Array) -> Array:

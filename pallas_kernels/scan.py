@@ -156,6 +156,17 @@ def step_scan(inputs: ScanInputs, h0: jax.Array) -> jax.Array:
     return jnp.moveaxis(y, 0, 1) + skip
 
 
+def path_weights(past: Replayed) -> tuple[jax.Array, jax.Array]:
+    """exp(sum_{i > j} a_i) dt_j [B, M, H] and exp(sum_j a_j) [B, H] of a path."""
+    take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
+    place = jnp.arange(past.path.shape[1], dtype=jnp.int32)
+    valid = (place[None] < past.length[:, None])[..., None]
+    dt, a = (jnp.where(valid, take(z, past.path), 0.0) for z in (past.dt, past.a))
+    after = lax.cumsum(a[:, 1:], axis=1, reverse=True)  # sum over i > j
+    after = jnp.pad(after, ((0, 0), (0, 1), (0, 0)))
+    return jnp.exp(after) * dt, jnp.exp(a.sum(axis=1))
+
+
 def replay(h0: jax.Array, past: Replayed) -> jax.Array:
     """State after an accepted path, from the cached inputs of its tokens.
 
@@ -170,20 +181,12 @@ def replay(h0: jax.Array, past: Replayed) -> jax.Array:
     Returns:
       h [B, H, P, N] float32.
     """
-    *tokens, path, length = past
-    take = jax.vmap(lambda z, p: z[p])
-    x, dt, a, B = (take(z, path).astype(jnp.float32) for z in tokens)
-    G = B.shape[2]
-    place = jnp.arange(path.shape[1], dtype=jnp.int32)
-    valid = (place[None] < length[:, None])[..., None]
-    dt, a = jnp.where(valid, dt, 0.0), jnp.where(valid, a, 0.0)
-    after = lax.cumsum(a[:, 1:], axis=1, reverse=True)  # sum over i > j
-    after = jnp.pad(after, ((0, 0), (0, 1), (0, 0)))
-    weighted = (jnp.exp(after) * dt)[..., None] * x  # [B, M, H, P]
-    added = jnp.einsum(
-        "bjghp,bjgn->bghpn", _grouped(weighted, G), B, precision=_HIGHEST
-    )
-    return jnp.exp(a.sum(axis=1))[..., None, None] * h0 + added.reshape(h0.shape)
+    take = jax.vmap(lambda z, p: z[p].astype(jnp.float32))
+    x, B = (take(z, past.path) for z in (past.x, past.B))
+    weights, kept = path_weights(past)
+    weighted = _grouped(weights[..., None] * x, B.shape[2])  # [B, M, G, H/G, P]
+    added = jnp.einsum("bjghp,bjgn->bghpn", weighted, B, precision=_HIGHEST)
+    return kept[..., None, None] * h0 + added.reshape(h0.shape)
 
 
 def replay_tree_scan(

@@ -17,7 +17,7 @@ them hands over its (m, l, a), and a second kernel sums these, weighted exp(m - 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,23 @@ def unsupported(
     return None
 
 
+class _Operands(NamedTuple):
+    """What `tree_attention` takes: arrays, their blocks, or a program's refs of them.
+
+    Attributes:
+      scale: [1] float32.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    k_cache: Any
+    v_cache: Any
+    length: Any
+    mask: Any
+    scale: Any
+
+
 @int32_inside
 def tree_attention(
     q: jax.Array,
@@ -126,64 +143,37 @@ def tree_attention(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """softmax(scale * q . [committed keys; ancestors' keys]) . values.
+    """`attention.tree_attention`; what the cache holds past `length` is not read.
 
     Args:
-      q: [B, Tq, Hq, hd], rounded to the cache's dtype.
-      k, v: [B, T, Hk, hd], the tree's nodes; query head i reads head i // (Hq/Hk).
-      k_cache, v_cache: [B, Hk, S, hd], committed keys and values.
-      length: [B] int32, valid entries of the cache; the rest is not read.
-      mask: [B, Tq, T] bool, ancestor-or-self.
-      scale: softmax scale.
+      q, k, v, k_cache, v_cache, length, mask, scale: as there, within what
+        `unsupported` allows; q is rounded to the cache's dtype.
       blocks: how to cut the work; None for `default_blocks`.
       interpret: run anywhere, with exact float32 products, for tests.
-
-    Returns:
-      [B, Tq, Hq, hd] float32.
     """
     reason = unsupported(q, k_cache, v_cache, mask)
     if reason is not None:
         raise NotImplementedError(reason)
-    Bb, Tq, Hq, hd = q.shape
-    Hk, S = k_cache.shape[1:3]
-    cut = blocks or default_blocks(Bb, Tq, Hq, Hk, S, hd, k_cache.dtype)
+    dtype, (Bb, Tq, Hq, hd), (Hk, S) = k_cache.dtype, q.shape, k_cache.shape[1:3]
+    cut = blocks or default_blocks(Bb, Tq, Hq, Hk, S, hd, dtype)
     precision: Any = cut.precision
-    if k_cache.dtype == jnp.bfloat16:
+    if dtype == jnp.bfloat16:
         precision = lax.Precision.DEFAULT
     elif interpret:
         precision = lax.Precision.HIGHEST
-    parts = _partial_attention(
-        q,
-        k.astype(k_cache.dtype),
-        v.astype(v_cache.dtype),
-        k_cache,
-        v_cache,
-        length.astype(jnp.int32),
-        mask,
-        jnp.asarray(scale, jnp.float32).reshape(1),
-        cut=cut,
-        precision=precision,
-        interpret=interpret,
-    )
+    k, v, length = k.astype(dtype), v.astype(dtype), length.astype(jnp.int32)
+    scale = jnp.asarray(scale, jnp.float32).reshape(1)
+    operands = _Operands(q, k, v, k_cache, v_cache, length, mask, scale)
+    parts = _partial_attention(operands, cut, precision, interpret)
     return parts[0] if cut.splits == 1 else _combine(*parts, interpret=interpret)
 
 
 def _partial_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    length: jax.Array,
-    mask: jax.Array,
-    scale: jax.Array,
-    *,
-    cut: Blocks,
-    precision: Any,
-    interpret: bool,
+    operands: _Operands, cut: Blocks, precision: Any, interpret: bool
 ) -> list[jax.Array]:
     """[out] of a single split; of several, [m, l, a] with an axis of splits."""
-    (Bb, Tq, Hq, hd), T, (Hk, S) = q.shape, k.shape[1], k_cache.shape[1:3]
+    (Bb, Tq, Hq, hd), T = operands.q.shape, operands.k.shape[1]
+    Hk, S = operands.k_cache.shape[1:3]
     G, splits = Hq // Hk, cut.splits
     tiles = -(-Tq * G // cut.rows)
 
@@ -200,25 +190,19 @@ def _partial_attention(
     cache = pl.BlockSpec(
         (None, None, S, hd), lambda x, s, b: (b, lax.div(x, tiles), 0, 0)
     )
-    in_specs = [
-        head(None, Tq, G, hd),
-        head(None, T, None, hd),
-        head(None, T, None, hd),
-        cache,
-        cache,
-        pl.BlockSpec((1,), lambda x, s, b: (b,)),
-        pl.BlockSpec((None, Tq, T), lambda x, s, b: (b, 0, 0)),
-        pl.BlockSpec((1,), lambda x, s, b: (0,)),
-    ]
+    queries, new = head(None, Tq, G, hd), head(None, T, None, hd)
+    length = pl.BlockSpec((1,), lambda x, s, b: (b,))
+    mask = pl.BlockSpec((None, Tq, T), lambda x, s, b: (b, 0, 0))
+    scale = pl.BlockSpec((1,), lambda x, s, b: (0,))
     out_specs = [part(None, None, Tq, G)] * 2 + [part(None, None, Tq, G, hd)]
     shapes: list[tuple[int, ...]] = [(Bb, splits, Tq, Hq)] * 2
     shapes.append((Bb, splits, Tq, Hq, hd))
     if splits == 1:
-        out_specs, shapes = [head(None, Tq, G, hd)], [q.shape]
+        out_specs, shapes = [queries], [operands.q.shape]
     return pl.pallas_call(
         partial(_attend, cut=cut, tiles=tiles, precision=precision),
         grid=(Hk * tiles, splits, Bb),
-        in_specs=in_specs,
+        in_specs=[_Operands(queries, new, new, cache, cache, length, mask, scale)],
         out_specs=out_specs,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=pltriton.CompilerParams(
@@ -226,58 +210,34 @@ def _partial_attention(
         ),
         interpret=interpret,
         name="tree_attention",
-    )(q, k, v, k_cache, v_cache, length, mask, scale)
+    )(operands)
 
 
 def _attend(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    k_cache_ref: Any,
-    v_cache_ref: Any,
-    length_ref: Any,
-    mask_ref: Any,
-    scale_ref: Any,
-    *out_refs: Any,
-    cut: Blocks,
-    tiles: int,
-    precision: Any,
+    refs: _Operands, *out_refs: Any, cut: Blocks, tiles: int, precision: Any
 ) -> None:
     """One tile of a KV head's queries [Tq, G, hd] against one split of its keys.
 
     No size need be a multiple of a block's: rows past the last query repeat it and so
     write what it writes; keys past the last one repeat it and are masked.
     """
-    (Tq, G, hd), T = q_ref.shape, k_ref.shape[0]
+    (Tq, G, hd), T = refs.q.shape, refs.k.shape[0]
     tile, split = lax.rem(pl.program_id(0), tiles), pl.program_id(1)
-    length, scale = length_ref[0], scale_ref[0] * _LOG2E
+    length, scale = refs.length[0], refs.scale[0] * _LOG2E
     row = jnp.minimum(_range(tile, cut.rows), Tq * G - 1)
     t, g = lax.div(row, G), lax.rem(row, G)
-    q = q_ref[t, g, :].astype(k_ref.dtype)
-
-    def dot(left: jax.Array, right: jax.Array) -> jax.Array:
-        return jnp.dot(
-            left, right, precision=precision, preferred_element_type=jnp.float32
-        )
-
-    def fold(state: State, keys: jax.Array, values: jax.Array, seen: Any) -> State:
-        m, total, a = state
-        s = jnp.where(seen, dot(q, keys.T) * scale, -jnp.inf)
-        top = jnp.maximum(m, s.max(1))
-        old, p = jnp.exp2(m - top), jnp.exp2(s - top[:, None])
-        a = old[:, None] * a + dot(p.astype(values.dtype), values)
-        return top, old * total + p.sum(1), a
+    fold = partial(_fold, refs.q[t, g, :].astype(refs.k.dtype), scale, precision)
 
     def committed(i: jax.Array, state: State) -> State:
         index = _range(i, cut.keys)
         at, seen = jnp.minimum(index, length - 1), index < length
-        return fold(state, k_cache_ref[at, :], v_cache_ref[at, :], seen[None, :])
+        return fold(state, refs.k_cache[at, :], refs.v_cache[at, :], seen[None, :])
 
     def inside(i: jax.Array, state: State) -> State:
         index = _range(i, nodes)
         at = jnp.minimum(index, T - 1)
-        seen = mask_ref[t[:, None], at[None, :]] & (index < T)[None, :]
-        return fold(state, k_ref[at, :], v_ref[at, :], seen)
+        seen = refs.mask[t[:, None], at[None, :]] & (index < T)[None, :]
+        return fold(state, refs.k[at, :], refs.v[at, :], seen)
 
     count = lax.div(length + (cut.keys - 1), cut.keys)
     share = lax.div(count + (cut.splits - 1), cut.splits)
@@ -287,11 +247,9 @@ def _attend(
     # Were the count of steps known, the compiler would unroll a single one and spill.
     here = (split == cut.splits - 1) & (length >= 0)
     steps = here.astype(jnp.int32) * -(-T // nodes)
-    state = (
-        jnp.full((cut.rows,), _LOWEST, jnp.float32),
-        jnp.zeros((cut.rows,), jnp.float32),
-        jnp.zeros((cut.rows, hd), jnp.float32),
-    )
+    lowest = jnp.full((cut.rows,), _LOWEST, jnp.float32)
+    nothing = jnp.zeros((cut.rows,), jnp.float32)
+    state = lowest, nothing, jnp.zeros((cut.rows, hd), jnp.float32)
     state = lax.fori_loop(first, last, committed, state)
     m, total, a = lax.fori_loop(0, steps, inside, state)
 
@@ -301,6 +259,25 @@ def _attend(
         out_refs[0][t, g] = m
         out_refs[1][t, g] = total
         out_refs[2][t, g, :] = a
+
+
+def _fold(
+    q: jax.Array,
+    scale: jax.Array,
+    precision: Any,
+    state: State,
+    keys: jax.Array,
+    values: jax.Array,
+    seen: jax.Array,
+) -> State:
+    """(m, l, a) of the rows q with one more block of keys, see the module's top."""
+    dot = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+    m, total, a = state
+    s = jnp.where(seen, dot(q, keys.T) * scale, -jnp.inf)
+    top = jnp.maximum(m, s.max(1))
+    old, p = jnp.exp2(m - top), jnp.exp2(s - top[:, None])
+    a = old[:, None] * a + dot(p.astype(values.dtype), values)
+    return top, old * total + p.sum(1), a
 
 
 def _range(i: jax.Array, size: int) -> jax.Array:

@@ -11,7 +11,7 @@ from flax import struct
 
 from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
-from stree_jax.convert import read_checkpoint, source_dtype
+from stree_jax.convert import open_checkpoint, source_dtype
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import (
@@ -105,9 +105,8 @@ def load(
         kept = kept if dtype is None else dtype_named(dtype)
         params = read_params(directory, config, kept)
     else:
-        config, params, _ = read_checkpoint(
-            directory, dtype, dt_floor=dt_floor, warn=warnings.warn
-        )
+        checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn)
+        config, params = checkpoint.config, checkpoint.read()
     return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
 
 

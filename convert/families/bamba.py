@@ -8,7 +8,7 @@ from stree_jax.convert.families import llama
 from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import Rope
+from stree_jax.models.config import Rope, given
 
 NAMES = replace(
     llama.NAMES,
@@ -27,9 +27,8 @@ MLP = hf.gated_mlp_table(14336, "feed_forward")
 def parse(fields: ConfigFields) -> ModelConfig:
     model = hf.read_model(MODEL, fields, NAMES)
     count = fields.size("num_hidden_layers", 32)
-    chosen = fields.chosen_layers("attn_layer_indices", count)
-    kinds = ["attention" if i in chosen else "mamba" for i in range(count)]
-    mixers = hf.mixers(fields, count, kinds)
+    kinds = hf.chosen_mixers(fields, "attn_layer_indices", count)
+    mixers = hf.mixers(fields, count, list(kinds))
     hf.check_silu(fields)
     attention = mamba = None
     if "attention" in mixers:
@@ -70,7 +69,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
     require("bamba", {"lack of rotary": rope is not None})
-    rope = hf.given(rope)
+    rope = given(rope)
     require("bamba", {"llama3": rope.llama3 is None})
     return {
         "rope_type": "default",

@@ -3,18 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from stree_jax.convert.families import bamba
+from stree_jax.convert.families import bamba, read
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.table import (
-    Field,
-    finite,
-    read_fields,
-    require,
-    write_fields,
-)
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import LayerKind
+from stree_jax.models.config import LayerKind, given
 
 NAMES = bamba.NAMES
 ALL_PARTS = (1.0,) * 5  # z, x, B, C and dt
@@ -38,20 +32,20 @@ def _width(fields: ConfigFields) -> int:
 
 MODEL = (
     *hf.model_table("rms_norm_eps", 1e-5),
-    Field("embedding_multiplier", "embedding_multiplier", finite, 1.0),
+    Field("embedding_multiplier", "embedding_multiplier", read.finite, 1.0),
     Field("lm_head_multiplier", "logits_divisor", _reciprocal, 1.0, _inverse),
 )
 ATTENTION = (
     *hf.ATTENTION,
     hf.HEAD_DIM,
-    Field("attention_in_multiplier", "in_multiplier", finite, 1.0),
-    Field("key_multiplier", "key_multiplier", finite, 1.0),
-    Field("attention_out_multiplier", "out_multiplier", finite, 1.0),
+    Field("attention_in_multiplier", "in_multiplier", read.finite, 1.0),
+    Field("key_multiplier", "key_multiplier", read.finite, 1.0),
+    Field("attention_out_multiplier", "out_multiplier", read.finite, 1.0),
 )
 MAMBA = (
     *hf.mamba_table(_width, out_bias="projectors_bias"),
-    Field("ssm_in_multiplier", "in_multiplier", finite, 1.0),
-    Field("ssm_out_multiplier", "out_multiplier", finite, 1.0),
+    Field("ssm_in_multiplier", "in_multiplier", read.finite, 1.0),
+    Field("ssm_out_multiplier", "out_multiplier", read.finite, 1.0),
     Field("ssm_multipliers", "part_multipliers", _multipliers, ALL_PARTS, list),
 )
 MLP = hf.gated_mlp_table(14336, "feed_forward")
@@ -82,8 +76,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 def export(config: ModelConfig) -> dict[str, Any]:
     format = "falcon_h1"
-    m, c = hf.given(config.mamba), hf.given(config.attention)
-    mlp = hf.given(config.mlp)
+    m, c = given(config.mamba), given(config.attention)
+    mlp = given(config.mlp)
     require(format, {"lack of rotary": c.rope is not None})
     return {
         "architectures": ["FalconH1ForCausalLM"],

@@ -5,15 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families import llama
-from stree_jax.convert.families.table import (
-    Field,
-    positive,
-    read_fields,
-    require,
-    size,
-    write_fields,
-)
+from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Path, Row, module_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
@@ -47,17 +40,17 @@ NAMES = replace(
 
 MODEL = (
     *hf.model_table("rms_norm_eps", 1e-6),
-    Field("embedding_multiplier", "embedding_multiplier", positive, 1.0),
-    Field("residual_multiplier", "residual_multiplier", positive, 1.0),
-    Field("logits_scaling", "logits_divisor", positive, 1.0),
+    Field("embedding_multiplier", "embedding_multiplier", read.positive, 1.0),
+    Field("residual_multiplier", "residual_multiplier", read.positive, 1.0),
+    Field("logits_scaling", "logits_divisor", read.positive, 1.0),
 )
-ATTENTION = (*hf.ATTENTION, Field("attention_multiplier", "scale", positive, 1.0))
+ATTENTION = (*hf.ATTENTION, Field("attention_multiplier", "scale", read.positive, 1.0))
 MAMBA = hf.mamba_table(hf.expanded)
-MLP = (Field("shared_intermediate_size", "d_hidden", size, 1024),)
+MLP = (Field("shared_intermediate_size", "d_hidden", read.size, 1024),)
 MOE = (
-    Field("num_local_experts", "num_experts", size, 8),
-    Field("num_experts_per_tok", "top_k", size, 2),
-    Field("intermediate_size", "d_hidden", size, 11008),
+    Field("num_local_experts", "num_experts", read.size, 8),
+    Field("num_experts_per_tok", "top_k", read.size, 2),
+    Field("intermediate_size", "d_hidden", read.size, 11008),
 )
 
 

@@ -2,29 +2,17 @@
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.families.table import (
-    NO_LIMITS,
-    Field,
-    divisor,
-    flag,
-    limits,
-    positive,
-    read_fields,
-    require,
-    size,
-    tensor,
-    write_fields,
-)
+from stree_jax.convert.families import read
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
-from stree_jax.models.config import LayerKind, Rope
+from stree_jax.models.config import LayerKind, Rope, given
 from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
 
-Part = TypeVar("Part")
 Layers = tuple[LayerKind, ...]
 MIXERS: dict[str, LayerKind] = {
     "mamba": "mamba",
@@ -44,16 +32,16 @@ def model_table(
     eps: str, default_eps: float, d_model: int = 4096, tied: bool = False
 ) -> tuple[Field, ...]:
     return (
-        Field("hidden_size", "d_model", size, d_model),
-        Field("tie_word_embeddings", "tie_embeddings", flag, tied),
+        Field("hidden_size", "d_model", read.size, d_model),
+        Field("tie_word_embeddings", "tie_embeddings", read.flag, tied),
         Field(
             "eos_token_id",
             "stop_tokens",
-            ConfigFields.token_ids,
+            read.token_ids,
             (),
             lambda ids: list(ids) or None,
         ),
-        Field(eps, "norm_eps", positive, default_eps),
+        Field(eps, "norm_eps", read.positive, default_eps),
     )
 
 
@@ -90,12 +78,6 @@ def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
 
 def check_silu(source: ConfigFields) -> None:
     source.choice("hidden_act", "silu", ("silu", "swish"))
-
-
-def given(part: Part | None) -> Part:
-    """A part that the layers of a model want, so that it is there."""
-    assert part is not None
-    return part
 
 
 # Layers
@@ -143,25 +125,31 @@ def mixers(source: ConfigFields, count: int, default: list[str]) -> Layers:
     return counted_layers(source, name, MIXERS, count, default)
 
 
+def chosen_mixers(source: ConfigFields, name: str, count: int) -> Layers:
+    """Attention in the layers whose numbers a field has, Mamba2 in all others."""
+    chosen = source.chosen_layers(name, count)
+    return tuple("attention" if i in chosen else "mamba" for i in range(count))
+
+
 # Attention
 
-HEADS = Field("num_attention_heads", "num_heads", size)
+HEADS = Field("num_attention_heads", "num_heads", read.size)
 
 
 def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
     """By default, the heads together are as wide as the model."""
     if source.get(name, None) is None:
-        heads = HEADS.read(source, HEADS.name, HEADS.default)
-        return source.divide(HEADS.name, source.size("hidden_size", 4096), heads)
+        width = source.size("hidden_size", 4096)
+        return source.divide(HEADS.name, width, HEADS.value(source))
     return source.size(name)
 
 
 HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
 ATTENTION = (
     HEADS,
-    Field("num_key_value_heads", "num_kv_heads", divisor(HEADS)),
-    Field("attention_bias", "qkv_bias", tensor("self_attn.q_proj.bias")),
-    Field("attention_bias", "out_bias", tensor("self_attn.o_proj.bias")),
+    Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS)),
+    Field("attention_bias", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
+    Field("attention_bias", "out_bias", read.tensor("self_attn.o_proj.bias")),
 )
 
 
@@ -234,29 +222,30 @@ def mamba_table(
       width: of all heads together, where the size of one is "auto".
       out_bias: field of the bias of out_proj.
     """
-    heads = Field("mamba_n_heads", "num_heads", size, 128)
+    heads = Field("mamba_n_heads", "num_heads", read.size, 128)
 
     def head_dim(source: ConfigFields, name: str, default: str) -> int:
-        count = heads.read(source, heads.name, heads.default)
-        whole = width(source)
+        count, whole = heads.value(source), width(source)
         if source.get(name, default) == default:
             return source.divide(heads.name, whole, count)
         return source.size(name)
 
     return (
         heads,
-        Field("mamba_n_groups", "n_groups", divisor(heads), 1),
+        Field("mamba_n_groups", "n_groups", read.divisor(heads), 1),
         Field("mamba_d_head", "head_dim", head_dim, "auto"),
-        Field("mamba_d_state", "d_state", size, 256),
-        Field("mamba_d_conv", "d_conv", size, 4),
-        Field("mamba_proj_bias", "proj_in_bias", tensor("mamba.in_proj.bias")),
-        Field(out_bias, "proj_out_bias", tensor("mamba.out_proj.bias")),
-        Field("mamba_conv_bias", "conv_bias", tensor("conv1d.bias")),
+        Field("mamba_d_state", "d_state", read.size, 256),
+        Field("mamba_d_conv", "d_conv", read.size, 4),
+        Field("mamba_proj_bias", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
+        Field(out_bias, "proj_out_bias", read.tensor("mamba.out_proj.bias")),
+        Field("mamba_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
         TIME_STEP_LIMIT,
     )
 
 
-TIME_STEP_LIMIT = Field("time_step_limit", "dt_limit", limits, NO_LIMITS, list)
+TIME_STEP_LIMIT = Field(
+    "time_step_limit", "dt_limit", read.limits, read.NO_LIMITS, list
+)
 
 
 def expanded(source: ConfigFields) -> int:
@@ -300,6 +289,6 @@ def floor_field(m: MambaConfig) -> dict[str, float]:
 
 def gated_mlp_table(d_hidden: int, module: str) -> tuple[Field, ...]:
     return (
-        Field("intermediate_size", "d_hidden", size, d_hidden),
-        Field("mlp_bias", "bias", tensor(f"{module}.down_proj.bias")),
+        Field("intermediate_size", "d_hidden", read.size, d_hidden),
+        Field("mlp_bias", "bias", read.tensor(f"{module}.down_proj.bias")),
     )

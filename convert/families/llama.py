@@ -8,6 +8,7 @@ from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
+from stree_jax.models.config import given
 
 NAMES = Names(
     embedding="model.embed_tokens",
@@ -36,7 +37,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    c = hf.given(config.attention)
+    c = given(config.attention)
     require("llama", {"lack of rotary": c.rope is not None})
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -4,16 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.table import (
-    Field,
-    divisor,
-    size,
-    tensor,
-)
+from stree_jax.convert.families import read
+from stree_jax.convert.families.table import Field
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
 from stree_jax.models import ModelConfig
-from stree_jax.models.config import LayerKind
+from stree_jax.models.config import LayerKind, given
 
 NAMES = Names(
     embedding="backbone.embeddings",
@@ -24,17 +20,17 @@ NAMES = Names(
 )
 SINGULAR = replace(NAMES, embedding="backbone.embedding")
 
-HEADS = Field("num_heads", "num_heads", size, 128)
+HEADS = Field("num_heads", "num_heads", read.size, 128)
 MODEL = hf.model_table("layer_norm_epsilon", 1e-5)
 MAMBA = (
     HEADS,
-    Field("head_dim", "head_dim", size, 64),
-    Field("state_size", "d_state", size, 128),
-    Field("n_groups", "n_groups", divisor(HEADS), 8),
-    Field("conv_kernel", "d_conv", size, 4),
-    Field("use_bias", "proj_in_bias", tensor("in_proj.bias")),
-    Field("use_bias", "proj_out_bias", tensor("out_proj.bias")),
-    Field("use_conv_bias", "conv_bias", tensor("conv1d.bias")),
+    Field("head_dim", "head_dim", read.size, 64),
+    Field("state_size", "d_state", read.size, 128),
+    Field("n_groups", "n_groups", read.divisor(HEADS), 8),
+    Field("conv_kernel", "d_conv", read.size, 4),
+    Field("use_bias", "proj_in_bias", read.tensor("in_proj.bias")),
+    Field("use_bias", "proj_out_bias", read.tensor("out_proj.bias")),
+    Field("use_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
     hf.TIME_STEP_LIMIT,
 )
 
@@ -52,7 +48,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    mamba = hf.given(config.mamba)
+    mamba = given(config.mamba)
     return {
         "architectures": ["Mamba2ForCausalLM"],
         **hf.write_model("mamba2", MODEL, config),

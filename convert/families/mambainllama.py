@@ -8,15 +8,8 @@ from dataclasses import replace
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families import llama
-from stree_jax.convert.families.table import (
-    NO_LIMITS,
-    Field,
-    limits,
-    read_fields,
-    size,
-    tensor,
-)
+from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import MambaConfig, ModelConfig
 
@@ -24,13 +17,13 @@ FILE = "mamba_config.json"
 NAMES = replace(llama.NAMES, mamba="mamba")
 
 MAMBA = (
-    Field("ngroups", "num_heads", size),
-    Field("d_state", "d_state", size),
-    Field("d_conv", "d_conv", size, 4),
-    Field("dt_limit", "dt_limit", limits, NO_LIMITS),
-    Field("", "proj_in_bias", tensor("mamba.in_proj.bias")),
-    Field("", "proj_out_bias", tensor("mamba.out_proj.bias")),
-    Field("", "conv_bias", tensor("conv1d.bias")),
+    Field("ngroups", "num_heads", read.size),
+    Field("d_state", "d_state", read.size),
+    Field("d_conv", "d_conv", read.size, 4),
+    Field("dt_limit", "dt_limit", read.limits, read.NO_LIMITS),
+    Field("", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
+    Field("", "proj_out_bias", read.tensor("mamba.out_proj.bias")),
+    Field("", "conv_bias", read.tensor("conv1d.bias")),
 )
 
 
@@ -53,10 +46,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     x_heads = mixer.divide("d_xb", mixer.size("d_xb"), head_dim)
     mixer.divide("d_xb", heads, x_heads)
     depth = len(teacher.layers) // 2
-    chosen = mixer.chosen_layers("attn_layers", depth)
-    mixers: hf.Layers = tuple(
-        "attention" if i in chosen else "mamba" for i in range(depth)
-    )
+    mixers = hf.chosen_mixers(mixer, "attn_layers", depth)
     mamba = MambaConfig(
         **options,
         head_dim=head_dim,

@@ -5,18 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families import mamba2
-from stree_jax.convert.families.table import (
-    NO_LIMITS,
-    Field,
-    count,
-    divisor,
-    flag,
-    limits,
-    positive,
-    read_fields,
-    size,
-)
+from stree_jax.convert.families import mamba2, read
+from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Path, Row, conv_rows, module_rows
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
@@ -44,40 +34,40 @@ NAMES = replace(
 )
 
 MODEL = (
-    Field("d_model", "d_model", size, 2560),
-    Field("tie_embeddings", "tie_embeddings", flag, True),
-    Field("eos_token_id", "stop_tokens", ConfigFields.token_ids, ()),
+    Field("d_model", "d_model", read.size, 2560),
+    Field("tie_embeddings", "tie_embeddings", read.flag, True),
+    Field("eos_token_id", "stop_tokens", read.token_ids, ()),
 )
 MAMBA = (
-    Field("d_state", "d_state", size, 128),
-    Field("ngroups", "n_groups", size, 1),
-    Field("d_conv", "d_conv", size, 4),
-    Field("headdim", "head_dim", size, 64),
-    Field("D_has_hdim", "D_per_channel", flag, False),
-    Field("dt_limit", "dt_limit", limits, NO_LIMITS),
+    Field("d_state", "d_state", read.size, 128),
+    Field("ngroups", "n_groups", read.size, 1),
+    Field("d_conv", "d_conv", read.size, 4),
+    Field("headdim", "head_dim", read.size, 64),
+    Field("D_has_hdim", "D_per_channel", read.flag, False),
+    Field("dt_limit", "dt_limit", read.limits, read.NO_LIMITS),
 )
-HEADS = Field("num_heads", "num_heads", size)
-ATTENTION = (HEADS, Field("num_heads_kv", "num_kv_heads", divisor(HEADS)))
+HEADS = Field("num_heads", "num_heads", read.size)
+ATTENTION = (HEADS, Field("num_heads_kv", "num_kv_heads", read.divisor(HEADS)))
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
     rows, real = hf.vocabulary(fields, NAMES)
     model = read_fields(MODEL, fields)
-    d_mlp = count(fields, "d_intermediate", 0)
+    d_mlp = read.count(fields, "d_intermediate", 0)
     d_mlp += -d_mlp % 128
     depth = fields.size("n_layer", 64)
-    chosen = fields.chosen_layers("attn_layer_idx", depth)
-    mixers: hf.Layers = tuple(
-        "attention" if i in chosen else "mamba" for i in range(depth)
-    )
+    mixers = hf.chosen_mixers(fields, "attn_layer_idx", depth)
     ours = mixers.index("mamba") if "mamba" in mixers else None
+    attention = None
+    if "attention" in mixers:
+        attention = _attention(fields, mixers.index("attention"), model["d_model"])
     return ModelConfig(
         **model,
         vocab_size=rows,
         num_tokens=real,
         layers=hf.with_mlps(mixers) if d_mlp else mixers,
         mamba=_mamba(fields, model["d_model"], f"layers.{ours}."),
-        attention=_attention(fields, chosen[0], model["d_model"]) if chosen else None,
+        attention=attention,
         mlp=MLPConfig(d_mlp) if d_mlp else None,
         norm="rms" if fields.flag("rms_norm", True) else "layer",
     )
@@ -123,19 +113,19 @@ def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfi
     if not c.get("head_dim", None):
         default = c.divide("num_heads", d_model, options["num_heads"])
     head_dim = c.size("head_dim", default)
-    rotary = count(c, "rotary_emb_dim", 0)
+    rotary = read.count(c, "rotary_emb_dim", 0)
     if rotary % 2 or rotary > head_dim:
         raise c.wants("rotary_emb_dim", f"an even number up to {head_dim}", rotary)
     base = c.positive("rotary_emb_base", 10000.0)
-    mlp = count(c, "mlp_dim", 0)
+    mlp = read.count(c, "mlp_dim", 0)
     mlp += -mlp % 256
     return AttentionConfig(
         **options,
         head_dim=head_dim,
         rope=Rope(base, rotary) if rotary else None,
-        scale=positive(c, "softmax_scale", head_dim**-0.5),
+        scale=read.positive(c, "softmax_scale", head_dim**-0.5),
         qkv_bias=c.has_tensor("in_proj.bias", f"layers.{layer}."),
         out_bias=c.has_tensor("out_proj.bias", f"layers.{layer}."),
-        d_conv=count(c, "d_conv", 0),
+        d_conv=read.count(c, "d_conv", 0),
         d_mlp=mlp // 2,
     )

@@ -5,17 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families import mamba2
+from stree_jax.convert.families import mamba2, read
 from stree_jax.convert.families.table import (
     Field,
     Read,
-    count,
-    flag,
-    positive,
     read_fields,
     require,
-    size,
-    tensor,
     write_fields,
 )
 from stree_jax.convert.fields import ConfigFields
@@ -61,10 +56,10 @@ KINDS: dict[str, LayerKind] = {**LETTERS, **hf.MIXERS, "mlp": "mlp", "moe": "moe
 def _or(alias: str) -> Read:
     """Reads a size that may have another name."""
 
-    def read(fields: ConfigFields, name: str, default: int) -> int:
+    def either(fields: ConfigFields, name: str, default: int) -> int:
         return fields.size(name if name in fields.values else alias, default)
 
-    return read
+    return either
 
 
 def _kv_heads(fields: ConfigFields, name: str, default: int) -> int:
@@ -77,37 +72,37 @@ def _head_dim(fields: ConfigFields, name: str, default: int) -> int:
 
 MODEL = hf.model_table("layer_norm_epsilon", 1e-5)
 MAMBA = (
-    Field("mamba_num_heads", "num_heads", size, 128),
-    Field("mamba_head_dim", "head_dim", size, 64),
-    Field("ssm_state_size", "d_state", size, 128),
+    Field("mamba_num_heads", "num_heads", read.size, 128),
+    Field("mamba_head_dim", "head_dim", read.size, 64),
+    Field("ssm_state_size", "d_state", read.size, 128),
     Field("n_groups", "n_groups", _or("mamba_n_groups"), 8),
     Field("conv_kernel", "d_conv", _or("mamba_d_conv"), 4),
-    Field("use_bias", "proj_in_bias", tensor("mixer.in_proj.bias")),
-    Field("use_bias", "proj_out_bias", tensor("mixer.out_proj.bias")),
-    Field("use_conv_bias", "conv_bias", tensor("conv1d.bias")),
+    Field("use_bias", "proj_in_bias", read.tensor("mixer.in_proj.bias")),
+    Field("use_bias", "proj_out_bias", read.tensor("mixer.out_proj.bias")),
+    Field("use_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
     hf.TIME_STEP_LIMIT,
 )
 ATTENTION = (
-    Field("num_attention_heads", "num_heads", size, 32),
+    Field("num_attention_heads", "num_heads", read.size, 32),
     Field("num_key_value_heads", "num_kv_heads", _kv_heads, 8),
     Field("head_dim", "head_dim", _head_dim, 128),
-    Field("", "qkv_bias", tensor("mixer.q_proj.bias")),
-    Field("", "out_bias", tensor("mixer.o_proj.bias")),
+    Field("", "qkv_bias", read.tensor("mixer.q_proj.bias")),
+    Field("", "out_bias", read.tensor("mixer.o_proj.bias")),
 )
 MLP = (
-    Field("intermediate_size", "d_hidden", size, 21504),
-    Field("mlp_bias", "bias", tensor("mixer.down_proj.bias")),
+    Field("intermediate_size", "d_hidden", read.size, 21504),
+    Field("mlp_bias", "bias", read.tensor("mixer.down_proj.bias")),
 )
-SHARED = (Field("moe_shared_expert_intermediate_size", "d_hidden", size, 7688),)
+SHARED = (Field("moe_shared_expert_intermediate_size", "d_hidden", read.size, 7688),)
 MOE = (
-    Field("n_routed_experts", "num_experts", size, 8),
-    Field("num_experts_per_tok", "top_k", size, 2),
-    Field("moe_intermediate_size", "d_hidden", size, 7688),
-    Field("moe_latent_size", "d_latent", count, 0, lambda width: width or None),
-    Field("n_group", "groups", size, 1),
-    Field("topk_group", "top_groups", size, 1),
-    Field("norm_topk_prob", "normalize", flag, True),
-    Field("routed_scaling_factor", "scale", positive, 1.0),
+    Field("n_routed_experts", "num_experts", read.size, 8),
+    Field("num_experts_per_tok", "top_k", read.size, 2),
+    Field("moe_intermediate_size", "d_hidden", read.size, 7688),
+    Field("moe_latent_size", "d_latent", read.count, 0, lambda width: width or None),
+    Field("n_group", "groups", read.size, 1),
+    Field("topk_group", "top_groups", read.size, 1),
+    Field("norm_topk_prob", "normalize", read.flag, True),
+    Field("routed_scaling_factor", "scale", read.positive, 1.0),
 )
 FORM = ("gated", "activation")  # of MLP, experts and the MLP beside them alike
 

@@ -9,9 +9,6 @@ from stree_jax.convert.fields import REQUIRED, ConfigFields
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
 
 Read = Callable[[ConfigFields, str, Any], Any]
-size, flag, limits = ConfigFields.size, ConfigFields.flag, ConfigFields.limits
-positive, finite = ConfigFields.positive, ConfigFields.finite
-NO_LIMITS = (0.0, float("inf"))
 
 _LABELS = {AttentionConfig: "attention ", MLPConfig: "MLP "}
 _WORDS = {
@@ -49,10 +46,13 @@ class Field(NamedTuple):
     default: Any = REQUIRED
     write: Callable[[Any], Any] = _same
 
+    def value(self, source: ConfigFields) -> Any:
+        return self.read(source, self.name, self.default)
+
 
 def read_fields(table: Sequence[Field], source: ConfigFields) -> dict[str, Any]:
     """The attributes of a table by name."""
-    return {row.attribute: row.read(source, row.name, row.default) for row in table}
+    return {row.attribute: row.value(source) for row in table}
 
 
 def write_fields(
@@ -96,32 +96,3 @@ def _word(part: Any, attribute: str) -> str:
     ending = attribute[max(attribute.rfind("_"), 0) :]
     word = _LABELS.get(type(part), "") + _PLURALS.get(ending, attribute)
     return _WORDS.get((type(part), attribute), word)
-
-
-# Ways to read a field, beside the methods of `ConfigFields`
-
-
-def count(source: ConfigFields, name: str, default: Any) -> int:
-    """A size that may be 0."""
-    return source.size(name, default, low=0)
-
-
-def tensor(ending: str) -> Read:
-    """True if there is a tensor with that ending, whatever the field says."""
-    return lambda source, name, default: source.has_tensor(ending)
-
-
-def divisor(of: Field) -> Read:
-    """A size that divides that of another field; by default it is equal."""
-
-    def read(source: ConfigFields, name: str, default: Any) -> int:
-        whole = of.read(source, of.name, of.default)
-        parts = source.size(name, whole if default is REQUIRED else default)
-        source.divide(name, whole, parts)
-        return parts
-
-    return read
-
-
-def choice(*allowed: str) -> Read:
-    return lambda source, name, default: source.choice(name, default, allowed)

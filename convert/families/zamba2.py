@@ -5,21 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.table import (
-    Field,
-    choice,
-    divisor,
-    flag,
-    read_fields,
-    require,
-    size,
-    tensor,
-    write_fields,
-)
+from stree_jax.convert.families import read
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, Row, attention_rows, module_rows
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import LayerKind, SharedConfig
+from stree_jax.models.config import LayerKind, SharedConfig, given
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
@@ -74,14 +65,13 @@ def _width(fields: ConfigFields) -> int:
 
 
 def _mamba_head_dim(fields: ConfigFields, name: str, default: Any) -> int:
-    heads = MAMBA_HEADS.read(fields, MAMBA_HEADS.name, MAMBA_HEADS.default)
-    return fields.divide(MAMBA_HEADS.name, _width(fields), heads)
+    return fields.divide(MAMBA_HEADS.name, _width(fields), MAMBA_HEADS.value(fields))
 
 
 def _head_dim(fields: ConfigFields, name: str, default: Any) -> int:
     """The heads together are as wide as [h, embedding]."""
-    heads = HEADS.read(fields, HEADS.name, HEADS.default)
-    return fields.divide(HEADS.name, 2 * fields.size("hidden_size", 2560), heads)
+    both = 2 * fields.size("hidden_size", 2560)
+    return fields.divide(HEADS.name, both, HEADS.value(fields))
 
 
 def _d_hidden(fields: ConfigFields, name: str, default: Any) -> int:
@@ -89,34 +79,34 @@ def _d_hidden(fields: ConfigFields, name: str, default: Any) -> int:
 
 
 MODEL = hf.model_table("rms_norm_eps", 1e-5, d_model=2560, tied=True)
-MAMBA_HEADS = Field("n_mamba_heads", "num_heads", size, 8)
+MAMBA_HEADS = Field("n_mamba_heads", "num_heads", read.size, 8)
 MAMBA = (
     MAMBA_HEADS,
     Field("", "head_dim", _mamba_head_dim),
-    Field("mamba_ngroups", "n_groups", divisor(MAMBA_HEADS), 1),
-    Field("mamba_d_state", "d_state", size, 64),
-    Field("mamba_d_conv", "d_conv", size, 4),
-    Field("add_bias_linear", "proj_in_bias", tensor("mamba.in_proj.bias")),
-    Field("add_bias_linear", "proj_out_bias", tensor("mamba.out_proj.bias")),
-    Field("use_conv_bias", "conv_bias", tensor("conv1d.bias")),
+    Field("mamba_ngroups", "n_groups", read.divisor(MAMBA_HEADS), 1),
+    Field("mamba_d_state", "d_state", read.size, 64),
+    Field("mamba_d_conv", "d_conv", read.size, 4),
+    Field("add_bias_linear", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
+    Field("add_bias_linear", "proj_out_bias", read.tensor("mamba.out_proj.bias")),
+    Field("use_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
     hf.TIME_STEP_LIMIT,
 )
-HEADS = Field("num_attention_heads", "num_heads", size, 32)
+HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
 ATTENTION = (
     HEADS,
     Field("", "head_dim", _head_dim),
-    Field("num_key_value_heads", "num_kv_heads", divisor(HEADS)),
-    Field("", "qkv_bias", tensor("self_attn.q_proj.bias")),
-    Field("", "out_bias", tensor("self_attn.o_proj.bias")),
+    Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS)),
+    Field("", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
+    Field("", "out_bias", read.tensor("self_attn.o_proj.bias")),
 )
 MLP = (
     Field("intermediate_size", "d_hidden", _d_hidden),
-    Field("add_bias_linear", "bias", tensor("feed_forward.down_proj.bias")),
-    Field("hidden_act", "activation", choice(*ACTIVATIONS), "gelu"),
+    Field("add_bias_linear", "bias", read.tensor("feed_forward.down_proj.bias")),
+    Field("hidden_act", "activation", read.choice(*ACTIVATIONS), "gelu"),
 )
 SHARED = (
-    Field("adapter_rank", "adapter_rank", size, 128),
-    Field("use_shared_attention_adapter", "attention_adapter", flag, False),
+    Field("adapter_rank", "adapter_rank", read.size, 128),
+    Field("use_shared_attention_adapter", "attention_adapter", read.flag, False),
 )
 
 
@@ -167,9 +157,9 @@ def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    m, c = hf.given(config.mamba), hf.given(config.attention)
-    mlp = hf.given(config.mlp)
-    shared, names = hf.given(config.shared), {"mamba": "mamba", "shared": "hybrid"}
+    m, c = given(config.mamba), given(config.attention)
+    mlp = given(config.mlp)
+    shared, names = given(config.shared), {"mamba": "mamba", "shared": "hybrid"}
     _check(config, m, c, mlp)
     return {
         "architectures": ["Zamba2ForCausalLM"],
@@ -192,7 +182,7 @@ def _check(
     config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
 ) -> None:
     """What transformers 5.23 builds, whatever a config says."""
-    shared = hf.given(config.shared)
+    shared = given(config.shared)
     own = shared.blocks >= config.layers.count("shared")
     ungrouped = c.num_kv_heads == c.num_heads
     facts = {

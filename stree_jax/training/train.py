@@ -114,6 +114,10 @@ class Progress:
     history: History
     recent: list[Any]
 
+    @property
+    def step(self) -> int:
+        return int(self.state.step)
+
 
 def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """Logits [B, T, V] float32 of whole sequences [B, T], each from an empty state."""
@@ -235,82 +239,105 @@ def fit(
         if value is not None and not value > 0:
             raise ValueError(f"{name}: want more than 0, got {value}")
     windows = _windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
-    settings = _settings(config, train, tokens)
-    params = init_params(config, jax.random.key(train.seed), jnp.float32)
-    optimizer = make_optimizer(train).init(params)
-    run = Progress(TrainState(params, optimizer, jnp.zeros((), jnp.int32)), [], [])
-
-    def say(text: str) -> None:
-        if progress:
-            tqdm.write(f"stree-jax: {text}", file=sys.stderr)
-
-    def evaluate() -> None:
-        batches = tqdm(windows, "held-out loss", leave=False, disable=not progress)
-        losses = [
-            _evaluate(config, train, loss, run.state.params, jnp.asarray(w), teacher)
-            for w in batches
-        ]
-        _note(run, losses)
-
+    learner = _Learner(config, train, loss, teacher, windows, progress)
+    run = Progress(learner.begin(), [], [])
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with (
-        ocp.CheckpointManager(directory.absolute(), options=options) as manager,
-        _finish_on_ctrl_c() as interrupted,
-    ):
-        if manager.latest_step() is not None:
-            run = _newest_save(manager, run.state, settings, directory)
-            say(f"going on from step {int(run.state.step)}, saved in {directory}")
-        done = int(run.state.step)
-        batches = sample_batches(
-            tokens,
-            batch=train.batch,
-            length=train.length,
-            seed=train.seed,
-            start_step=done,
-        )
-        began = saved = time.monotonic()
-        last = done >= train.steps
-        bar = tqdm(initial=done, total=train.steps, unit="step", disable=not progress)
-        while not last:
-            batch = jnp.asarray(next(batches))
-            run.state, value = _train_step(
-                config, train, loss, run.state, batch, teacher
-            )
-            jax.block_until_ready(run.recent[-1:])  # no more than two steps wait
-            run.recent.append(value)
-            done += 1
-            bar.update()
-            now = time.monotonic()
-            last = done == train.steps or now - began >= 60 * (minutes or np.inf)
-            evaluates = last or done % train.checkpoint_every == 0
-            if evaluates:
-                evaluate()
-            due = evaluates or now - saved >= 60 * save_minutes
-            if due or interrupted.is_set():
-                _save(manager, run, settings)
-                saved = now
-            if interrupted.is_set() and not last:
-                manager.wait_until_finished()
-                bar.close()
-                say(f"saved step {done} in {directory}; the same command goes on there")
-                raise KeyboardInterrupt
-        bar.close()
-        if done < train.steps:
-            say(f"stopped by --minutes, after step {done} of {train.steps}")
-        manager.wait_until_finished()
+    folder = ocp.CheckpointManager(directory.absolute(), options=options)
+    with folder as manager, _finish_on_ctrl_c() as interrupted:
+        saves = _Saves(directory, _settings(config, train, tokens), manager)
+        run = saves.newest(run.state) or run
+        times = 60 * (minutes or np.inf), 60 * save_minutes
+        _learn(learner, run, tokens, saves, times, interrupted)
     return run.state.params, run.history
 
 
-def _note(run: Progress, heldout_losses: list[jax.Array]) -> None:
-    """Add the mean losses to the history, and print them."""
-    step = int(run.state.step)
-    seen, held = (
-        float(np.mean(jax.device_get(losses)))
-        for losses in (run.recent, heldout_losses)
-    )
-    run.history.append({"step": step, "train_loss": seen, "heldout_loss": held})
-    run.recent = []
-    tqdm.write(f"step {step}: train {seen:.4f}, held out {held:.4f} nats/token")
+@dataclass(frozen=True)
+class _Learner:
+    """What the steps of a run and its evaluations have in common."""
+
+    config: ModelConfig
+    train: TrainConfig
+    loss: Loss
+    teacher: Model | None
+    windows: list[np.ndarray]
+    progress: bool
+
+    def begin(self) -> TrainState:
+        key = jax.random.key(self.train.seed)
+        params = init_params(self.config, key, jnp.float32)
+        optimizer = make_optimizer(self.train).init(params)
+        return TrainState(params, optimizer, jnp.zeros((), jnp.int32))
+
+    def step(self, run: Progress, batch: np.ndarray) -> None:
+        task = self.config, self.train, self.loss
+        windows = jnp.asarray(batch)
+        run.state, value = _train_step(*task, run.state, windows, self.teacher)
+        jax.block_until_ready(run.recent[-1:])  # no more than two steps wait
+        run.recent.append(value)
+
+    def evaluate(self, run: Progress) -> None:
+        """Add the mean losses to the history, and print them."""
+        bar = tqdm(
+            self.windows, "held-out loss", leave=False, disable=not self.progress
+        )
+        task = self.config, self.train, self.loss, run.state.params
+        losses = [_evaluate(*task, jnp.asarray(w), self.teacher) for w in bar]
+        means = (float(np.mean(jax.device_get(x))) for x in (run.recent, losses))
+        (seen, held), step = means, run.step
+        run.history.append({"step": step, "train_loss": seen, "heldout_loss": held})
+        run.recent = []
+        tqdm.write(f"step {step}: train {seen:.4f}, held out {held:.4f} nats/token")
+
+    def say(self, text: str) -> None:
+        if self.progress:
+            tqdm.write(f"stree-jax: {text}", file=sys.stderr)
+
+
+def _learn(
+    learner: _Learner,
+    run: Progress,
+    tokens: np.ndarray,
+    saves: "_Saves",
+    times: tuple[float, float],
+    interrupted: threading.Event,
+) -> None:
+    """All steps that are left, with their evaluations and saves.
+
+    Args:
+      times: seconds until the run stops, and between saves.
+
+    Raises:
+      KeyboardInterrupt: `interrupted` was set; after the save.
+    """
+    train, done = learner.train, run.step
+    if done:
+        learner.say(f"going on from step {done}, saved in {saves.directory}")
+    sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
+    batches = sample_batches(tokens, **sizes, start_step=done)
+    began = saved = time.monotonic()
+    last, stops = done >= train.steps, False
+    hidden = not learner.progress
+    with tqdm(initial=done, total=train.steps, unit="step", disable=hidden) as bar:
+        while not last and not stops:
+            learner.step(run, next(batches))
+            done += 1
+            bar.update()
+            now = time.monotonic()
+            last = done == train.steps or now - began >= times[0]
+            evaluates = last or done % train.checkpoint_every == 0
+            if evaluates:
+                learner.evaluate(run)
+            stops = interrupted.is_set()
+            if evaluates or stops or now - saved >= times[1]:
+                saves.write(run)
+                saved = now
+    saves.manager.wait_until_finished()
+    if stops and not last:
+        place = f"saved step {done} in {saves.directory}"
+        learner.say(f"{place}; the same command goes on there")
+        raise KeyboardInterrupt
+    if done < train.steps:
+        learner.say(f"stopped by --minutes, after step {done} of {train.steps}")
 
 
 @contextlib.contextmanager
@@ -349,44 +376,44 @@ def _settings(
     return {"model": repr(config), "text": len(tokens), **dataclasses.asdict(train)}
 
 
-def _save(
-    manager: "CheckpointManager", run: Progress, settings: dict[str, Any]
-) -> None:
-    import orbax.checkpoint as ocp
+@dataclass(frozen=True)
+class _Saves:
+    """The saves of a run: the newest two."""
 
-    told = {
-        "settings": settings,
-        "history": run.history,
-        "recent": [float(value) for value in jax.device_get(run.recent)],
-    }
-    manager.save(
-        int(run.state.step),
-        args=ocp.args.Composite(
-            state=ocp.args.StandardSave(run.state), progress=ocp.args.JsonSave(told)
-        ),
-    )
+    directory: Path
+    settings: dict[str, Any]
+    manager: "CheckpointManager"
 
+    def write(self, run: Progress) -> None:
+        import orbax.checkpoint as ocp
 
-def _newest_save(
-    manager: "CheckpointManager",
-    like: TrainState,
-    settings: dict[str, Any],
-    directory: Path,
-) -> Progress:
-    import orbax.checkpoint as ocp
+        told = {
+            "settings": self.settings,
+            "history": run.history,
+            "recent": [float(value) for value in jax.device_get(run.recent)],
+        }
+        state, progress = ocp.args.StandardSave(run.state), ocp.args.JsonSave(told)
+        both = ocp.args.Composite(state=state, progress=progress)
+        self.manager.save(run.step, args=both)
 
-    step = manager.latest_step()
-    json_only = ocp.args.Composite(progress=ocp.args.JsonRestore())
-    told = manager.restore(step, args=json_only)["progress"]
-    other = [name for name in settings if told["settings"].get(name) != settings[name]]
-    if other:
-        raise ValueError(
-            f"{directory}: saves of a run with another {', '.join(other)}; "
-            "give its options, or another folder"
-        )
-    state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-    state = manager.restore(step, args=state_only)["state"]
-    return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
+    def newest(self, like: TrainState) -> Progress | None:
+        """What the newest save holds, or None."""
+        import orbax.checkpoint as ocp
+
+        step, settings = self.manager.latest_step(), self.settings
+        if step is None:
+            return None
+        json_only = ocp.args.Composite(progress=ocp.args.JsonRestore())
+        told = self.manager.restore(step, args=json_only)["progress"]
+        old = told["settings"]
+        if other := [name for name in settings if old.get(name) != settings[name]]:
+            raise ValueError(
+                f"{self.directory}: saves of a run with another {', '.join(other)}; "
+                "give its options, or another folder"
+            )
+        state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        state = self.manager.restore(step, args=state_only)["state"]
+        return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
 
 
 def _windows(

@@ -27,15 +27,10 @@ from stree_jax.convert.families import (
     llama,
     mamba2,
     nemotron_h,
+    read,
     zamba2,
 )
-from stree_jax.convert.families.table import (
-    Field,
-    flag,
-    read_fields,
-    size,
-    write_fields,
-)
+from stree_jax.convert.families.table import Field, read_fields, write_fields
 from stree_jax.convert.fields import REQUIRED, ConfigFields
 from stree_jax.convert.rows import source_shapes
 from stree_jax.convert.source import TensorInfo
@@ -149,7 +144,10 @@ def test_every_option_comes_back_or_is_refused(source, tmp_path, name):
     assert refused
 
 
-TABLE = (Field("heads", "num_heads", size, 4), Field("bias", "qkv_bias", flag, False))
+TABLE = (
+    Field("heads", "num_heads", read.size, 4),
+    Field("bias", "qkv_bias", read.flag, False),
+)
 
 
 def test_what_no_row_names_has_to_be_its_default():
@@ -168,7 +166,7 @@ def test_what_no_row_names_has_to_be_its_default():
 
 
 def test_rows_of_one_field_have_to_agree():
-    table = (*TABLE, Field("bias", "out_bias", flag, False))
+    table = (*TABLE, Field("bias", "out_bias", read.flag, False))
     c = AttentionConfig(4, 2, 8, qkv_bias=True, out_bias=True)
     assert write_fields("x", table, c) == {"heads": 4, "bias": True}
     for changed in (replace(c, qkv_bias=False), replace(c, out_bias=False)):
