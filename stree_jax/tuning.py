@@ -38,7 +38,7 @@ from stree_jax.version import __version__
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
 ROUNDS = 5  # of all ways to step
-SEGMENT_S = 0.02  # of one way in a round; short ones would time the dispatch
+SEGMENT_S = 0.02  # of one way in a round, about
 MOST_STEPS = 8  # of a segment
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
@@ -87,7 +87,9 @@ def times_of(spec: Spec, decoding: Decoding) -> Measured:
     """This machine's times; what is measured is kept for this process and others."""
     key = key_of(spec, decoding)
     times = _known.get(key) or _read().get(key)
-    if times is None or tuple(times.by_size) != tuple(tree.size for tree in spec.policy.menu):
+    if times is None or tuple(times.by_size) != tuple(
+        tree.size for tree in spec.policy.menu
+    ):
         times = measured(spec, decoding)
         _write(key, times)
     _known[key] = times
@@ -170,16 +172,18 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
                 at, _ = _timed_steps(spec, at, 1)
                 compiled, began = True, time.perf_counter()
             at, once = _timed_steps(spec, at, 1)
+            at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             steps = int(np.clip(SEGMENT_S / once, 1, MOST_STEPS))
-            seconds[way].append(_timed_steps(spec, at, steps)[1])
+            took = _timed_steps(spec, at, steps)[1] - call
+            seconds[way].append(max(took, 0.1 * once) / steps)
     return _summary(seconds, ways, spec)
 
 
 def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]:
-    """A decoding so many steps further, and the seconds of one."""
+    """A decoding so many steps further, and the seconds that took."""
     began = time.perf_counter()
     at = jax.block_until_ready(advance_jit(spec, at, jnp.int32(steps)))
-    return at, (time.perf_counter() - began) / steps
+    return at, time.perf_counter() - began
 
 
 def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
