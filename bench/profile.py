@@ -30,7 +30,7 @@ PARTS = {
     "attention": ("attention",),
     "norms": ("norm",),
 }
-STAGES = ("draft", "verify", "accept")
+STAGES = ("choose", "draft", "verify", "accept")
 CONTAINERS = ("while", "call", "conditional")  # their events hold those of others
 
 

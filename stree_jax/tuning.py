@@ -37,7 +37,7 @@ from stree_jax.version import __version__
 
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
-ROUNDS = 5  # of all ways to step
+ROUNDS = 3  # of all ways to step
 SEGMENT_S = 0.02  # of one way in a round, about
 MOST_STEPS = 8  # of a segment
 ENOUGH_S = 2.0  # in all, once every way was timed
@@ -68,6 +68,7 @@ class Measured:
 
 
 Way = tuple[int, int]  # a size's place in the menu, and levels of the model
+PLAINLY = (0, 0)
 
 _known: dict[str, Measured] = {}  # of this process
 
@@ -197,6 +198,9 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
         else ENDLESS + jnp.zeros_like(copy.requests.min_new_tokens),
         stop_tokens=jnp.full_like(copy.requests.stop_tokens, -1),
     )
+    if way == PLAINLY:  # in runs, as it is done
+        policy = replace(copy.policy, rest=jnp.int32(ENDLESS))
+        return replace(copy, requests=requests, policy=policy, choice=jnp.int32(0))
     policy = replace(copy.policy, force=forced(*way))
     return replace(copy, requests=requests, policy=policy)
 

@@ -5,6 +5,7 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,7 @@ from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter, Prompt
 from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.policy import FixedTree, Policy
-from stree_jax.speculation.step import Spec, Verify, packed, step
+from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
 
 FOREVER = 2**31 - 1  # steps
@@ -205,11 +206,26 @@ def advance(
         return (d.finish == RUNNING).any() & (steps < max_steps)
 
     def stay(carry: tuple[jax.Array, Decoding], k: int) -> tuple[jax.Array, Decoding]:
-        return lax.while_loop(
-            lambda carry: running(carry) & (carry[1].choice == k),
-            lambda carry: (carry[0] + 1, step(spec, menu[k], carry[1], verify)),
-            carry,
-        )
+        def chosen(carry: tuple[jax.Array, Decoding]) -> jax.Array:
+            return running(carry) & (carry[1].choice == k)
+
+        def steps(carry: tuple[jax.Array, Decoding]) -> tuple[jax.Array, Decoding]:
+            return lax.while_loop(
+                chosen,
+                lambda carry: (carry[0] + 1, step(spec, menu[k], carry[1], verify)),
+                carry,
+            )
+
+        def plain_steps(
+            carry: tuple[jax.Array, Decoding],
+        ) -> tuple[jax.Array, Decoding]:
+            room = carry[1].pending
+            count, d = steps((carry[0], with_short_path(carry[1])))
+            return count, replace(d, pending=in_room(d.pending, room))
+
+        if menu[k].size == 1 and len(menu) > 1:
+            return lax.while_loop(chosen, plain_steps, carry)
+        return steps(carry)
 
     def ask(d: Decoding) -> Decoding:
         asked = (spec.drafter, spec.rule, spec.target.config.num_tokens)
@@ -226,6 +242,18 @@ def advance(
 
     menu, carry = spec.policy.menu, (jnp.int32(0), decoding)
     return lax.while_loop(running, round_of_menu, carry)[1]
+
+
+def with_short_path(d: Decoding) -> Decoding:
+    """With the pending path replayed, and room for paths of one node.
+
+    Plain steps come in runs, and replay as many rows as there is room for.
+    """
+    last = d.pending
+    state = commit(d.state, last.records, last.path, last.length)
+    records = jax.tree.map(lambda x: x[:, :1], last.records)
+    short = Pending(records, last.path[:, :1], jnp.zeros_like(last.length))
+    return replace(d, state=state, pending=short)
 
 
 def generate_tokens(

@@ -110,11 +110,16 @@ def news_of(accepted: Accepted, finish: jax.Array, hidden: jax.Array) -> News:
 
 
 def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
-    """The accepted path, to be replayed, in the room of the menu's largest tree."""
+    """The accepted path, to be replayed, in the room of another."""
+    return in_room(Pending(records, accepted.path, accepted.length), room)
+
+
+def in_room(pending: Pending, room: Pending) -> Pending:
+    """`pending`, padded to the nodes and the path that `room` has room for."""
 
     def padded(new: jax.Array, old: jax.Array) -> jax.Array:
         more = old.shape[1] - new.shape[1]
         return jnp.pad(new, ((0, 0), (0, more)) + ((0, 0),) * (new.ndim - 2))
 
-    records = jax.tree.map(padded, records, room.records)
-    return Pending(records, padded(accepted.path, room.path), accepted.length)
+    records = jax.tree.map(padded, pending.records, room.records)
+    return Pending(records, padded(pending.path, room.path), pending.length)
