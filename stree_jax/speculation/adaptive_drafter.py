@@ -1,7 +1,8 @@
 """A drafter that looks ahead: candidates from the text and from a model, in one pool.
 
 It drafts before the tree's size is known: `AdaptivePolicy.choose` has it look up
-continuations and, where that pays, lets a model add levels; `propose` then picks.
+continuations and, where that pays, lets a model add levels. `propose` takes as many of
+the best as are asked for.
 
 Letters: B rows, W nodes of a model's level, M its most levels.
 """
@@ -14,23 +15,24 @@ from flax import struct
 from stree_jax.models import Model, State, read_text
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.best_first import (
-    GoOn,
-    best_first,
-    catch_up,
-    no_candidates,
-)
+from stree_jax.speculation.best_first import GoOn, best_first, catch_up
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
 from stree_jax.speculation.lookup import (
-    PLACES,
     History,
     add_to_history,
     begin_history,
     look_up,
 )
 from stree_jax.speculation.model_drafter import model_state
-from stree_jax.speculation.pool import Pool, merged, picked
+from stree_jax.speculation.pool import (
+    Pool,
+    first_nodes,
+    joined,
+    merged,
+    no_candidates,
+    no_tree,
+)
 from stree_jax.speculation.tree import Budget, Topology
 
 READ_CHUNK = 8  # tokens of text that a drafting model reads in a pass
@@ -43,13 +45,13 @@ class Looking:
     Attributes:
       history: the text.
       reading: the model's state, behind the text or after all of it; None: no model.
-      pool: the candidates for the next tree.
+      draft: the largest tree; the next one is its first nodes.
       chunk: tokens that the model reads in a pass.
     """
 
     history: History
     reading: State | None
-    pool: Pool
+    draft: Draft
     chunk: int = struct.field(pytree_node=False)
 
 
@@ -60,18 +62,17 @@ class AdaptiveDrafter:
     Attributes:
       model: drafts where the text does not repeat itself; None: lookup alone.
       width, depth: W and M, of the model's levels.
-      reach: tokens of a looked-up continuation.
+      largest: tree that is asked for; a looked-up continuation is as deep.
     """
 
     model: Model | None
     width: int = struct.field(pytree_node=False, default=3)
     depth: int = struct.field(pytree_node=False, default=8)
-    reach: int = struct.field(pytree_node=False, default=15)
+    largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
 
     def init(self, prompts: Prompts, past: DraftState | None) -> Looking:
-        reading, candidates = None, PLACES * self.reach
+        reading = None
         if self.model is not None:
-            candidates += self.width * self.depth
             reading = read_text(
                 self.model,
                 prompts.token_ids,
@@ -82,31 +83,33 @@ class AdaptiveDrafter:
         return Looking(
             history=begin_history(prompts),
             reading=reading,
-            pool=no_candidates(prompts.lengths.shape[0], candidates),
+            draft=no_tree(prompts.lengths.shape[0], self.largest),
             chunk=min(READ_CHUNK, prompts.news_width),
         )
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
         """Candidates from the text, and room for the model's behind them."""
-        found = look_up(state.history, probability, self.reach)
+        found = look_up(state.history, probability, self.largest.depth)
         if self.model is None:
             return found
         batch = state.history.length.shape[0]
-        return merged(found, no_candidates(batch, self.width * self.depth))
+        return joined(found, no_candidates(batch, self.width * self.depth))
 
     def add_levels(
         self,
         state: Looking,
+        pool: Pool,
         root: jax.Array,
         dist: Distribution,
         rule: Rule,
         probability: jax.Array,
         go_on: GoOn,
-    ) -> tuple[Looking, jax.Array, jax.Array]:
-        """The state with the model's candidates in its pool.
+    ) -> tuple[Looking, Pool, jax.Array, jax.Array]:
+        """The model's candidates, in the room that `look` left.
 
         Returns:
-          the state; how many levels there are, [] int32; their nodes' values [B, M, W].
+          the state; the pool; how many levels the model has drafted, [] int32; their
+          nodes' values [B, M, W].
         """
         assert self.model is not None and state.reading is not None
         model, history = self.model, state.history
@@ -115,9 +118,10 @@ class AdaptiveDrafter:
         own, levels = best_first(
             model, reading, root, at_root, dist, rule, probability, *shape, go_on
         )
-        found = jax.tree.map(lambda x: x[:, : PLACES * self.reach], state.pool)
-        state = replace(state, reading=reading, pool=merged(found, own))
-        return state, levels, own.value.reshape(-1, self.depth, self.width)
+        count = pool.tokens.shape[1] - own.tokens.shape[1]
+        found = jax.tree.map(lambda x: x[:, :count], pool)
+        values = own.value.reshape(-1, self.depth, self.width)
+        return replace(state, reading=reading), merged(found, own), levels, values
 
     def propose(
         self,
@@ -130,7 +134,7 @@ class AdaptiveDrafter:
         if tree.size == 1:
             return only_root(root), state
         assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
-        return picked(state.pool, root, tree), state
+        return first_nodes(state.draft, tree), state
 
     def commit(self, state: Looking, news: News) -> Looking:
         return replace(state, history=add_to_history(state.history, news))

@@ -22,7 +22,7 @@ from stree_jax.speculation.calibration import Counts, count, no_counts
 from stree_jax.speculation.decoding import OPEN, RUNNING, Decoding
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.pool import gains, ranking
+from stree_jax.speculation.pool import Pool, best_tree, gains
 from stree_jax.speculation.tree import Auto, Budget
 
 FADE = 0.9  # a step, of the rate of steps with the model
@@ -139,25 +139,29 @@ class AdaptivePolicy:
         d, learnt, looking = decoding, decoding.policy, decoding.drafting
         probability = learnt.counts.probability()
         running = (d.finish == RUNNING).astype(jnp.float32)
-        looking = replace(looking, pool=drafter.look(looking, probability))
-        by_size = self._gains(looking, running)
-        rate = (by_size / self.times.verify).max()
+        pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
         if drafter.model is None:
             learnt = replace(learnt, modelling=jnp.bool_(False))
         else:
             dist = d.distribution(num_tokens)
             asked = drafter, dist, rule, probability, d.root, running
+            rate = self._rate_without(pool, running)
             learnt, wanted = self._wants_model(learnt, rate)
-            learnt, looking, spent = self._with_model(
-                asked, learnt, looking, wanted, rate
+            learnt, looking, pool, spent = self._with_model(
+                asked, learnt, looking, pool, wanted, rate
             )
-        return self._chosen(d, learnt, looking, running, spent)
+        draft, value = best_tree(pool, d.root, self.menu[-1])
+        d = replace(d, drafting=replace(looking, draft=draft))
+        return self._chosen(d, learnt, value, running, spent)
 
-    def _gains(self, looking: Looking, running: jax.Array) -> jax.Array:
-        """Tokens [K] that all running rows are expected to gain, by size."""
-        value, _ = ranking(looking.pool, self.tree.size - 1)
-        return (gains(value, self.tree.sizes) * running[:, None]).sum(axis=0)
+    def _rate_without(self, pool: Pool, running: jax.Array) -> jax.Array:
+        """Tokens a second [] that the candidates there are promise, without the model."""
+        best, _ = lax.top_k(pool.value, min(self.tree.size - 1, pool.value.shape[1]))
+        more = self.tree.size - 1 - best.shape[1]
+        value = jnp.pad(best, ((0, 0), (1, more)), constant_values=((0, 0), (1.0, 0)))
+        by_size = (gains(value, self.tree.sizes) * running[:, None]).sum(axis=0)
+        return (by_size / self.times.verify).max()
 
     def _wants_model(self, learnt: Learnt, rate: jax.Array) -> tuple[Learnt, jax.Array]:
         """Whether to ask the model, where `rate` [] tokens a second can be had without.
@@ -187,9 +191,10 @@ class AdaptivePolicy:
         asked: tuple,
         learnt: Learnt,
         looking: Looking,
+        pool: Pool,
         wanted: jax.Array,
         rate: jax.Array,
-    ) -> tuple[Learnt, Looking, jax.Array]:
+    ) -> tuple[Learnt, Looking, Pool, jax.Array]:
         """The model's levels in the pool if they are wanted, and their seconds []."""
         drafter, dist, rule, probability, root, running = asked
         times, force = self.times, learnt.force
@@ -207,29 +212,33 @@ class AdaptivePolicy:
             )
 
         def once(carry: tuple) -> tuple:
-            _, looking, *_ = carry
+            _, looking, pool, *_ = carry
             asked = root, dist, rule, probability, worth
-            return jnp.bool_(False), *drafter.add_levels(looking, *asked)
+            return jnp.bool_(False), *drafter.add_levels(looking, pool, *asked)
 
         shape = root.shape[0], drafter.depth, drafter.width
         nothing = jnp.int32(0), jnp.zeros(shape, jnp.float32)
-        start = wanted, looking, *nothing
-        _, looking, levels, values = lax.while_loop(lambda c: c[0], once, start)
+        start = wanted, looking, pool, *nothing
+        _, looking, pool, levels, values = lax.while_loop(lambda c: c[0], once, start)
         more = jnp.maximum(levels - 1, 0).astype(jnp.float32)
         spent = jnp.where(levels > 0, times.draft + more * times.level, 0.0)
         growth = jnp.where(levels > 0, _growth(learnt.growth, values), learnt.growth)
-        return replace(learnt, growth=growth), looking, spent
+        return replace(learnt, growth=growth), looking, pool, spent
 
     def _chosen(
         self,
         d: Decoding,
         learnt: Learnt,
-        looking: Looking,
+        value: jax.Array,
         running: jax.Array,
         spent: jax.Array,
     ) -> Decoding:
-        """The size of the best rate, and what is noted of it."""
-        value, _ = ranking(looking.pool, self.tree.size - 1)
+        """The size of the best rate, and what is noted of it.
+
+        Args:
+          value: [B, T] float32, of the nodes of the largest tree.
+          spent: [] float32, seconds of the model.
+        """
         by_row = gains(value, self.tree.sizes)  # [B, K]
         by_size = (by_row * running[:, None]).sum(axis=0)
         seconds = self.times.verify + spent
@@ -251,7 +260,7 @@ class AdaptivePolicy:
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
             expected=learnt.expected + running * by_row[:, choice],
         )
-        return replace(d, choice=choice, policy=learnt, drafting=looking)
+        return replace(d, choice=choice, policy=learnt)
 
     def update(
         self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted

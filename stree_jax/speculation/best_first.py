@@ -30,7 +30,7 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.calibration import model_kind
 from stree_jax.speculation.lookup import History
-from stree_jax.speculation.pool import Pool, path_powers
+from stree_jax.speculation.pool import Pool, no_candidates, path_powers
 
 GoOn = Callable[[jax.Array, jax.Array], jax.Array]
 """Whether another level is worth it: from the levels there are, [] int32, and the
@@ -72,27 +72,27 @@ class Grown:
       pool: of C candidates, level by level.
       nodes: of the candidates, below a context that holds the root.
       records: of the candidates, of the model.
-      frontier: [B, W] float32, values of the last level.
+      frontier: the last level, or the root.
       levels: [] int32, how many there are.
     """
 
     pool: Pool
     nodes: Nodes
     records: Records
-    frontier: jax.Array
+    frontier: "Frontier"
     levels: jax.Array
 
 
 @struct.dataclass
-class Above:
-    """Nodes [Q] that children are sought for: the root alone, or a level.
+class Frontier:
+    """Nodes that children are sought for: the last level, or the root, once.
 
     Attributes:
-      rows: [Q] int32 among the candidates; -1 is the root.
-      mask: [B, Q, C] bool, candidates on the path to each, itself included.
-      window: [B, Q, K] int32, see `Nodes`.
-      value: [B, Q] float32.
-      path: [B, Q] uint32.
+      rows: [W] int32 among the candidates; -1 is the root.
+      mask: [B, W, C] bool, candidates on the path to each, itself included.
+      window: [B, W, K] int32, see `Nodes`.
+      value: [B, W] float32, 0 for what is no node.
+      path: [B, W] uint32.
     """
 
     rows: jax.Array
@@ -126,22 +126,20 @@ def best_first(
     C = W * depth
     powers = path_powers(depth)
 
-    def add(grown: Grown, above: Above, hidden: jax.Array) -> Grown:
-        """The next level, children of nodes whose hidden states are [B, Q, d]."""
-        pool, d = grown.pool, grown.levels
-        depths = jnp.broadcast_to(d, (1, hidden.shape[1]))
+    def add(grown: Grown, hidden: jax.Array) -> Grown:
+        """The next level, children of the frontier, hidden states [B, W, d]."""
+        pool, d, above = grown.pool, grown.levels, grown.frontier
+        depths = jnp.broadcast_to(d, (1, W))
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
         scores = dist.scores(logits_of(model, hidden), depths, text)
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + dist.noise(d)[:, None]
-        best, guess = lax.top_k(scores, min(W, scores.shape[-1]))  # [B, Q, <= W]
+        best, guess = lax.top_k(scores, W)  # [B, W, W]
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         kind = model_kind(jnp.exp(best - total))
         value = above.value[..., None] * probability[kind]
-        if value.shape[1] * value.shape[2] < W:  # a tiny vocabulary
-            raise ValueError(f"tree: {W} children a node want as many tokens")
         value, chosen = lax.top_k(value.reshape(batch, -1), W)
-        parent = (chosen // guess.shape[2]).astype(jnp.int32)
+        parent = (chosen // W).astype(jnp.int32)
 
         def of(table: jax.Array) -> jax.Array:
             return jnp.take_along_axis(table.reshape(batch, -1), chosen, axis=1)
@@ -154,66 +152,74 @@ def best_first(
         rows = d * W + jnp.arange(W, dtype=jnp.int32)
         itself = rows[:, None] == jnp.arange(C, dtype=jnp.int32)[None]  # [W, C]
         number = (token + 1).astype(jnp.uint32) * powers[d]
-        window = of_parent(above.window)[..., 1:]
         own = jnp.broadcast_to(rows[None, :, None] + taps - 1, (batch, W, 1))
+        level = Frontier(
+            rows=rows,
+            mask=of_parent(above.mask) | itself[None],
+            window=jnp.concatenate([of_parent(above.window)[..., 1:], own], axis=2),
+            value=value,
+            path=of_parent(above.path) + number,
+        )
 
         def write(table: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.broadcast_to(new, (batch, W, *table.shape[2:]))
             return lax.dynamic_update_slice_in_dim(table, new, d * W, axis=1)
 
         nodes = Nodes(
-            mask=write(grown.nodes.mask, of_parent(above.mask) | itself[None]),
+            mask=write(grown.nodes.mask, level.mask),
             depth=write(grown.nodes.depth, d),
-            window=write(grown.nodes.window, jnp.concatenate([window, own], axis=2)),
+            window=write(grown.nodes.window, level.window),
         )
         pool = Pool(
             tokens=write(pool.tokens, token),
             parents=write(pool.parents, above.rows[parent] + 1),
-            value=write(pool.value, value),
+            value=write(pool.value, level.value),
             kind=write(pool.kind, of(kind)),
-            path=write(pool.path, of_parent(above.path) + number),
+            path=write(pool.path, level.path),
         )
-        return replace(grown, pool=pool, nodes=nodes, frontier=value, levels=d + 1)
+        return Grown(pool, nodes, grown.records, level, d + 1)
 
-    def level(grown: Grown) -> Grown:
-        rows = (grown.levels - 1) * W + jnp.arange(W, dtype=jnp.int32)
-        pool, nodes = grown.pool, grown.nodes
+    def run(carry: tuple) -> tuple:
+        _, _, grown = carry
+        rows = grown.frontier.rows
         hidden, records, _ = forward_hidden(
             model,
             state,
-            pool.tokens[:, rows],
-            nodes,
+            grown.pool.tokens[:, rows],
+            grown.nodes,
             records=grown.records,
             rows=rows,
         )
-        above = Above(
-            rows=rows,
-            mask=nodes.mask[:, rows],
-            window=nodes.window[:, rows],
-            value=grown.frontier,
-            path=pool.path[:, rows],
-        )
-        return add(replace(grown, records=records), above, hidden)
+        return jnp.bool_(False), hidden, replace(grown, records=records)
+
+    def level(grown: Grown) -> Grown:
+        # A loop that runs once, if at all: the root's hidden states are there already.
+        start = grown.levels > 0, jnp.broadcast_to(at_root, hidden_shape), grown
+        _, hidden, grown = lax.while_loop(lambda carry: carry[0], run, start)
+        return add(grown, hidden)
 
     def wanted(grown: Grown) -> jax.Array:
-        return (grown.levels < depth) & go_on(grown.levels, grown.frontier)
+        more = go_on(grown.levels, grown.frontier.value)
+        return (grown.levels == 0) | ((grown.levels < depth) & more)
 
-    last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # of the window after the root
-    at = Above(
-        rows=jnp.full((1,), -1, jnp.int32),
-        mask=jnp.zeros((batch, 1, C), bool),
-        window=jnp.broadcast_to(last_tokens, (batch, 1, taps)),
-        value=jnp.ones((batch, 1), jnp.float32),
-        path=jnp.zeros((batch, 1), jnp.uint32),
-    )
-    first = add(nothing_grown(model, batch, width, depth), at, at_root)
-    grown = lax.while_loop(wanted, level, first)
+    hidden_shape = batch, W, at_root.shape[2]
+    start = nothing_grown(model, batch, width, depth)
+    grown = lax.while_loop(wanted, level, start)
     return grown.pool, grown.levels
 
 
 def nothing_grown(model: Model, batch: int, width: int, depth: int) -> Grown:
-    """No levels, with room for `depth` of `width` candidates."""
-    C, taps = width * depth, model.config.conv_taps
+    """The root, and room for `depth` levels of `width` candidates."""
+    W, C, taps = width, width * depth, model.config.conv_taps
+    last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # of the window after the root
+    once = jnp.where(jnp.arange(W, dtype=jnp.int32) == 0, 1.0, 0.0)[None]
+    root = Frontier(
+        rows=jnp.full((W,), -1, jnp.int32),
+        mask=jnp.zeros((batch, W, C), bool),
+        window=jnp.broadcast_to(last_tokens, (batch, W, taps)),
+        value=jnp.broadcast_to(once.astype(jnp.float32), (batch, W)),
+        path=jnp.zeros((batch, W), jnp.uint32),
+    )
     return Grown(
         pool=no_candidates(batch, C),
         nodes=Nodes(
@@ -222,14 +228,6 @@ def nothing_grown(model: Model, batch: int, width: int, depth: int) -> Grown:
             window=jnp.zeros((batch, C, taps), jnp.int32),
         ),
         records=init_records(model.config, batch, C, param_dtype(model.params)),
-        frontier=jnp.zeros((batch, width), jnp.float32),
+        frontier=root,
         levels=jnp.int32(0),
-    )
-
-
-def no_candidates(batch: int, count: int) -> Pool:
-    """Room for candidates, none of which is one."""
-    zeros = jnp.zeros((batch, count), jnp.int32)
-    return Pool(
-        zeros, zeros, zeros.astype(jnp.float32), zeros, zeros.astype(jnp.uint32)
     )

@@ -16,7 +16,7 @@ from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.calibration import LONGEST, PRIOR, lookup_kind
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
-from stree_jax.speculation.pool import Pool, path_powers, picked
+from stree_jax.speculation.pool import Pool, best_tree, path_powers
 from stree_jax.speculation.tree import Budget, Topology
 
 PLACES = 3  # W
@@ -161,7 +161,7 @@ class LookupDrafter:
             return only_root(root), state
         assert isinstance(tree, Budget)  # `loop.make_spec` sees to it
         found = look_up(state, jnp.asarray(PRIOR), tree.depth)
-        return picked(found, root, tree), state
+        return best_tree(found, root, tree)[0], state
 
     def commit(self, state: History, news: News) -> History:
         return add_to_history(state, news)

@@ -76,7 +76,7 @@ def make_spec(
             model,
             width=min(MODEL_WIDTH, target.config.num_tokens),
             depth=min(MODEL_DEPTH, tree.depth),
-            reach=tree.depth,
+            largest=tree.menu[-1],
         )
         return Spec(target, adaptive, AdaptivePolicy(times, tree), rule)
     if drafter is None:

@@ -5,7 +5,7 @@ of how likely each token is once those above it are text. The n nodes of most va
 then the tree of n nodes that gains most (EAGLE-2, OPT-Tree), and 1 + the sum of their
 values is how many tokens it gains.
 
-Letters: B rows, C candidates, T nodes, K sizes.
+Letters: B rows, C candidates, T nodes of a tree, K sizes.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax.speculation.draft import DRAFTER, LOOKUP, TARGET, Draft
-from stree_jax.speculation.layout import tree_layout
+from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
 
 # Tokens on a path as one number: sum of (token + 1) PRIME^depth, modulo 2^32. Two paths
@@ -76,45 +76,30 @@ def merged(first: Pool, second: Pool) -> Pool:
         parents=jnp.where(second.parents > 0, above, 0),
         value=jnp.where(known, 0.0, second.value),
     )
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
+    return joined(first, second)
 
 
-def ranking(pool: Pool, count: int) -> tuple[jax.Array, jax.Array]:
-    """Values and places [B, count] of the best candidates, best first.
+def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Array]:
+    """The tree of the best candidates below the roots [B], best first.
 
-    Of equal values the earlier one is better: no child stands before its parent.
+    Any first n nodes of it are the best tree of n nodes: a child is worth no more than
+    its parent and, of equals, comes later. A row with fewer candidates is filled with
+    nodes that nothing is expected of.
+
+    Returns:
+      the tree, and the values of its nodes [B, T] float32; the root's is 1.
     """
-    room = count - pool.value.shape[1]
-    value, place = lax.top_k(pool.value, min(count, pool.value.shape[1]))
-    padding = ((0, 0), (0, max(room, 0)))
-    return jnp.pad(value, padding), jnp.pad(place.astype(jnp.int32), padding)
-
-
-def gains(value: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Tokens [B, K] that trees of so many nodes are expected to gain.
-
-    Args:
-      value: [B, n] float32, of the best candidates, best first.
-    """
-    total = jnp.pad(jnp.cumsum(value, axis=1), ((0, 0), (1, 0)))
-    return 1.0 + total[:, jnp.asarray([n - 1 for n in sizes], jnp.int32)]
-
-
-def picked(pool: Pool, root: jax.Array, tree: Budget) -> Draft:
-    """The tree of the best candidates below the roots [B].
-
-    A row with fewer candidates is filled with nodes that nothing is expected of.
-    """
-    value, place = ranking(pool, tree.size - 1)
-    place = jnp.sort(jnp.where(value > 0, place, pool.value.shape[1]), axis=1)
-    exists = place < pool.value.shape[1]
+    C = pool.value.shape[1]
+    value, place = lax.top_k(pool.value, min(tree.size - 1, C))
+    padding = ((0, 0), (0, tree.size - 1 - value.shape[1]))
+    value, place = jnp.pad(value, padding), jnp.pad(place.astype(jnp.int32), padding)
+    exists = value > 0
 
     def of(table: jax.Array, fill: int) -> jax.Array:
-        own = jnp.take_along_axis(table, place, axis=1, mode="clip")
-        return jnp.where(exists, own, fill)
+        return jnp.where(exists, jnp.take_along_axis(table, place, axis=1), fill)
 
     above = of(pool.parents, 0)
-    at = above[:, :, None] == (place + 1)[:, None]
+    at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
     parents = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
     kind = of(pool.kind, NO_KIND)
     origin = jnp.where(kind < MODEL_KINDS, DRAFTER, LOOKUP)
@@ -124,9 +109,56 @@ def picked(pool: Pool, root: jax.Array, tree: Budget) -> Draft:
 
     zero = jnp.zeros_like(root)
     parents = with_root(parents, zero - 1)
-    return Draft(
+    draft = Draft(
         layout=tree_layout(tree, parents),
         tokens=with_root(of(pool.tokens, 0), root),
         origin=with_root(origin, zero + TARGET).astype(jnp.uint8),
         kind=with_root(kind, zero + NO_KIND),
     )
+    return draft, with_root(value, jnp.ones(root.shape, jnp.float32))
+
+
+def first_nodes(draft: Draft, tree: Budget) -> Draft:
+    """The first nodes of a tree, as many as another has."""
+    T, layout = tree.size, draft.layout
+    assert draft.origin is not None and draft.kind is not None  # of `best_tree`
+    children = layout.children[:, :T, : max(tree.children, 1)]
+    return Draft(
+        layout=Layout(
+            parents=layout.parents[:, :T],
+            depth=layout.depth[:, :T],
+            paths=layout.paths[:, :T, : tree.depth + 1],
+            children=jnp.minimum(children, T),
+        ),
+        tokens=draft.tokens[:, :T],
+        origin=draft.origin[:, :T],
+        kind=draft.kind[:, :T],
+    )
+
+
+def no_tree(batch: int, tree: Budget) -> Draft:
+    """Room for a tree."""
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return best_tree(no_candidates(batch, 1), zeros, tree)[0]
+
+
+def no_candidates(batch: int, count: int) -> Pool:
+    """Room for candidates, none of which is one."""
+    zeros = jnp.zeros((batch, count), jnp.int32)
+    value, path = zeros.astype(jnp.float32), zeros.astype(jnp.uint32)
+    return Pool(zeros, zeros, value, zeros, path)
+
+
+def joined(first: Pool, second: Pool) -> Pool:
+    """Two pools as one, as they are."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
+
+
+def gains(value: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """Tokens [B, K] that the first nodes, so many, of a tree are expected to gain.
+
+    Args:
+      value: [B, T] float32, of the nodes of a `best_tree`.
+    """
+    last = jnp.asarray([n - 1 for n in sizes], jnp.int32)
+    return jnp.cumsum(value, axis=1)[:, last]

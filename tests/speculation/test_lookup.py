@@ -1,5 +1,6 @@
 """What was in the text before: found, continued and merged as plain Python does it."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.speculation.calibration import LONGEST, PRIOR, lookup_kind
 from stree_jax.speculation.drafter import News, Prompts
+from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.lookup import (
     PLACES,
     add_to_history,
@@ -17,7 +19,7 @@ from stree_jax.speculation.lookup import (
     look_up,
     matched_tokens,
 )
-from stree_jax.speculation.pool import merged, picked
+from stree_jax.speculation.pool import best_tree, first_nodes, merged
 from stree_jax.speculation.tree import Budget
 from tests.support.tiny import REAL, perturbed, tiny
 
@@ -143,10 +145,10 @@ def test_rows_keep_to_themselves():
         assert paths_of(together, b) == paths_of(alone, 0)
     tree = Budget(5, 4)
     root = jnp.asarray([text[-1] for text in texts], jnp.int32)
-    drafts = picked(together, root, tree)
+    drafts, _ = best_tree(together, root, tree)
     for b, text in enumerate(texts):
         alone = look_up(history_of([text]), jnp.asarray(PRIOR), DEPTH)
-        draft = picked(alone, root[b : b + 1], tree)
+        draft, _ = best_tree(alone, root[b : b + 1], tree)
         assert drafts.tokens[b].tolist() == draft.tokens[0].tolist()
         assert drafts.layout.parents[b].tolist() == draft.layout.parents[0].tolist()
 
@@ -178,12 +180,16 @@ def test_what_both_have_is_there_once_and_worth_the_more():
     assert apart == paths_of(one, 0) | paths_of(elsewhere, 0)
 
 
+@pytest.mark.parametrize("largest", [9, 60])  # the same, and more than there is
 @pytest.mark.parametrize("nodes", [2, 5, 9])
-def test_the_picked_nodes_are_the_best_and_hang_together(nodes):
+def test_the_picked_nodes_are_the_best_and_hang_together(nodes, largest):
     texts = list(TEXTS.values())
     pool = look_up(history_of(texts), jnp.asarray(PRIOR), DEPTH)
     root = jnp.asarray([text[-1] for text in texts], jnp.int32)
-    draft = picked(pool, root, Budget(nodes, DEPTH))
+    tree = Budget(nodes, min(nodes - 1, DEPTH))
+    draft = first_nodes(best_tree(pool, root, Budget(largest, DEPTH))[0], tree)
+    again = tree_layout(tree, draft.layout.parents)
+    chex.assert_trees_all_equal(draft.layout, again)
     for b in range(len(texts)):
         worth = paths_of(pool, b)
         wanted = sorted((v for v, _ in worth.values()), reverse=True)[: nodes - 1]
