@@ -187,16 +187,22 @@ def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]
     return at, time.perf_counter() - began
 
 
+@jax.jit
+def _copied(decoding: Decoding) -> Decoding:
+    """In one program; array by array, each shape would compile one of its own."""
+    return jax.tree.map(jnp.copy, decoding)
+
+
 def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
     """A copy that steps in this way and never ends; what it writes is thrown away."""
-    copy = jax.tree.map(jnp.copy, decoding)
+    copy = _copied(decoding)
+    asked, rows = copy.requests, (decoding.tokens.shape[0],)
+    endless = np.full(rows, ENDLESS, np.int32)
     requests = replace(
-        copy.requests,
-        max_new_tokens=jnp.full_like(copy.requests.max_new_tokens, ENDLESS),
-        min_new_tokens=None
-        if copy.requests.min_new_tokens is None
-        else ENDLESS + jnp.zeros_like(copy.requests.min_new_tokens),
-        stop_tokens=jnp.full_like(copy.requests.stop_tokens, -1),
+        asked,
+        max_new_tokens=jnp.asarray(endless),
+        min_new_tokens=None if asked.min_new_tokens is None else jnp.asarray(endless),
+        stop_tokens=jnp.asarray(np.full(asked.stop_tokens.shape, -1, np.int32)),
     )
     if way == PLAINLY:  # in runs, as it is done
         policy = replace(copy.policy, rest=jnp.int32(ENDLESS))

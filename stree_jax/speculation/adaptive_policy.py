@@ -78,7 +78,8 @@ class Learnt:
 
     Attributes:
       counts: how often nodes of each kind were right.
-      gain, seconds: [] float32, of steps with the model, faded.
+      gain, seconds: [] float32, of steps with the model and what it drafted by itself,
+        faded.
       growth: [] float32, value of a model's level by that of the level above, faded.
       modelling: [] bool, whether the model is asked at every step.
       wait, patience: [] int32, steps until the model is tried again, and after that.
@@ -146,7 +147,7 @@ class AdaptivePolicy:
         else:
             dist = d.distribution(num_tokens)
             asked = drafter, dist, rule, probability, d.root, running
-            rate = self._rate_without(pool, running)
+            rate = (self._by_size(pool.value, running) / self.times.verify).max()
             learnt, wanted = self._wants_model(learnt, rate)
             learnt, looking, pool, spent = self._with_model(
                 asked, learnt, looking, pool, wanted, rate
@@ -155,13 +156,12 @@ class AdaptivePolicy:
         d = replace(d, drafting=replace(looking, draft=draft))
         return self._chosen(d, learnt, value, running, spent)
 
-    def _rate_without(self, pool: Pool, running: jax.Array) -> jax.Array:
-        """Tokens a second [] that the candidates there are promise, without the model."""
-        best, _ = lax.top_k(pool.value, min(self.tree.size - 1, pool.value.shape[1]))
+    def _by_size(self, value: jax.Array, running: jax.Array) -> jax.Array:
+        """Tokens [K] that all running rows' best candidates, of values [B, C], gain."""
+        best, _ = lax.top_k(value, min(self.tree.size - 1, value.shape[1]))
         more = self.tree.size - 1 - best.shape[1]
-        value = jnp.pad(best, ((0, 0), (1, more)), constant_values=((0, 0), (1.0, 0)))
-        by_size = (gains(value, self.tree.sizes) * running[:, None]).sum(axis=0)
-        return (by_size / self.times.verify).max()
+        best = jnp.pad(best, ((0, 0), (1, more)), constant_values=((0, 0), (1.0, 0)))
+        return (gains(best, self.tree.sizes) * running[:, None]).sum(axis=0)
 
     def _wants_model(self, learnt: Learnt, rate: jax.Array) -> tuple[Learnt, jax.Array]:
         """Whether to ask the model, where `rate` [] tokens a second can be had without.
@@ -222,8 +222,26 @@ class AdaptivePolicy:
         _, looking, pool, levels, values = lax.while_loop(lambda c: c[0], once, start)
         more = jnp.maximum(levels - 1, 0).astype(jnp.float32)
         spent = jnp.where(levels > 0, times.draft + more * times.level, 0.0)
-        growth = jnp.where(levels > 0, _growth(learnt.growth, values), learnt.growth)
-        return replace(learnt, growth=growth), looking, pool, spent
+        learnt = self._note_model(learnt, values, running, spent)
+        return learnt, looking, pool, spent
+
+    def _note_model(
+        self, learnt: Learnt, values: jax.Array, running: jax.Array, spent: jax.Array
+    ) -> Learnt:
+        """What the model's own drafts, without those from the text, would have gained.
+
+        Args:
+          values: [B, M, W] float32, of its levels, 0 where there are none.
+        """
+        by_size = self._by_size(values.reshape(values.shape[0], -1), running)
+        seconds = self.times.verify + spent
+        best = jnp.argmax(by_size / seconds)
+        gain = FADE * learnt.gain + by_size[best]
+        total = FADE * learnt.seconds + seconds[best]
+        noted = replace(
+            learnt, gain=gain, seconds=total, growth=_growth(learnt.growth, values)
+        )
+        return jax.tree.map(lambda a, b: jnp.where(spent > 0, a, b), noted, learnt)
 
     def _chosen(
         self,
@@ -246,15 +264,10 @@ class AdaptivePolicy:
         rates = by_size / seconds * jnp.where(plain & (spent == 0), SWITCH, 1.0)
         free = learnt.force.size == FREE
         choice = jnp.where(free, jnp.argmax(rates), learnt.force.size).astype(jnp.int32)
-        drafted = free & (spent > 0)
-        gain = FADE * learnt.gain + by_size[choice]
-        total = FADE * learnt.seconds + seconds[choice]
         idle = free & (choice == 0) & ~learnt.modelling
         resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, LONGEST_REST), 0)
         learnt = replace(
             learnt,
-            gain=jnp.where(drafted, gain, learnt.gain),
-            seconds=jnp.where(drafted, total, learnt.seconds),
             resting=resting.astype(jnp.int32),
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
