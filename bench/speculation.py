@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stree_jax import tuning
 from stree_jax.bench.method import (
@@ -370,6 +371,7 @@ def summarise_arm(
     promised = cells[0]["equal"] is not None
     row = summarise_cells(cells) | {
         "speedup": spread(speedups),
+        "worst_tenth": float(np.quantile(speedups, 0.1)),
         "faster_than_plain": sum(s > 1 for s in speedups),
         "p_plain": sign_test(speedups),
         "equal_to_plain": sum(c["equal"] for c in cells) if promised else None,
@@ -386,7 +388,7 @@ def arms_table(report: dict[str, Any]) -> str:
     many = len(report["pairs"]) > 1
     head = ["pair"] if many else []
     head += ["set", "T", "arm", "tau", "tokens/s", "ms/call", "over plain (quartiles)"]
-    head += ["faster, p", "over chain, p", "equal", "first call, s"]
+    head += ["worst tenth", "faster, p", "over chain, p", "equal", "first call, s"]
     rows = []
     for row in report["results"]:
         s, n = row["speedup"], row["units"]
@@ -401,6 +403,7 @@ def arms_table(report: dict[str, Any]) -> str:
         cells += [f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}"]
         cells += [f"{row['ms_per_call']:.2f}"]
         cells += [f"{s['median']:.2f} ({s['low']:.2f}..{s['high']:.2f})"]
+        cells += [f"{row['worst_tenth']:.2f}"]
         plain = row["arm"] == PLAIN
         faster = f"{row['faster_than_plain']}/{n}, {row['p_plain']:.2g}"
         cells += ["-" if plain else faster, chain]

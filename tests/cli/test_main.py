@@ -68,6 +68,7 @@ def test_streamed_text_is_the_text(folder, capsys, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("def f")
     options = ["--model", folder / "target", "--max-new-tokens", "12"]
+    options += ["--drafter", "none"]
     _, out, _ = run(capsys, "generate", "--file", prompt, *options, "--json")
     text = json.loads(out)["text"]
     code, out, _ = run(capsys, "generate", "--file", prompt, *options)
@@ -75,6 +76,30 @@ def test_streamed_text_is_the_text(folder, capsys, tmp_path):
     shown, closing = out.rstrip("\n").rsplit("\n[", 1)
     assert shown == "def f" + text
     assert closing.startswith("12 tokens, tau 1.00, ")
+
+
+def test_lookup_drafts_where_nothing_else_does(folder, capsys):
+    """Any model but the demo; `--compare` says who drafted, `--explain` shows it."""
+    args = ["generate", "def f(x):\n    return x\ndef f(", "--model", folder / "target"]
+    args += ["--max-new-tokens", "24", "--tree", "auto:1,4", "--ignore-eos"]
+    code, out, err = run(capsys, *args, "--json", "--compare")
+    report = json.loads(out)
+    assert code == 0 and report["equal_to_plain"] is True
+    assert report["origins"].count("lookup") == report["tokens_by_origin"]["lookup"]
+    assert sum(report["tokens_by_origin"].values()) == len(report["tokens"]) == 24
+    assert list(report["calls_by_tree_size"]) == ["1", "4"]
+    assert sum(report["calls_by_tree_size"].values()) == report["target_calls"]
+    assert "measuring steps" in err
+    code, out, err = run(capsys, *args, "--explain", "--compare")
+    assert code == 0 and "measuring" not in err  # kept
+    shown, figures = out.split("\n[by target, {drafter}, <lookup>]\n")
+    assert shown.replace("<", "").replace(">", "").endswith(report["text"])
+    assert "text equal to plain decoding]\n[tokens by target " in figures
+    assert "24 tokens expected]" in figures
+    code, out, _ = run(
+        capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4"
+    )
+    assert code == 0 and out.startswith("a tree of 1 nodes: ")
 
 
 def test_info(folder, capsys):
@@ -102,7 +127,10 @@ def test_convert_and_export(folder, capsys, tmp_path):
     [
         (["info", "/nowhere/at/all"], "/nowhere/at/all: no such directory"),
         (["generate", "x", "--model", "/nowhere"], "/nowhere: no such directory"),
-        (["generate", "x", "--tree", "A", "--drafter", "none"], "--tree needs a"),
+        (["generate", "x", "--tree", "A", "--drafter", "none"], "none fills no tree"),
+        (["generate", "x", "--explain", "--json"], "--explain: shows one text"),
+        (["tune", "--drafter", "none"], "--drafter none: plain decoding has nothing"),
+        (["tune", "--tree", "A"], "tree: only 'auto' is tuned"),
         (["generate", "--file", "/nowhere.txt"], "/nowhere.txt"),
         (["convert", "/nowhere", "/tmp/never-made"], "/nowhere: no such directory"),
         (["bench", "forward", "--shape", "gpt"], "--shape: unknown 'gpt'; known"),

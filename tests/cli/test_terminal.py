@@ -1,6 +1,7 @@
 """Text in a terminal: wrong options, what is said while waiting, and figures."""
 
 import argparse
+import dataclasses
 import io
 import json
 import time
@@ -160,6 +161,10 @@ def part(text, tokens, seconds):
         logprobs=None,
         target_calls=np.array([tokens]),
         acceptance_length=np.array([1.0]),
+        origins=[np.zeros(tokens, np.uint8)],
+        tree_sizes=(1,),
+        calls_by_size=np.array([[tokens]]),
+        expected_tokens=None,
         gained=np.zeros((1, 2), int),
         min_margin=np.array([1.0]),
         past=None,
@@ -203,6 +208,26 @@ def test_a_long_wait_for_the_first_word_is_told_on_stderr_alone(monkeypatch, cap
     assert stderr.getvalue().endswith("\r\x1b[K")
 
 
+class Spelling:
+    """A tokenizer of one byte a token."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+def test_words_are_marked_by_who_drafted_them():
+    text = "abcdé".encode()
+    one = dataclasses.replace(
+        part("", len(text), 1.0),
+        tokens=[list(text)],
+        origins=[np.array([0, 1, 1, 2, 2, 0], np.uint8)],  # é is half looked up
+    )
+    shown = terminal.explained(Spelling(), one, False)
+    assert shown == "a{bc}dé\n[by target, {drafter}, <lookup>]"
+    shown = terminal.explained(Spelling(), one, True)
+    assert shown.startswith("a\x1b[32mbc\x1b[0mdé\n")
+
+
 PAIR = {"model", "drafter", "tree", "dtype"}  # of `bench.options`
 
 
@@ -213,7 +238,7 @@ def test_every_option_says_what_it_does_and_its_default():
         if isinstance(action, argparse._SubParsersAction)
     )
     names = [name for name in commands.choices if name != "bench"]
-    assert len(names) == 7
+    assert len(names) == 8
     for name in names:
         for action in commands.choices[name]._actions:
             assert action.dest in PAIR or action.help, action.option_strings
