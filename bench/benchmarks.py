@@ -97,7 +97,9 @@ def table_of(report: dict[str, Any]) -> str:
 def pair(args: argparse.Namespace) -> tuple[Model, Model]:
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
     if not isinstance(drafter, Model):
-        raise ValueError(f"bench {args.benchmark} needs a model to draft; --drafter")
+        raise ValueError(
+            f"bench {args.benchmark} needs a drafter, a model; give --drafter"
+        )
     return widened(target, args.widen), drafter
 
 

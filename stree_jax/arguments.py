@@ -62,7 +62,7 @@ def check_drafter(target: Model, drafter: Any) -> None:
         return
     if isinstance(drafter, str):
         raise ValueError(
-            f"drafter: want a model or 'lookup'; give stree_jax.load({drafter!r})"
+            f"drafter: got a string; give stree_jax.load({drafter!r}), or 'lookup'"
         )
     check_model("drafter", drafter)
     t, d = target.config.num_tokens, drafter.config.num_tokens

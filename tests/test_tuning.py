@@ -40,7 +40,8 @@ def measured(monkeypatch):
 
     def measure(spec, decoding):
         calls.append(spec)
-        return tuning.Measured({1: 1.0, 4: 2.0}, 0.5, 0.25)
+        sizes = spec.policy.tree.sizes
+        return tuning.Measured({n: 1.0 * n for n in sizes}, 0.5, 0.25)
 
     monkeypatch.setattr(tuning, "measured", measure)
     return calls

@@ -7,10 +7,12 @@ of memory (one line on stderr), 130 interrupted, 141 the reader of the output we
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -273,7 +275,8 @@ def execute(args: argparse.Namespace) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show_warning
-            return run_command(args)
+            with telling():
+                return run_command(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:  # CheckpointError is a ValueError
@@ -293,6 +296,27 @@ def execute(args: argparse.Namespace) -> int:
         return 130
     print(f"stree-jax: {problem}", file=sys.stderr)
     return 2
+
+
+class Telling(logging.Handler):
+    """What the library has to say, on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(f"stree-jax: {record.getMessage()}")
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """The library's own log is heard, for as long as a command runs."""
+    log, handler = logging.getLogger("stree_jax"), Telling()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import math
 import os
 import shutil
@@ -46,13 +45,6 @@ if TYPE_CHECKING:
 PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
 
 
-class Telling(logging.Handler):
-    """What the library has to say, on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"stree-jax: {record.getMessage()}", file=sys.stderr)
-
-
 def load_models(
     args: argparse.Namespace,
 ) -> tuple[Model, "Tokenizer", Options]:
@@ -64,7 +56,6 @@ def load_models(
     if target.tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
     tree = args.tree if drafter else None
-    logging.getLogger("stree_jax").addHandler(Telling())
     return target, target.tokenizer, Options(drafter=drafter, tree=tree, rule=args.rule)
 
 
