@@ -200,9 +200,8 @@ class AdaptivePolicy:
         times, force = self.times, learnt.force
         rate = jnp.maximum(rate, learnt.gain / jnp.maximum(learnt.seconds, 1e-30))
         # A node must gain more than its row costs to be in the tree at all.
-        slope = (times.verify[-1] - times.verify[1]) / (
-            self.tree.size - self.tree.sizes[1]
-        )
+        rows = max(self.tree.size - self.tree.sizes[1], 1)
+        slope = (times.verify[-1] - times.verify[1]) / rows
 
         def worth(levels: jax.Array, frontier: jax.Array) -> jax.Array:
             value = frontier * running[:, None]
