@@ -29,7 +29,7 @@ from stree_jax.speculation.adaptive_policy import (
     StepTimes,
     forced,
 )
-from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.step import Spec
 from stree_jax.version import __version__
@@ -79,8 +79,17 @@ def with_times(spec: Spec, times: StepTimes) -> Spec:
 
 
 def timed(spec: Spec, decoding: Decoding) -> Spec:
-    """`spec` with this machine's times, known or measured on copies of `decoding`."""
-    return with_times(spec, times_of(spec, decoding).on_device())
+    """`spec` with this machine's times, known or measured on copies of `decoding`.
+
+    Where there is no memory for a copy, the times that were assumed stay.
+    """
+    try:
+        return with_times(spec, times_of(spec, decoding).on_device())
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        log.warning("no memory to measure steps in; they are assumed")
+        return spec
 
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:
@@ -174,8 +183,10 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
             at, once = _timed_steps(spec, at, 1)
             at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             steps = int(np.clip(SEGMENT_S / once, 1, MOST_STEPS))
-            took = _timed_steps(spec, at, steps)[1] - call
-            seconds[way].append(max(took, 0.1 * once) / steps)
+            at, took = _timed_steps(spec, at, steps)
+            ended = not (np.asarray(at.finish) == RUNNING).all()  # a stop string came
+            took = once if ended else max(took - call, 0.1 * once) / steps
+            seconds[way].append(took)
     return _summary(seconds, ways, spec)
 
 

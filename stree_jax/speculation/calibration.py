@@ -17,15 +17,15 @@ from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.pool import KINDS, LOOKUP_KINDS, MODEL_KINDS
 
 FADES = 0.99  # a step
-PRIOR_WEIGHT = 4.0  # nodes
+PRIOR_WEIGHT = 3.0  # nodes
 LOGIT_STEP = 8.0 / MODEL_KINDS  # between kinds, of a probability's logit, from -4 on
 LONGEST = LOOKUP_KINDS // 2  # matched tokens that make a difference
 
 # Before anything was seen: the drafter is believed, and matches are by their length,
 # for the first continuation of a place and for the others.
 _BELIEVED = 1 / (1 + np.exp(4 - LOGIT_STEP * (np.arange(MODEL_KINDS) + 0.5)))
-_MATCHED = [0.15, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8]
-_OTHERS = [0.05, 0.07, 0.08, 0.08, 0.08, 0.08, 0.08, 0.08]
+_MATCHED = [0.03, 0.08, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9]
+_OTHERS = [0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05]
 PRIOR = np.asarray([*_BELIEVED, *_MATCHED, *_OTHERS], np.float32)
 
 
