@@ -10,6 +10,7 @@ Letters: B rows, W nodes of a model's level, M its most levels.
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from stree_jax.models import Model, State, read_text
@@ -131,10 +132,14 @@ class AdaptiveDrafter:
         dist: Distribution,
         rule: Rule,
     ) -> tuple[Draft, Looking]:
+        # A draft that stayed as it is would be the same throughout the loop over steps
+        # of one size. XLA would take the work on it, such as the first layer's product,
+        # out of every size's loop, to be done at each step whatever its size.
+        used_up = replace(state, draft=jax.tree.map(jnp.zeros_like, state.draft))
         if tree.size == 1:
-            return only_root(root), state
+            return only_root(root), used_up
         assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
-        return first_nodes(state.draft, tree), state
+        return first_nodes(state.draft, tree), used_up
 
     def commit(self, state: Looking, news: News) -> Looking:
         return replace(state, history=add_to_history(state.history, news))
