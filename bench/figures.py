@@ -126,6 +126,8 @@ def _arm_label(arm: str, temperature: float) -> str:
     name = {
         "chain": f"chain of {size}",
         "parents": f"tree of {size.count(',') + 2} nodes",
+        "auto": "auto",
+        "lookup": "lookup",
     }.get(kind, f"tree {tree}")
     return name if temperature == 0 or not rule else f"{name}, {rule}"
 
