@@ -68,8 +68,8 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
-        "directory, hub id, demo, lookup (repeat what the text has had before), none, "
-        "or auto (default): demo for the demo model, lookup for others"
+        "directory, hub id, demo, lookup (repeat what the text has had before) or none "
+        "(default: demo for the demo model, lookup for others)"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")

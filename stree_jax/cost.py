@@ -184,8 +184,8 @@ def _children(tree: Topology) -> list[list[int]]:
     """Rows of each node's children by rank, their order among siblings."""
     if not isinstance(tree, Tree):
         raise ValueError(
-            "tree: beams and 'auto' choose their topology anew at every step; take a "
-            "static tree"
+            "tree: a beam chooses its topology anew at every step, and so does 'auto'; "
+            "take a static tree"
         )
     kids: list[list[int]] = [[] for _ in range(tree.size)]
     for row, parent in enumerate(np.asarray(tree.parents).tolist()):

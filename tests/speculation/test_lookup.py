@@ -180,6 +180,20 @@ def test_what_both_have_is_there_once_and_worth_the_more():
     assert apart == paths_of(one, 0) | paths_of(elsewhere, 0)
 
 
+def test_rows_are_merged_each_with_its_own():
+    texts = [TEXTS["two ways"], TEXTS["loop"], TEXTS["three ways, one deeper"]]
+    others = [texts[2], [4, 5, 4], texts[2][:10]]
+
+    def pools(texts):
+        return look_up(history_of(texts), jnp.asarray(PRIOR), DEPTH)
+
+    together = merged(pools(texts), pools(others))
+    for b, (text, other) in enumerate(zip(texts, others, strict=True)):
+        assert paths_of(together, b) == paths_of(
+            merged(pools([text]), pools([other])), 0
+        )
+
+
 @pytest.mark.parametrize("largest", [9, 60])  # the same, and more than there is
 @pytest.mark.parametrize("nodes", [2, 5, 9])
 def test_the_picked_nodes_are_the_best_and_hang_together(nodes, largest):
