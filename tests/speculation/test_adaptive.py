@@ -23,32 +23,16 @@ from stree_jax.speculation.drafter import Prompts
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.lookup import begin_history
 from stree_jax.speculation.tree import Auto, resolve_tree
-from tests.support.tiny import REAL, perturbed, tiny
+from tests.speculation.steps import LENGTHS, decode
+from tests.support.tiny import REAL
 
 NEW, TREE = 24, "auto:1,4,8"
-LENGTHS = [1, 7, 33]
 FLAT = [1.0, 1.01, 1.02]  # a pass over a tree costs what one token does
 
 
 def times(verify=FLAT, draft=0.01, level=0.01):
     numbers = (verify, draft, level)
     return StepTimes(*(jnp.asarray(x, jnp.float32) for x in numbers))
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny(1)
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return target.replace(params=perturbed(target.params, 0.05, 3))
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(5)
-    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
 
 
 SETTINGS = {
@@ -116,23 +100,6 @@ ORDERS = {
 }
 
 
-def decode(target, prompts, spec, steps=loop.FOREVER):
-    padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    begun, _ = begin(target, prompts, max_new_tokens=NEW)
-    begun = loop.init_decoding_jit(
-        spec,
-        jnp.asarray(padded),
-        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
-        begun.requests,
-        max_new_tokens=NEW,
-    )
-    done = loop.advance_jit(spec, begun, jnp.int32(steps))
-    rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
-    return [row[:n].tolist() for row, n in rows], done
-
-
 def spec_of(target, drafter, tree=TREE, **options):
     _, plan = begin(
         target, [[3]], max_new_tokens=1, drafter=drafter, tree=tree, **options
@@ -147,13 +114,16 @@ def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
     spec = spec_of(target, drafter)
     policy = Ordered(spec.policy.times, spec.policy.tree, order=ORDERS[name])
     spec = replace(spec, policy=policy)
-    tokens, done = decode(target, prompts, spec)
+    tokens, done = decode(spec, target, prompts, NEW)
     assert tokens == plain.tokens
     used = {size for size, _ in ORDERS[name]}
     assert {k for k in range(3) if int(done.used[:, k].sum())} <= used
     for steps in (5, 14):
-        tokens, done = decode(target, prompts, spec, steps=steps)
+        tokens, done = decode(spec, target, prompts, NEW, steps)
         looking, checked = done.drafting, 0
+        # A draft that stayed would be an invariant of every size's loop, and XLA would
+        # do the work on it at each step, outside of the loops.
+        assert not np.asarray(looking.draft.tokens).any()
         for b, prompt in enumerate(prompts):
             if int(done.finish[b]) != 0:
                 continue
@@ -178,7 +148,7 @@ def test_the_target_as_its_own_drafter_is_always_right(target, prompts):
     spec = spec_of(target, target, "auto:1,4,32")  # room for all candidates
     order = ((2, 3), (0, 0), (1, 0))
     policy = Ordered(spec.policy.times, spec.policy.tree, order=order)
-    tokens, done = decode(target, prompts, replace(spec, policy=policy), steps=4)
+    tokens, done = decode(replace(spec, policy=policy), target, prompts, NEW, 4)
     plain = stree_jax.generate(target, prompts, max_new_tokens=NEW)
     for row, whole in zip(tokens, plain.tokens, strict=True):
         assert row == whole[: len(row)]

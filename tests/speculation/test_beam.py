@@ -9,20 +9,10 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.speculation.tree import Beam, resolve_tree
-from tests.support.tiny import REAL, perturbed, tiny
+from tests.support.tiny import REAL
 
 NEW = 24
 BEAM = Beam(3, 4)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny(1)
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return target.replace(params=perturbed(target.params, 0.05, 3))
 
 
 @pytest.fixture(scope="module")

@@ -19,26 +19,10 @@ from stree_jax.speculation.drafter import News
 from stree_jax.speculation.model_drafter import ModelDrafter, Reading, fill_tree
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import chain, resolve_tree
-from tests.support.tiny import REAL, STOP, perturbed, tiny
+from tests.speculation.steps import decode
+from tests.support.tiny import REAL, STOP
 
 NEW = 20
-LENGTHS = [1, 7, 33]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny(1)
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return target.replace(params=perturbed(target.params, 0.05, 3))
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(5)
-    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +52,10 @@ class Turns:
         return state + 1, jnp.int32(OPEN)
 
 
-def decode(target, prompts, drafter, policy, steps=loop.FOREVER, tree="A"):
-    """Tokens by row, and the decoding itself, with another policy than a fixed tree."""
-    begun, plan = begin(target, prompts, max_new_tokens=NEW, drafter=drafter, tree=tree)
-    spec = replace(plan.spec, policy=policy)
-    padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    begun = loop.init_decoding_jit(
-        spec,
-        jnp.asarray(padded),
-        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
-        begun.requests,
-        max_new_tokens=NEW,
-    )
-    done = loop.advance_jit(spec, begun, jnp.int32(steps))
-    rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
-    return [row[:n].tolist() for row, n in rows], done
+def with_policy(target, drafter, policy, tree="A"):
+    """A `Spec` with another policy than a fixed tree."""
+    _, plan = begin(target, [[3]], max_new_tokens=1, drafter=drafter, tree=tree)
+    return replace(plan.spec, policy=policy)
 
 
 A, PLAIN = resolve_tree("A"), chain(0)
@@ -107,13 +78,12 @@ def test_steps_without_drafts_leave_nothing_stale(
     if kind == "beam":
         trees = tuple(PLAIN if t is PLAIN else resolve_tree("beam:2x3") for t in menu)
         tree = "beam:2x3"
-    tokens, _ = decode(target, prompts, drafter, Turns(trees, order), tree=tree)
+    spec = with_policy(target, drafter, Turns(trees, order), tree)
+    tokens, _ = decode(spec, target, prompts, NEW)
     assert tokens == plain.tokens
     # Stopped in the middle: what was read and what waits are together the text.
     for steps in (4, 7):
-        tokens, done = decode(
-            target, prompts, drafter, Turns(trees, order), steps, tree=tree
-        )
+        tokens, done = decode(spec, target, prompts, NEW, steps)
         reading = done.drafting
         assert isinstance(reading, Reading)
         for b, prompt in enumerate(prompts):
@@ -136,7 +106,7 @@ def test_steps_without_drafts_leave_nothing_stale(
 def test_a_right_drafter_is_right_after_plain_steps(target, prompts, plain):
     """With the target itself as the drafter, every drafted call gains a whole path."""
     policy = Turns((PLAIN, A), (0, 0, 0, 1))
-    tokens, done = decode(target, prompts, target, policy, steps=8)
+    tokens, done = decode(with_policy(target, target, policy), target, prompts, NEW, 8)
     for row, whole in zip(tokens, plain.tokens, strict=True):
         assert row == whole[: len(row)]
     running = np.asarray(done.finish) == 0
@@ -193,7 +163,7 @@ def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(
     target, prompts, told
 ):
     """Each accepted token is the argmax of the head on the state told with it."""
-    _, done = decode(target, prompts, told, FixedTree(A), steps=2)
+    _, done = decode(with_policy(target, told, FixedTree(A)), target, prompts, NEW, 2)
     news = jax.device_get(done.drafting[1])
     logits = np.asarray(logits_of(target, jnp.asarray(news.hidden)))[..., :REAL]
     running = np.flatnonzero(np.asarray(done.finish) == 0)

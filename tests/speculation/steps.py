@@ -1,0 +1,27 @@
+"""Decoding some steps with any `Spec`, and looking at where it stands then."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.generation import begin
+from stree_jax.speculation import loop
+
+LENGTHS = [1, 7, 33]  # of the prompts
+
+
+def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
+    """Tokens by row, and the decoding itself, after so many steps."""
+    begun, _ = begin(target, prompts, max_new_tokens=max_new_tokens)
+    padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    begun = loop.init_decoding_jit(
+        spec,
+        jnp.asarray(padded),
+        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
+        begun.requests,
+        max_new_tokens=max_new_tokens,
+    )
+    done = loop.advance_jit(spec, begun, jnp.int32(steps))
+    rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
+    return [row[:n].tolist() for row, n in rows], done
