@@ -60,10 +60,13 @@ def measure_cost(
         decoding, "error", predicted / speedup - 1.
 
     Raises:
-      ValueError: an unknown tree.
+      ValueError: an unknown tree, or one that is chosen anew at every step.
     """
     for name in arms:
-        resolve_tree(name)
+        if not isinstance(resolve_tree(name), Tree):
+            raise ValueError(
+                f"--arms: {name} has no fixed shape to predict; leave it out"
+            )
     plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, max_new_tokens)
     context = plain.capacity - 256
 
@@ -121,9 +124,9 @@ def measure_cost(
 def candidates(arms: Sequence[str], ranks: cost.Ranks) -> dict[str, Tree]:
     """The arms' trees, and the best trees of OPTIMAL sizes for these ranks."""
     table = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
-    trees: dict[str, Topology] = {name: resolve_tree(name) for name in arms}
-    trees |= {f"optimal:{n}": cost.greedy_tree(table, n) for n in OPTIMAL}
-    return {name: tree for name, tree in trees.items() if isinstance(tree, Tree)}
+    named = {name: resolve_tree(name) for name in arms}
+    trees = {name: tree for name, tree in named.items() if isinstance(tree, Tree)}
+    return trees | {f"optimal:{n}": cost.greedy_tree(table, n) for n in OPTIMAL}
 
 
 def _spec(tree: Tree) -> tuple[int, ...]:

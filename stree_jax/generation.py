@@ -192,6 +192,10 @@ def _spec(
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
     lookup = isinstance(drafter, str)
+    if lookup and isinstance(shape, Beam):
+        raise ValueError(
+            "tree: a beam is searched by a model; give one, or take 'auto'"
+        )
     rule = resolve_rule(rule, picked_tree(shape) if lookup else shape)
     return make_spec(model, drafter, shape, rule, times)
 
@@ -301,7 +305,7 @@ def tune(
     context: int = 2048,
     sampled: bool = False,
 ) -> Measured:
-    """What steps of tree "auto" take on this machine: measured once, and kept.
+    """What steps of tree "auto" take on this machine: measured now, and kept.
 
     `generate` does this by itself when it first needs to; a jitted pipeline hands
     `tune(...).on_device()` to `generate_tokens`.
@@ -316,6 +320,7 @@ def tune(
       ValueError: as `generate`; a tree other than "auto".
     """
     batch = integer("batch", batch, 1, 2**16, "at least 1 row")
+    context = integer("context", context, 1, MOST_TOKENS, "at least 1 token")
     if not isinstance(resolve_tree(tree), Auto):
         raise ValueError(f"tree: only 'auto' is tuned, got {tree!r}")
     decoding, plan = begin(
@@ -327,7 +332,7 @@ def tune(
         sampling=Sampling(temperature=1.0) if sampled else None,
         capacity=context,
     )
-    return tuning.times_of(plan.spec, decoding)
+    return tuning.measured_anew(plan.spec, decoding)
 
 
 def _show_options(function: Any, *more: inspect.Parameter) -> None:

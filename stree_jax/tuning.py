@@ -93,14 +93,20 @@ def timed(spec: Spec, decoding: Decoding) -> Spec:
 
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:
-    """This machine's times; what is measured is kept for this process and others."""
+    """This machine's times, measured where they are not known."""
+    assert isinstance(spec.policy, AdaptivePolicy)
     key = key_of(spec, decoding)
     times = _known.get(key) or _read().get(key)
-    if times is None or tuple(times.by_size) != tuple(
-        tree.size for tree in spec.policy.menu
-    ):
-        times = measured(spec, decoding)
-        _write(key, times)
+    if times is None or tuple(times.by_size) != spec.policy.tree.sizes:
+        return measured_anew(spec, decoding)
+    _known[key] = times
+    return times
+
+
+def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
+    """This machine's times, kept for this process and others in place of older ones."""
+    key, times = key_of(spec, decoding), measured(spec, decoding)
+    _write(key, times)
     _known[key] = times
     return times
 
@@ -224,7 +230,7 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
 def _summary(
     seconds: dict[Way, list[float]], ways: Sequence[Way], spec: Spec
 ) -> Measured:
-    """The least of each way, as other work on the machine only adds to it.
+    """The least of each way, and of larger trees: what disturbs only adds to a time.
 
     What the model takes is what steps with it take more than steps without.
     """
@@ -232,12 +238,16 @@ def _summary(
     assert isinstance(spec.drafter, AdaptiveDrafter)
     took = {way: min(seconds[way]) for way in ways}
     sizes, deepest = spec.policy.tree.sizes, spec.drafter.depth
-    by_size = {size: took[k, 0] for k, size in enumerate(sizes)}
+    least_by_size = [
+        min(took[k, 0] for k in range(place, len(sizes))) for place in range(len(sizes))
+    ]
+    by_size = dict(zip(sizes, least_by_size, strict=True))
     if spec.drafter.model is None:
         return Measured(by_size, 0.0, 0.0)
-    least = 1e-3 * took[0, 0]  # noise may make it less than nothing
-    level = max((took[1, deepest] - took[1, 0]) / (deepest + 1), least)
-    first = max(took[1, 1] - took[1, 0], level)  # which reads text, too
+    without = by_size[sizes[1]]
+    least = 1e-3 * without  # noise may make it less than nothing
+    level = max((took[1, deepest] - without) / (deepest + 1), least)
+    first = max(took[1, 1] - without, level)  # which reads text, too
     return Measured(by_size, first, level)
 
 

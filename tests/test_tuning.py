@@ -47,18 +47,35 @@ def measured(monkeypatch):
     return calls
 
 
+def times_of(model, drafter="lookup", tree=TREE, batch=1, sampled=False, context=500):
+    """As a generation asks for them."""
+    sampling = Sampling(temperature=1.0) if sampled else None
+    begun, plan = begin(
+        model,
+        [[3, 4]] * batch,
+        max_new_tokens=3,
+        drafter=drafter,
+        tree=tree,
+        sampling=sampling,
+        capacity=context,
+    )
+    return tuning.times_of(plan.spec, begun)
+
+
 def test_times_are_measured_once_and_kept(target, folder, measured, monkeypatch):
     for _ in range(2):
-        found = stree_jax.tune(target, tree=TREE)
+        found = times_of(target)
     assert len(measured) == 1
     monkeypatch.setattr(tuning, "_known", {})  # another process
-    assert stree_jax.tune(target, tree=TREE) == found
+    assert times_of(target) == found
     assert len(measured) == 1
     assert [file.name for file in folder.iterdir()] == ["steps.json"]
     result = stree_jax.generate(
         target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE
     )
     assert len(measured) == 1 and result.tree_sizes == (1, 4)
+    stree_jax.tune(target, tree=TREE)  # who asks for it wants new ones
+    assert len(measured) == 2
 
 
 def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
@@ -76,14 +93,14 @@ def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
         dict(model=tiny(1, layers=("mamba", "mamba"))),
     ]
     for n, case in enumerate(cases, start=1):
-        stree_jax.tune(**{"tree": TREE, **case})
+        times_of(**case)
         assert len(measured) == n, case
     for case in cases:
-        stree_jax.tune(**{"tree": TREE, **case})
+        times_of(**case)
     assert len(measured) == len(cases)
     entries = json.loads((folder / "steps.json").read_text())
     assert len(entries) == len(cases)
-    stree_jax.tune(target, tree=TREE, context=500)  # no more room than others
+    times_of(target, context=1500)  # alike, below 4096
     assert len(measured) == len(cases)
 
 
@@ -101,14 +118,13 @@ def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
     ],
 )
 def test_an_odd_file_is_measured_over(target, folder, measured, text):
-    _, plan = begin(target, [[0] * 64], max_new_tokens=64, drafter="lookup", tree=TREE)
-    decoding, _ = begin(
-        target, [[0] * 64], max_new_tokens=64, drafter="lookup", tree=TREE
+    begun, plan = begin(
+        target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE, capacity=500
     )
-    key = tuning.key_of(plan.spec, decoding)
+    key = tuning.key_of(plan.spec, begun)
     folder.mkdir()
     (folder / "steps.json").write_text(text.replace("KEY", key))
-    stree_jax.tune(target, tree=TREE)
+    times_of(target)
     assert len(measured) == 1
     assert key in json.loads((folder / "steps.json").read_text())
 
@@ -136,11 +152,26 @@ def test_real_steps_are_timed_on_copies(target, drafter, folder, caplog):
     assert int(begun.length[0]) == 0 and int(begun.used.sum()) == 0
 
 
+def test_a_disturbed_measurement_is_not_taken_for_the_machines(target, drafter):
+    """A smaller tree takes no longer than a larger one; nothing is below zero."""
+    _, plan = begin(target, [[3]], max_new_tokens=1, drafter=drafter, tree="auto:1,2,4")
+    deepest = plan.spec.drafter.depth
+    ways = [(0, 0), (1, 0), (2, 0), (1, 1), (1, deepest)]
+    seconds = dict(
+        zip(ways, ([2.0, 9.0], [8.0, 9.0], [4.0], [5.0], [3.0]), strict=True)
+    )
+    found = tuning._summary(seconds, ways, plan.spec)
+    assert found.by_size == {1: 2.0, 2: 4.0, 4: 4.0}
+    assert found.draft == 1.0 and 0 < found.level < 0.01
+
+
 def test_only_auto_is_tuned(target):
     with pytest.raises(ValueError, match="tree: only 'auto' is tuned, got 'A'"):
         stree_jax.tune(target, tree="A")
     with pytest.raises(ValueError, match="batch"):
         stree_jax.tune(target, batch=0)
+    with pytest.raises(ValueError, match="context: want at least 1 token, got 0"):
+        stree_jax.tune(target, context=0)
 
 
 def test_a_generation_does_not_wait_for_times_it_is_given(target, folder, measured):

@@ -428,6 +428,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
         ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
         ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),
+        ("cost", ["--arms", "auto"], "auto has no fixed shape to predict"),
         ("unrolled", ["--widths", "0"], "beam"),
         ("temperature", ["--batch", "9"], "make no batch of 9"),
     ],
