@@ -47,13 +47,11 @@ class Looking:
       history: the text.
       reading: the model's state, behind the text or after all of it; None: no model.
       draft: the largest tree; the next one is its first nodes.
-      chunk: tokens that the model reads in a pass.
     """
 
     history: History
     reading: State | None
     draft: Draft
-    chunk: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -85,7 +83,6 @@ class AdaptiveDrafter:
             history=begin_history(prompts),
             reading=reading,
             draft=no_tree(prompts.lengths.shape[0], self.largest),
-            chunk=min(READ_CHUNK, prompts.news_width),
         )
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
@@ -114,7 +111,8 @@ class AdaptiveDrafter:
         """
         assert self.model is not None and state.reading is not None
         model, history = self.model, state.history
-        at_root, reading = catch_up(model, state.reading, history, state.chunk)
+        chunk = min(READ_CHUNK, self.largest.depth + 1)  # what caches have room for
+        at_root, reading = catch_up(model, state.reading, history, chunk)
         shape = self.width, self.depth
         own, levels = best_first(
             model, reading, root, at_root, dist, rule, probability, *shape, go_on

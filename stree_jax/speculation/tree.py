@@ -100,7 +100,7 @@ class Auto:
       sizes: nodes that a tree may have, each with a compiled step; 1 is plain decoding.
     """
 
-    sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 16))
+    sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 8, 16))
 
     def __post_init__(self) -> None:
         growing = all(a < b for a, b in pairwise(self.sizes))
