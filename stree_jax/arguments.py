@@ -12,6 +12,9 @@ from stree_jax.models import ModelConfig, init_state
 from stree_jax.result import Past
 from stree_jax.speculation.loop import LOOKUP
 from stree_jax.speculation.model_drafter import model_state
+from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
+from stree_jax.speculation.tree import DEEPEST
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
 INTEGERS = (int, np.integer)
@@ -56,6 +59,15 @@ def check_model(name: str, model: Any) -> None:
 
 def check_drafter(target: Model, drafter: Any) -> None:
     """Raises ValueError where the two models have no vocabulary in common."""
+    if isinstance(drafter, Staged):
+        check_drafter(target, drafter.model)
+        if drafter.guesser is not None:
+            check_drafter(target, drafter.guesser)
+            integer("ahead", drafter.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
+        return
+    if isinstance(drafter, NGrams):
+        _check_vocabulary(target, "n-grams", drafter.num_tokens)
+        return
     if all(hasattr(drafter, name) for name in ("init", "propose", "commit")):
         return  # a `Drafter` that knows its business
     if drafter == LOOKUP:
@@ -65,11 +77,14 @@ def check_drafter(target: Model, drafter: Any) -> None:
             f"drafter: got a string; give stree_jax.load({drafter!r}), or 'lookup'"
         )
     check_model("drafter", drafter)
-    t, d = target.config.num_tokens, drafter.config.num_tokens
-    if t != d:
+    _check_vocabulary(target, "drafter", drafter.config.num_tokens)
+
+
+def _check_vocabulary(target: Model, name: str, tokens: int) -> None:
+    if tokens != target.config.num_tokens:
         raise ValueError(
-            f"drafter: its vocabulary has {d} tokens, the target's {t}; "
-            "they must share a tokenizer"
+            f"{name}: its vocabulary has {tokens} tokens, the target's "
+            f"{target.config.num_tokens}; they must share a tokenizer"
         )
 
 
@@ -122,10 +137,19 @@ def continued(
     if len(past.tokens) != len(new):
         raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
     _check_state("past: of another target", model, past.target, len(new))
-    read = model_state(past.drafter)
-    if isinstance(drafter, models.Model) and past.drafter is not None:
-        _check_state("past: of another drafter", drafter, read, len(new))
+    _check_drafter_past(drafter, past.drafter, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]
+
+
+def _check_drafter_past(drafter: Any, past: Any, batch: int) -> None:
+    """A drafter's past is of this one, model by model."""
+    if past is None or not isinstance(drafter, models.Model | Staged):
+        return
+    if isinstance(drafter, Staged):
+        inner = past.inner if isinstance(past, StagedState) else None
+        _check_drafter_past(drafter.guesser, inner, batch)
+        drafter, past = drafter.model, staged_past(past)
+    _check_state("past: of another drafter", drafter, model_state(past), batch)
 
 
 def _check_state(name: str, model: models.Model, state: Any, batch: int) -> None:

@@ -45,6 +45,7 @@ from stree_jax.speculation.loop import (
     make_spec,
     picked_tree,
 )
+from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Auto, Beam, Topology, chain, resolve_tree
 from stree_jax.tuning import Measured
@@ -196,7 +197,8 @@ def _spec(
         raise ValueError(
             "tree: a beam is searched by a model; give one, or take 'auto'"
         )
-    rule = resolve_rule(rule, picked_tree(shape) if lookup else shape)
+    no_q = lookup or isinstance(drafter, NGrams)
+    rule = resolve_rule(rule, picked_tree(shape) if no_q else shape)
     return make_spec(model, drafter, shape, rule, times)
 
 

@@ -1,6 +1,6 @@
 """What a generation is on the host: its text, statistics and states."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from stree_jax.speculation.decoding import (
 from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.step import Spec
+from stree_jax.traffic import Traffic, drafting_stages, traffic_of
 
 FINISH_REASONS = {
     RUNNING: "running",
@@ -72,6 +73,8 @@ class Generation:
         top-p or min-p. Where it is within rounding (about 1e-4 in float32, 0.1 in
         bfloat16), plain decoding may have taken the other token. Infinity where p/q
         tests decided.
+      traffic: bytes that the target and who drafted for it read and wrote, all rows
+        together, without prompts; see `Traffic`.
       past: to continue from, if it was asked for.
       prefill_s, decode_s: wall seconds, compilation included.
     """
@@ -91,6 +94,7 @@ class Generation:
     expected_tokens: np.ndarray | None
     gained: np.ndarray
     min_margin: np.ndarray
+    traffic: tuple[Traffic, ...]
     past: Past | None
     prefill_s: float
     decode_s: float
@@ -153,6 +157,8 @@ def summarise(
     names = (*fields, "logprobs")
     wanted = {name: getattr(decoding, name) for name in names}
     wanted["expected"] = getattr(decoding.policy, "expected", None)
+    stages = drafting_stages(plan.spec.drafter, decoding.drafting)
+    wanted["passes"] = [stage.passes for stage in stages]
     host = jax.device_get(wanted)
     lengths, finish = host["length"], host["finish"].tolist()
     calls = host["used"].sum(axis=1)
@@ -175,6 +181,12 @@ def summarise(
             jax.tree.map(lambda x, b=b, n=n: x[b, :n], host["logprobs"])
             for b, n in enumerate(lengths)
         ]
+    stages = [
+        replace(stage, passes=passes)
+        for stage, passes in zip(stages, host["passes"], strict=True)
+    ]
+    most = int(calls.max(initial=0))
+    traffic = traffic_of(plan.spec, decoding.state, stages, most)
     if plan.keep_past and not running:
         last = decoding.pending
         past = Past(
@@ -198,6 +210,7 @@ def summarise(
         expected_tokens=host["expected"],
         gained=host["gained"],
         min_margin=host["margin"],
+        traffic=traffic,
         past=past,
         prefill_s=seconds[0],
         decode_s=seconds[1],

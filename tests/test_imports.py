@@ -38,6 +38,8 @@ MAY_IMPORT = {
         "stree_jax.models",
         "stree_jax.convert",
         "stree_jax.checkpoint",
+        "stree_jax.sampling",
+        "stree_jax.speculation",
     },
     "stree_jax": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
     "stree_jax.bench": LIBRARY,

@@ -159,13 +159,14 @@ def _check_choosing(acceptance: str, drafting: Drafting) -> None:
     name = f"rule: {acceptance}/{drafting}"
     if ACCEPTANCES[acceptance].promise != "tokens":
         raise ValueError(
-            f"{name} would bias the output, as 'auto' and 'lookup' choose drafts by "
-            "their worth; take 'naive/coupled', or a model and a fixed tree such as 'A'"
+            f"{name} would bias the output, as 'auto', 'lookup' and n-grams choose "
+            "drafts by their worth; take 'naive/coupled', or a model and a fixed tree "
+            "such as 'A'"
         )
     if drafting not in ("top_k", "coupled"):
         raise ValueError(
-            f"{name} does not fit 'auto' and 'lookup', which take the likeliest "
-            "drafts; take 'naive/coupled' or 'naive'"
+            f"{name} does not fit 'auto', 'lookup' and n-grams, which take the "
+            "likeliest drafts; take 'naive/coupled' or 'naive'"
         )
 
 

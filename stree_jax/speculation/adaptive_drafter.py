@@ -46,11 +46,13 @@ class Looking:
     Attributes:
       history: the text.
       reading: the model's state, behind the text or after all of it; None: no model.
+      passes: [B] int32, of the model since the prompts were read.
       draft: the largest tree; the next one is its first nodes.
     """
 
     history: History
     reading: State | None
+    passes: jax.Array
     draft: Draft
 
 
@@ -82,6 +84,7 @@ class AdaptiveDrafter:
         return Looking(
             history=begin_history(prompts),
             reading=reading,
+            passes=jnp.zeros_like(prompts.lengths),
             draft=no_tree(prompts.lengths.shape[0], self.largest),
         )
 
@@ -112,7 +115,7 @@ class AdaptiveDrafter:
         assert self.model is not None and state.reading is not None
         model, history = self.model, state.history
         chunk = min(READ_CHUNK, self.largest.depth + 1)  # what caches have room for
-        at_root, reading = catch_up(model, state.reading, history, chunk)
+        at_root, reading, passes = catch_up(model, state.reading, history, chunk)
         shape = self.width, self.depth
         own, levels = best_first(
             model, reading, root, at_root, dist, rule, probability, *shape, go_on
@@ -120,7 +123,9 @@ class AdaptiveDrafter:
         count = pool.tokens.shape[1] - own.tokens.shape[1]
         found = jax.tree.map(lambda x: x[:, :count], pool)
         values = own.value.reshape(-1, self.depth, self.width)
-        return replace(state, reading=reading), merged(found, own), levels, values
+        passes = state.passes + passes + levels - 1  # the root was read with the text
+        state = replace(state, reading=reading, passes=passes)
+        return state, merged(found, own), levels, values
 
     def propose(
         self,

@@ -26,8 +26,11 @@ from stree_jax.speculation.pool import Pool, best_tree, gains
 from stree_jax.speculation.tree import Auto, Budget
 
 FADE = 0.9  # a step, of the rate of steps with the model
-SWITCH = 1.03  # another way to draft must promise to be so much faster
-TRIALS, FIRST_WAIT, LONGEST_WAIT = 6, 16, 256  # steps: at first; between later trials
+# What promises to be faster must promise so much more: to ask a model, to go on with
+# it, to draft at all. The best of several guesses promises more than it holds.
+BEGIN, STAY, DRAFT = 1.1, 1.03, 1.05
+TRIALS, FIRST_WAIT, LONGEST_WAIT = 6, 48, 256  # steps: at first; between later trials
+SURE, HOPELESS = 2, 0.9  # so many trials are enough where they promise but so much
 LONGEST_REST = 3  # plain steps without looking for drafts, where there were none
 FREE = -1  # of `Learnt.force`
 
@@ -138,7 +141,8 @@ class AdaptivePolicy:
     ) -> Decoding:
         assert isinstance(drafter, AdaptiveDrafter)
         d, learnt, looking = decoding, decoding.policy, decoding.drafting
-        probability = learnt.counts.probability()
+        sampled = d.requests.sampling is not None
+        probability = learnt.counts.probability(sampled)
         running = (d.finish == RUNNING).astype(jnp.float32)
         pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
@@ -166,12 +170,14 @@ class AdaptivePolicy:
     def _wants_model(self, learnt: Learnt, rate: jax.Array) -> tuple[Learnt, jax.Array]:
         """Whether to ask the model, where `rate` [] tokens a second can be had without.
 
-        As long as it has not been tried for `TRIALS` steps, and later in every
-        `patience`-th step, whatever it gained so far.
+        As long as it has not been tried for `TRIALS` steps (`SURE`, if that was
+        hopeless), and later in every `patience`-th step, whatever it gained so far.
         """
         own = learnt.gain / jnp.maximum(learnt.seconds, 1e-30)
-        margin = jnp.where(learnt.modelling, 1.0, SWITCH)
-        trying = learnt.modelling & (learnt.wait > 0)
+        margin = jnp.where(learnt.modelling, STAY, BEGIN)
+        tried = learnt.wait <= TRIALS - SURE
+        hopeless = tried & (own < HOPELESS * rate)
+        trying = learnt.modelling & (learnt.wait > 0) & ~hopeless
         faster = own > margin * rate
         due = ~learnt.modelling & (learnt.wait <= 0)
         wanted = trying | faster | due
@@ -260,7 +266,7 @@ class AdaptivePolicy:
         by_size = (by_row * running[:, None]).sum(axis=0)
         seconds = self.times.verify + spent
         plain = jnp.arange(len(self.tree.sizes), dtype=jnp.int32) == 0
-        rates = by_size / seconds * jnp.where(plain & (spent == 0), SWITCH, 1.0)
+        rates = by_size / seconds * jnp.where(plain & (spent == 0), DRAFT, 1.0)
         free = learnt.force.size == FREE
         choice = jnp.where(free, jnp.argmax(rates), learnt.force.size).astype(jnp.int32)
         idle = free & (choice == 0) & ~learnt.modelling

@@ -39,29 +39,33 @@ values [B, W] of the last one's nodes; bool []."""
 
 def catch_up(
     model: Model, state: State, history: History, chunk: int
-) -> tuple[jax.Array, State]:
+) -> tuple[jax.Array, State, jax.Array]:
     """Read the text that the model has not read, `chunk` tokens a pass.
 
     Returns:
-      hidden states [B, 1, d] after the last token, and the state.
+      hidden states [B, 1, d] after the last token, the state, and how many passes it
+      took, [] int32.
     """
     batch, S = history.tokens.shape
 
-    def behind(carry: tuple[jax.Array, State]) -> jax.Array:
+    def behind(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
         return (carry[1].length < history.length).any()
 
-    def read(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-        hidden, state = carry
+    def read(
+        carry: tuple[jax.Array, State, jax.Array],
+    ) -> tuple[jax.Array, State, jax.Array]:
+        hidden, state, passes = carry
         place = state.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(history.tokens, jnp.minimum(place, S - 1), axis=1)
         count = jnp.clip(history.length - state.length, 0, chunk)
         out, state = extend(model, state, tokens, count)
         last = jnp.maximum(count - 1, 0)[:, None, None]
         last = jnp.take_along_axis(out, last, axis=1)
-        return jnp.where((count > 0)[:, None, None], last, hidden), state
+        hidden = jnp.where((count > 0)[:, None, None], last, hidden)
+        return hidden, state, passes + 1
 
     hidden = jnp.zeros((batch, 1, model.config.d_model), jnp.float32)
-    return lax.while_loop(behind, read, (hidden, state))
+    return lax.while_loop(behind, read, (hidden, state, jnp.int32(0)))
 
 
 @struct.dataclass

@@ -27,6 +27,9 @@ _BELIEVED = 1 / (1 + np.exp(4 - LOGIT_STEP * (np.arange(MODEL_KINDS) + 0.5)))
 _MATCHED = [0.03, 0.08, 0.2, 0.4, 0.6, 0.75, 0.85, 0.9]
 _OTHERS = [0.01, 0.02, 0.03, 0.04, 0.05, 0.05, 0.05, 0.05]
 PRIOR = np.asarray([*_BELIEVED, *_MATCHED, *_OTHERS], np.float32)
+# A text that is drawn repeats itself less than one that is always the likeliest.
+_DRAWN = [0.5 * p for p in (*_MATCHED, *_OTHERS)]
+PRIOR_SAMPLED = np.asarray([*_BELIEVED, *_DRAWN], np.float32)
 
 
 @struct.dataclass
@@ -38,9 +41,9 @@ class Counts:
     right: jax.Array
     tried: jax.Array
 
-    def probability(self) -> jax.Array:
+    def probability(self, sampled: bool) -> jax.Array:
         """[Z] float32, that a node is right once its parent is."""
-        prior = jnp.asarray(PRIOR)
+        prior = jnp.asarray(PRIOR_SAMPLED if sampled else PRIOR)
         return (self.right + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
 
 

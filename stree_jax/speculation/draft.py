@@ -11,8 +11,8 @@ from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import chain
 
 # Where a token of the text comes from: the target chose it, or who drafted it.
-TARGET, DRAFTER, LOOKUP = 0, 1, 2
-ORIGINS = ("target", "drafter", "lookup")
+TARGET, DRAFTER, LOOKUP, NGRAM, STAGE = 0, 1, 2, 3, 4
+ORIGINS = ("target", "drafter", "lookup", "n-gram", "inner drafter")
 
 
 @struct.dataclass

@@ -1,6 +1,7 @@
 """The tables of a tree, derived in one place from its `parents`.
 
-Letters: B rows, T nodes, M depth of the tree, W most nodes of a level, C most children.
+Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (those with
+children), C most children.
 """
 
 import jax
@@ -34,12 +35,12 @@ class Levels:
     """How a static tree is filled depth by depth.
 
     Attributes:
-      nodes: [M, W] int32, those at depth 1..M, padded with T.
-      slot: [T] int32, place of a node among those of its depth.
+      inner: [M, I] int32, the inner nodes at depth 0..M - 1, padded with T.
+      slot: [T] int32, place of an inner node among those of its depth.
       rank: [T] int32, place of a node among its siblings.
     """
 
-    nodes: jax.Array
+    inner: jax.Array
     slot: jax.Array
     rank: jax.Array
 
@@ -73,11 +74,14 @@ def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
 def tree_levels(tree: Tree) -> Levels:
     """The levels of a tree that all rows have."""
     T, parents = tree.size, jnp.asarray(tree.parents, jnp.int32)
+    node = jnp.arange(T, dtype=jnp.int32)
     depth = (ancestors(parents[None], tree.depth + 1)[0] >= 0).sum(-1, jnp.int32) - 1
-    slot = _count_before(depth[:, None] == depth[None])
-    nodes = jnp.full((tree.depth + 1, tree.width), T, jnp.int32)
-    nodes = nodes.at[depth, slot].set(jnp.arange(T, dtype=jnp.int32))[1:]
-    return Levels(nodes, slot, _count_before(parents[:, None] == parents[None]))
+    is_inner = (parents[None] == node[:, None]).any(axis=1)
+    slot = _count_before((depth[:, None] == depth[None]) & is_inner[None])
+    place = depth, jnp.where(is_inner, slot, tree.inner)
+    inner = jnp.full((tree.depth, tree.inner), T, jnp.int32)
+    inner = inner.at[place].set(node, mode="drop")
+    return Levels(inner, slot, _count_before(parents[:, None] == parents[None]))
 
 
 def below_root(parents: jax.Array, conv_taps: int) -> Nodes:

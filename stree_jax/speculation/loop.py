@@ -39,9 +39,11 @@ from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decodin
 from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter, Prompts
 from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
+from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.policy import FixedTree, Policy
+from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
-from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
+from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree, resolve_tree
 
 FOREVER = 2**31 - 1  # steps
 LOOKUP = "lookup"  # the drafter that needs no model
@@ -65,6 +67,8 @@ def make_spec(
     target = Model(target.params, target.config)  # whatever else an API's model has
     if isinstance(drafter, str) and drafter != LOOKUP:
         raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
+    if isinstance(drafter, NGrams | Staged):
+        tree = _fillable(tree)
     model = None
     if isinstance(drafter, Model):
         model = Model(drafter.params, drafter.config)
@@ -81,6 +85,8 @@ def make_spec(
         return Spec(target, adaptive, AdaptivePolicy(times, tree), rule)
     if drafter is None:
         return Spec(target, NoDrafter(), FixedTree(tree), rule)
+    if isinstance(drafter, NGrams | Staged):
+        return Spec(target, bare(drafter), FixedTree(tree), rule)
     if isinstance(drafter, str):
         return Spec(target, LookupDrafter(), FixedTree(picked_tree(tree)), rule)
     if model is None:
@@ -89,6 +95,27 @@ def make_spec(
     if isinstance(tree, Beam):
         return Spec(target, beam_drafter(model), FixedTree(tree), rule)
     return Spec(target, ModelDrafter(model, fill_tree), FixedTree(tree), rule)
+
+
+def bare(drafter: Any) -> Any:
+    """Stages without what API's models have beside parameters; a model is a stage."""
+    match drafter:
+        case Staged():
+            model = Model(drafter.model.params, drafter.model.config)
+            return replace(drafter, model=model, guesser=bare(drafter.guesser))
+        case Model():
+            return Staged(Model(drafter.params, drafter.config))
+        case _:
+            return drafter
+
+
+def _fillable(tree: Topology) -> Topology:
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            "tree: n-grams and staged drafters fill a fixed tree, such as 'E' or "
+            "'chain:4'; a beam or 'auto' wants a model alone, or 'lookup'"
+        )
+    return tree
 
 
 def picked_tree(tree: Topology) -> Topology:
@@ -245,15 +272,23 @@ def advance(
 
 
 def with_short_path(d: Decoding) -> Decoding:
-    """With the pending path replayed, and room for paths of one node.
+    """With room for paths of one node; a longer pending path is replayed.
 
     Plain steps come in runs, and replay as many rows as there is room for.
     """
     last = d.pending
-    state = commit(d.state, last.records, last.path, last.length)
+
+    def is_long(carry: tuple[State, jax.Array]) -> jax.Array:
+        return (carry[1] > 1).any()
+
+    def replayed(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state, length = carry
+        return commit(state, last.records, last.path, length), jnp.zeros_like(length)
+
+    # A loop that runs once, if at all: a conditional would copy the state.
+    state, length = lax.while_loop(is_long, replayed, (d.state, last.length))
     records = jax.tree.map(lambda x: x[:, :1], last.records)
-    short = Pending(records, last.path[:, :1], jnp.zeros_like(last.length))
-    return replace(d, state=state, pending=short)
+    return replace(d, state=state, pending=Pending(records, last.path[:, :1], length))
 
 
 def generate_tokens(

@@ -4,8 +4,8 @@ The drafter is fed the tokens that became text since its last call (a chain), an
 guesses below them. It keeps nothing of its guesses: what was accepted comes back as
 text at the next call, so a rejected branch cannot leave a trace in its state.
 
-Letters: B rows, T nodes, M depth of the tree, W most nodes of a level, C most children
-of a node, V tokens of the vocabulary, U room for unread tokens.
+Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, C most
+children of a node, V tokens of the vocabulary, U room for unread tokens.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from stree_jax.sampling.distribution import DRAFT, Distribution
 from stree_jax.speculation.accept import Drafting, Rule
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import News, Prompts
-from stree_jax.speculation.layout import below_root, tree_layout, tree_levels
+from stree_jax.speculation.layout import Levels, below_root, tree_layout, tree_levels
 from stree_jax.speculation.tree import Topology, Tree
 
 
@@ -43,12 +43,14 @@ class Reading:
       unread: [B, U] int32; the last that counts is the root of the next tree. It has no
         room (U = 0) just after everything was read.
       unread_length: [B] int32.
+      passes: [B] int32, of the model since the prompts were read.
       room: U between steps.
     """
 
     state: State
     unread: jax.Array
     unread_length: jax.Array
+    passes: jax.Array
     room: int = struct.field(pytree_node=False)
 
 
@@ -64,7 +66,7 @@ def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:
     state = read_text(model, token_ids, lengths, prompts.capacity, read)
     unread = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
     unread = jnp.pad(unread, ((0, 0), (0, room - 1)))
-    return Reading(state, unread, jnp.ones_like(lengths), room)
+    return Reading(state, unread, jnp.ones_like(lengths), jnp.zeros_like(lengths), room)
 
 
 def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
@@ -76,8 +78,18 @@ def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
     last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
     hidden, state = extend(model, reading.state, reading.unread, reading.unread_length)
     hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
-    none = jnp.zeros_like(reading.unread_length)
-    return hidden, Reading(state, reading.unread[:, :0], none, reading.room)
+    return hidden, all_read(reading, state, 1)
+
+
+def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading:
+    """The reading with nothing unread, after so many passes more."""
+    return replace(
+        reading,
+        state=state,
+        unread=reading.unread[:, :0],
+        unread_length=jnp.zeros_like(reading.unread_length),
+        passes=reading.passes + passes,
+    )
 
 
 def add_news(model: Model, reading: Reading, news: News) -> Reading:
@@ -156,7 +168,7 @@ class ModelDrafter:
             return only_root(root), state
         hidden, state = read_all(self.model, state)
         draft = self.fill(self.model, state.state, root, hidden, tree, dist, rule)
-        return draft, state
+        return draft, replace(state, passes=state.passes + tree.depth - 1)
 
     def commit(self, state: Reading, news: News) -> Reading:
         return add_news(self.model, state, news)
@@ -173,44 +185,83 @@ def fill_tree(
 ) -> Draft:
     """Fill a static tree with a model's guesses; see `Fill`."""
     batch, T, config = root.shape[0], tree.size, model.config
-    parents, levels = jnp.asarray(tree.parents, jnp.int32), tree_levels(tree)
-    layout = tree_layout(tree, tree.rows(1))  # all rows have this one
+    levels = tree_levels(tree)
     nodes = below_root(tree.rows(batch), config.conv_taps)
-    with_q = dist.sampling is not None and rule.needs_q
 
-    def grow(
-        draft: Draft, hidden: jax.Array, above: jax.Array, depth: jax.Array
-    ) -> Draft:
-        """Fill in the nodes at `depth`, children of nodes `above` [W]."""
-        path = draft.tokens[:, layout.paths[0, jnp.minimum(above, T - 1)]]
-        depths = jnp.broadcast_to(depth - 1, (1, *above.shape))
-        z = dist.scores(logits_of(model, hidden), depths, path)
-        guess = draw_children(rule.drafting, dist, z, above, depth, tree.children)
-        guess = guess[:, levels.slot[parents], levels.rank].astype(jnp.int32)
-        q = draft.q
-        if q is not None:
-            q = q.at[:, above].set(jnp.exp(z), mode="drop")
-        tokens = jnp.where(layout.depth == depth, guess, draft.tokens)
-        return replace(draft, tokens=tokens, q=q)
+    def draw(draft: Draft, hidden: jax.Array, depth: jax.Array) -> Draft:
+        logits = logits_of(model, hidden)
+        return draw_level(draft, logits, depth, tree, levels, dist, rule)
 
-    def level(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+    def level(carry: tuple, depth: jax.Array) -> tuple[tuple, None]:
         draft, records = carry
-        above, depth = inputs
+        above = levels.inner[depth]
         hidden, records, _ = forward_hidden(
             model, state, draft.tokens[:, above], nodes, records=records, rows=above
         )
-        return (grow(draft, hidden, above, depth + 1), records), None
+        return (draw(draft, hidden, depth), records), None
 
-    draft = Draft(
+    draft = draw(empty_draft(root, tree, dist, rule), at_root, jnp.int32(0))
+    records = init_records(config, batch, T, param_dtype(model.params))
+    depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
+    (draft, _), _ = lax.scan(level, (draft, records), depths)
+    return draft
+
+
+def empty_draft(root: jax.Array, tree: Tree, dist: Distribution, rule: Rule) -> Draft:
+    """A static tree below the roots [B] that is yet to be filled."""
+    batch, T = root.shape[0], tree.size
+    with_q = dist.sampling is not None and rule.needs_q
+    return Draft(
         layout=tree_layout(tree, tree.rows(batch)),
         tokens=jnp.broadcast_to(root[:, None], (batch, T)),
         q=jnp.zeros((batch, T, dist.num_tokens), jnp.float32) if with_q else None,
     )
-    draft = grow(draft, at_root, jnp.zeros((1,), jnp.int32), jnp.int32(1))
-    records = init_records(config, batch, T, param_dtype(model.params))
-    depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
-    (draft, _), _ = lax.scan(level, (draft, records), (levels.nodes[:-1], depths))
-    return draft
+
+
+def draw_level(
+    draft: Draft,
+    logits: jax.Array,
+    depth: jax.Array,
+    tree: Tree,
+    levels: Levels,
+    dist: Distribution,
+    rule: Rule,
+) -> Draft:
+    """Draw the children of the inner nodes at a depth [] int32.
+
+    Args:
+      logits: [B, Q, >= V] float32, after the first Q <= I of those nodes; the root is
+        alone.
+    """
+    above = levels.inner[depth, : logits.shape[1]]
+    paths = draft.layout.paths[0, jnp.minimum(above, tree.size - 1)]  # rows are alike
+    depths = jnp.broadcast_to(depth, (1, above.shape[0]))
+    z = dist.scores(logits, depths, draft.tokens[:, paths])
+    children = draw_children(rule.drafting, dist, z, above, depth + 1, tree.children)
+    q = draft.q
+    if q is not None:
+        q = q.at[:, above].set(jnp.exp(z), mode="drop")
+    tokens = with_children(draft.tokens, children, depth, tree, levels)
+    return replace(draft, tokens=tokens, q=q)
+
+
+def with_children(
+    tokens: jax.Array,
+    children: jax.Array,
+    depth: jax.Array,
+    tree: Tree,
+    levels: Levels,
+) -> jax.Array:
+    """Tokens [B, T] with the children [B, Q, C] of a depth's first Q inner nodes.
+
+    Args:
+      depth: [] int32.
+    """
+    parents = jnp.asarray(tree.parents, jnp.int32)
+    above = levels.inner[depth, : children.shape[1]]
+    below = (parents[None] == above[:, None]).any(axis=0)
+    drawn = children[:, levels.slot[parents], levels.rank].astype(jnp.int32)
+    return jnp.where(below, drawn, tokens)
 
 
 def draw_children(
@@ -221,14 +272,14 @@ def draw_children(
     depth: jax.Array,
     count: int,
 ) -> jax.Array:
-    """Tokens [B, W, count] of the children of W nodes, in the order they are drawn.
+    """Tokens [B, I, count] of the children of I nodes, in the order they are drawn.
 
     Args:
       drafting: "top_k", the most probable; "iid", independent draws;
         "without_replacement", draws by the largest Gumbel-perturbed log-probabilities;
         "coupled", the same with the noise that the target will choose by.
-      z: [B, W, V] float32, log-probabilities (any logits if all rows are greedy).
-      above: [W] int32, the nodes.
+      z: [B, I, V] float32, log-probabilities (any logits if all rows are greedy).
+      above: [I] int32, the nodes.
       depth: of the children, at least 1.
     """
     if dist.sampling is None or drafting == "top_k":
@@ -237,7 +288,7 @@ def draw_children(
         return lax.top_k(z + dist.noise(depth - 1)[:, None], count)[1]
     by_node = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     step = dist.keys(DRAFT, jnp.int32(0))
-    keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, W]
+    keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, I]
     if drafting == "iid":
         drawn = iid_draws(jnp.exp(z), keys, count)
         greedy = dist.sampling.greedy[:, None, None]
@@ -246,7 +297,7 @@ def draw_children(
 
 
 def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
-    """Independent draws [B, W, count] int32 of p [B, W, V], by inverting its sums."""
+    """Independent draws [B, I, count] int32 of p [B, I, V], by inverting its sums."""
 
     def one(p: jax.Array, key: jax.Array) -> jax.Array:
         below = jnp.cumsum(p)

@@ -29,12 +29,14 @@ class Tree:
       parents: [T] int32, parent row of each node; -1 for the root, node 0.
       depth: M, edges on the longest path.
       width: most nodes at one depth.
+      inner: most nodes at one depth that have children; the root is one.
       children: most children of one node.
     """
 
     parents: jax.Array | np.ndarray
     depth: int = struct.field(pytree_node=False)
     width: int = struct.field(pytree_node=False)
+    inner: int = struct.field(pytree_node=False)
     children: int = struct.field(pytree_node=False)
 
     @property
@@ -173,11 +175,12 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
     depth = np.zeros(len(table), int)
     for t in range(1, len(table)):
         depth[t] = depth[table[t]] + 1
-    children = np.bincount(table[1:]) if len(table) > 1 else np.zeros(1, int)
+    children = np.bincount(table[1:], minlength=len(table))
     return Tree(
         parents=table.astype(np.int32),  # NumPy: importing must not touch a device
         depth=int(depth.max()),
         width=int(np.bincount(depth)[1:].max(initial=1)),
+        inner=int(np.bincount(depth[children > 0]).max(initial=1)),
         children=int(children.max()),
     )
 

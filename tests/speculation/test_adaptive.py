@@ -248,7 +248,7 @@ def test_levels_are_those_of_a_best_first_search(target, prompts):
 
     @jax.jit
     def run(state):
-        hidden, state = catch_up(plan.spec.target, state, history, 4)
+        hidden, state, _ = catch_up(plan.spec.target, state, history, 4)
         return best_first(
             plan.spec.target,
             state,

@@ -50,8 +50,10 @@ def test_layout_against_walking_the_tree():
         depth = depth_of(parents)
         assert np.asarray(layout.depth).tolist() == [depth.tolist()] * 2
         assert tree.depth == depth.max()
-        for level, rows in enumerate(np.asarray(levels.nodes), start=1):
-            expected = np.flatnonzero(depth == level).tolist()
+        assert levels.inner.shape == (tree.depth, tree.inner)
+        for level, rows in enumerate(np.asarray(levels.inner)):
+            at_level = np.flatnonzero(depth == level).tolist()
+            expected = [t for t in at_level if t in parents]
             assert rows[: len(expected)].tolist() == expected
             assert (rows[len(expected) :] == T).all()
             slots = np.asarray(levels.slot)[expected]

@@ -1,0 +1,171 @@
+"""n-gram tables on disk: one safetensors file, checked like a model directory."""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.speculation.ngrams import WAYS, NGrams, Table
+
+FORMAT, VERSION = "stree-jax-ngrams", 1
+MOST_HEADER = 2**20  # bytes
+FIELDS = ("contexts", "tokens", "log_prob", "back_off")
+
+
+def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
+    """Write a table, atomically; dst must not exist.
+
+    Raises:
+      CheckpointError: one line saying what is wrong; dst is not made.
+    """
+    from safetensors.numpy import save
+
+    dst = Path(dst)
+    check_new(dst)
+    arrays = {"unigram": ngrams.unigram}
+    for c, table in enumerate(ngrams.tables, start=1):
+        arrays |= {f"{field}_{c}": getattr(table, field) for field in FIELDS}
+    tensors = {name: np.asarray(array) for name, array in arrays.items()}
+    facts = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "temperature": repr(float(ngrams.temperature)),
+    }
+    body = save(tensors, facts)
+    facts["sha256"] = _digest(*_split(dst, body))
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=dst.parent, prefix=f".{dst.name[:50]}")
+        with os.fdopen(handle, "wb") as file:
+            file.write(save(tensors, facts))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, dst)
+    except OSError as error:
+        raise CheckpointError(f"{dst}: cannot be written ({error})") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def check_new(dst: Path) -> None:
+    """A file can be made there; told before hours of work.
+
+    Raises:
+      CheckpointError: it exists, or its folder does not.
+    """
+    if dst.exists() or dst.is_symlink():
+        raise CheckpointError(f"{dst}: exists already; choose another place")
+    if not dst.absolute().parent.is_dir():
+        raise CheckpointError(f"{dst.absolute().parent}: no such directory")
+
+
+def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
+    """A table from a file that `save_ngrams` or `stree-jax ngrams` wrote.
+
+    Raises:
+      CheckpointError: one line saying what is wrong and where.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        body = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    header, data = _split(path, body)
+    facts = header.get("__metadata__")
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+    if facts.get("version") != str(VERSION):
+        raise CheckpointError(
+            f"{path}: version: want {VERSION}, got {facts.get('version')!r}"
+        )
+    if facts.get("sha256") != _digest(header, data):
+        raise CheckpointError(
+            f"{path}: damaged: its checksum is not that of what it holds; copy or make "
+            "it again"
+        )
+    try:
+        tensors = load(body)
+        temperature = float(facts["temperature"])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a table ({error})") from error
+    return _checked(path, tensors, temperature)
+
+
+def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and the bytes behind it."""
+    size = int.from_bytes(body[:8], "little")
+    if not 2 <= size <= min(MOST_HEADER, len(body) - 8):
+        raise CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+    try:
+        header = json.loads(body[8 : 8 + size])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: no n-gram table; `stree-jax ngrams` makes one"
+        ) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+    return header, body[8 + size :]
+
+
+def _digest(header: dict[str, Any], data: bytes) -> str:
+    """SHA-256 of all but itself."""
+    facts = {k: v for k, v in header["__metadata__"].items() if k != "sha256"}
+    rest = json.dumps({**header, "__metadata__": facts}, sort_keys=True)
+    return hashlib.sha256(rest.encode() + data).hexdigest()
+
+
+def _checked(path: Path, tensors: dict[str, np.ndarray], temperature: float) -> NGrams:
+    """The table of arrays that belong together."""
+
+    def array(name: str, kind: type, *shape: int | None) -> np.ndarray:
+        found = tensors.pop(name, None)
+        if found is None:
+            raise CheckpointError(f"{path}: {name}: missing")
+        fits = len(found.shape) == len(shape) and all(
+            want in (None, got) for want, got in zip(shape, found.shape, strict=True)
+        )
+        if found.dtype != kind or not fits:
+            raise CheckpointError(
+                f"{path}: {name}: want {np.dtype(kind)} {list(shape)}, "
+                f"got {found.dtype} {list(found.shape)}"
+            )
+        return found
+
+    def inside(name: str, found: np.ndarray, low: float, high: float) -> np.ndarray:
+        if found.size and not ((found >= low) & (found <= high)).all():  # NaN is not
+            raise CheckpointError(f"{path}: {name}: numbers outside {low}..{high}")
+        return found
+
+    order, none = sum(name.startswith("contexts_") for name in tensors) + 1, -math.inf
+    unigram = inside("unigram", array("unigram", np.float32, None), none, 0)
+    tables, V, keep = [], unigram.shape[0], None
+    for c in range(1, order):
+        contexts = array(f"contexts_{c}", np.int32, None, c)
+        slots = contexts.shape[0]
+        if slots < WAYS or slots & (slots - 1):
+            raise CheckpointError(f"{path}: contexts_{c}: {slots} slots, no power of 2")
+        tokens = array(f"tokens_{c}", np.int32, slots, keep)
+        keep = tokens.shape[1]
+        chance = array(f"log_prob_{c}", np.float32, slots, keep)
+        left = array(f"back_off_{c}", np.float32, slots)
+        inside(f"contexts_{c}", contexts, -1, V - 1)
+        inside(f"tokens_{c}", tokens, -1, V - 1)
+        inside(f"log_prob_{c}", chance, none, 1e-3)
+        inside(f"back_off_{c}", left, none, 1e3)
+        tables.append(Table(*map(jnp.asarray, (contexts, tokens, chance, left))))
+    if not tables or not keep or tensors or not 0 < temperature < math.inf:
+        odd = next(iter(tensors), "an order of 2, tokens and a temperature above 0")
+        raise CheckpointError(f"{path}: {odd}: want those of an n-gram table alone")
+    return NGrams.of(jnp.asarray(unigram), tuple(tables), keep, temperature)

@@ -1,0 +1,255 @@
+"""Katz back-off n-grams as a table on the device (Spector and Re 2023; Katz 1987).
+
+What a model says after the last n - 1 tokens, looked up. For a context h that was seen,
+the table has the K likeliest tokens w with log P(w|h), and how much is left for others:
+
+    P(w|h) = alpha(h) P(w|h'),  h' = h without its first token,
+
+where alpha(h) makes the sum 1. A context that was not seen says what h' says. How
+counts become probabilities is in `training/ngrams.py`.
+
+Letters: V tokens of the vocabulary, c tokens of a context (most: n - 1), S slots of a
+table, K tokens of a slot, N = n K candidates.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from stree_jax.models import tree_nodes
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.draft import NGRAM, Draft, only_root
+from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.stage import Task, make_task
+from stree_jax.speculation.tree import Topology
+
+WAYS = 4  # neighbouring slots that a context may be in
+EMPTY = -1  # token of a slot, or of a context before the text begins
+
+
+@struct.dataclass
+class Table:
+    """Contexts of one length.
+
+    Attributes:
+      contexts: [S, c] int32, `EMPTY` where a slot is.
+      tokens: [S, K] int32, likeliest first, padded with `EMPTY`.
+      log_prob: [S, K] float32, of those; -inf for padding.
+      back_off: [S] float32, log alpha; 0 where a slot is empty.
+    """
+
+    contexts: jax.Array
+    tokens: jax.Array
+    log_prob: jax.Array
+    back_off: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """S, a power of two."""
+        return self.contexts.shape[0]
+
+
+@struct.dataclass
+class NGrams:
+    """An n-gram model; also a drafter, and one that drafts for a drafter.
+
+    Attributes:
+      unigram: [V] float32, log P(w).
+      common: [K] int32, the likeliest tokens of `unigram`.
+      tables: of contexts of 1 .. n - 1 tokens.
+      temperature: of the sampling that was counted.
+    """
+
+    unigram: jax.Array
+    common: jax.Array
+    tables: tuple[Table, ...]
+    temperature: float = struct.field(pytree_node=False, default=1.0)
+
+    @classmethod
+    def of(
+        cls,
+        unigram: jax.Array,
+        tables: tuple[Table, ...],
+        keep: int,
+        temperature: float = 1.0,
+    ) -> "NGrams":
+        """With the K = `keep` likeliest of all tokens."""
+        _, common = lax.top_k(unigram, min(keep, unigram.shape[0]))
+        return cls(unigram, common, tables, temperature)
+
+    def init(self, prompts: Prompts, past: DraftState | None) -> "Tail":
+        c = self.order - 1
+        back = prompts.lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
+        tokens = jnp.take_along_axis(prompts.token_ids, jnp.maximum(back, 0), axis=1)
+        return Tail(jnp.where(back >= 0, tokens, EMPTY))
+
+    def propose(
+        self,
+        state: "Tail",
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, "Tail"]:
+        if tree.size == 1:
+            return only_root(root), state
+        task = make_task(tree, dist, rule)
+        return self.begin(state, task.empty(root), task, task.tree.depth)
+
+    def commit(self, state: "Tail", news: News) -> "Tail":
+        text = jnp.concatenate([state.tokens, news.tokens], axis=1)
+        c = state.tokens.shape[1]
+        last = news.length[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
+        return Tail(jnp.take_along_axis(text, last, axis=1))
+
+    def begin(
+        self, state: "Tail", draft: Draft, task: Task, ahead: int
+    ) -> tuple[Draft, "Tail"]:
+        return self.fill(state, draft, jnp.int32(0), task, ahead)
+
+    def fill(
+        self, opened: "Tail", draft: Draft, known: jax.Array, task: Task, ahead: int
+    ) -> tuple[Draft, "Tail"]:
+        windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
+        for j in range(ahead):
+            draft = self._guess(opened, draft, known + j, task, windows)
+        return draft, opened
+
+    def end(self, opened: "Tail") -> "Tail":
+        return opened
+
+    def _guess(
+        self,
+        tail: "Tail",
+        draft: Draft,
+        depth: jax.Array,
+        task: Task,
+        windows: jax.Array,
+    ) -> Draft:
+        """Children of the inner nodes at a depth [] int32."""
+        tree, levels, dist = task.tree, task.levels, task.dist
+        above = jnp.minimum(levels.inner[jnp.minimum(depth, tree.depth - 1)], tree.size)
+        text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
+        contexts = text[:, windows[jnp.minimum(above, tree.size - 1)]]
+        scale, noise = jnp.ones((1, 1, 1), jnp.float32), None
+        if dist.sampling is not None:
+            greedy, own = dist.sampling.greedy, dist.sampling.temperature
+            scale = jnp.where(
+                greedy, 1.0, self.temperature / jnp.where(greedy, 1.0, own)
+            )
+            scale = scale[:, None, None]
+            if task.rule.drafting == "coupled":
+                noise = dist.noise(depth)
+        children = likeliest(self, contexts, tree.children, scale, noise)
+        return task.with_children(draft, children, depth, NGRAM)
+
+    @property
+    def num_tokens(self) -> int:
+        """V."""
+        return self.unigram.shape[0]
+
+    @property
+    def order(self) -> int:
+        """n."""
+        return len(self.tables) + 1
+
+    def __repr__(self) -> str:
+        slots = " + ".join(f"{table.slots:,}" for table in self.tables)
+        return f"NGrams(order {self.order}, {self.num_tokens} tokens, {slots} slots)"
+
+
+@struct.dataclass
+class Tail:
+    """The last tokens [B, n - 1] int32 of the text, the root of the next tree included;
+    `EMPTY` before its begin."""
+
+    tokens: jax.Array
+
+
+def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
+    """The first [...] int32 of the `WAYS` slots where contexts [..., c] may be."""
+    number = jnp.zeros(contexts.shape[:-1], jnp.uint32)
+    for token in jnp.moveaxis(contexts, -1, 0):
+        number = (number ^ token.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+        number = number ^ (number >> 15)
+    number = (number * jnp.uint32(0x85EBCA6B)) >> 7
+    return (number % jnp.uint32(slots // WAYS)).astype(jnp.int32) * WAYS
+
+
+def find(table: Table, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The slots [...] int32 of contexts [..., c], and whether they are there."""
+    at = first_slot(contexts, table.slots)
+    there = table.contexts.reshape(-1, WAYS, contexts.shape[-1])[at // WAYS]
+    same = (there == contexts[..., None, :]).all(axis=-1)
+    return at + jnp.argmax(same, axis=-1).astype(jnp.int32), same.any(axis=-1)
+
+
+def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The likeliest next tokens, of all context lengths, longest first.
+
+    Args:
+      contexts: [..., n - 1] int32, `EMPTY` before the text's begin.
+
+    Returns:
+      tokens [..., N] int32 and log P(w|h) [..., N] float32; -inf where a token stands
+      twice, or there is none.
+    """
+    shape, K = contexts.shape[:-1], ngrams.common.shape[0]
+    left = jnp.zeros(shape, jnp.float32)  # sum of log alpha so far
+    tokens, log_prob = [], []
+    for table in reversed(ngrams.tables):
+        c = table.contexts.shape[1]
+        slot, found = find(table, contexts[..., contexts.shape[-1] - c :])
+        tokens.append(jnp.where(found[..., None], table.tokens[slot], EMPTY))
+        log_prob.append(left[..., None] + table.log_prob[slot])
+        left = left + jnp.where(found, table.back_off[slot], 0.0)
+    tokens.append(jnp.broadcast_to(ngrams.common, (*shape, K)))
+    log_prob.append(left[..., None] + ngrams.unigram[ngrams.common])
+    token, value = jnp.concatenate(tokens, -1), jnp.concatenate(log_prob, -1)
+    before = jnp.tril(jnp.ones((token.shape[-1],) * 2, bool), -1)
+    again = ((token[..., :, None] == token[..., None, :]) & before).any(axis=-1)
+    return token, jnp.where(again | (token == EMPTY), -jnp.inf, value)
+
+
+def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Array:
+    """log P(w|h) [...] float32 of tokens [...] after contexts [..., n - 1]."""
+    left = jnp.zeros(tokens.shape, jnp.float32)
+    value = ngrams.unigram[tokens]
+    known = jnp.zeros(tokens.shape, bool)
+    result = left
+    for table in reversed(ngrams.tables):
+        c = table.contexts.shape[1]
+        slot, found = find(table, contexts[..., contexts.shape[-1] - c :])
+        here = (table.tokens[slot] == tokens[..., None]) & found[..., None]
+        own = jnp.where(here, table.log_prob[slot], -jnp.inf).max(axis=-1)
+        result = jnp.where(known, result, left + own)
+        known = known | here.any(axis=-1)
+        left = left + jnp.where(found, table.back_off[slot], 0.0)
+    return jnp.where(known, result, left + value)
+
+
+def likeliest(
+    ngrams: NGrams,
+    contexts: jax.Array,
+    count: int,
+    scale: jax.Array,
+    noise: jax.Array | None,
+) -> jax.Array:
+    """Tokens [B, Q, count] int32 that a model would draw after contexts [B, Q, n - 1].
+
+    Args:
+      scale: [B, 1, 1] float32, of log P, where texts are drawn at another temperature.
+      noise: [B, V] float32, what the model's draws are perturbed by, or None.
+    """
+    token, value = candidates(ngrams, contexts)
+    value = value * scale
+    if noise is not None:
+        place = jnp.maximum(token, 0).reshape(token.shape[0], -1)
+        drawn = jnp.take_along_axis(noise, place, axis=1).reshape(token.shape)
+        value = value + drawn
+    short = max(count - token.shape[-1], 0)
+    _, best = lax.top_k(value, min(count, token.shape[-1]))
+    token = jnp.maximum(jnp.take_along_axis(token, best, axis=-1), 0)
+    return jnp.pad(token, ((0, 0), (0, 0), (0, short)))

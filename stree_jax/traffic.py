@@ -1,0 +1,146 @@
+"""Memory traffic: the bytes that decoding reads and writes, by stage (Spector and Re
+2023, table 1).
+
+With few rows, a pass takes as long as reading what it works on. It reads the weights
+once for all rows, and each row's state and attention caches; text that is committed is
+written into the state once more. Counted is what the compiled passes go over: caches by
+their capacity, and of a mixture all experts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from stree_jax.models import Model, State
+from stree_jax.models.state import AttentionState
+from stree_jax.speculation.adaptive_drafter import Looking
+from stree_jax.speculation.model_drafter import Reading
+from stree_jax.speculation.ngrams import WAYS, NGrams
+from stree_jax.speculation.staged_drafter import StagedState
+from stree_jax.speculation.step import Spec
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one stage in a whole generation.
+
+    Attributes:
+      stage: "target", "drafter", "inner drafter" or "n-gram".
+      passes: of the model, or lookups of an n-gram table.
+      weights: bytes read of them; what is read of a table.
+      state: bytes read and written of states.
+      caches: bytes read of attention caches.
+    """
+
+    stage: str
+    passes: int
+    weights: int
+    state: int
+    caches: int
+
+    def total(self, caches: bool = True) -> int:
+        """Bytes, with or without what attention caches take."""
+        return self.weights + self.state + (self.caches if caches else 0)
+
+
+def weights_read(model: Model) -> int:
+    """Bytes of weights that a pass reads: all but an embedding that is no head."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    if not model.config.tie_embeddings:
+        total -= model.params["embedding"].nbytes
+    return total
+
+
+def state_and_caches(state: State) -> tuple[int, int]:
+    """Bytes of a state without its attention caches, and of those."""
+    attends = [
+        leaf
+        for leaf in jax.tree.leaves(state, is_leaf=_is_attention)
+        if _is_attention(leaf)
+    ]
+    caches = sum(a.k.nbytes + a.v.nbytes for a in attends)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - caches, caches
+
+
+def _is_attention(leaf: Any) -> bool:
+    return isinstance(leaf, AttentionState)
+
+
+def of_passes(
+    stage: str, model: Model, state: State, passes: int, commits: int
+) -> Traffic:
+    """What so many passes and commits of a model take."""
+    own, caches = state_and_caches(state)
+    return Traffic(
+        stage,
+        passes,
+        passes * weights_read(model),
+        (passes + commits) * own,
+        passes * caches,
+    )
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafting model, or a table that drafts for one.
+
+    Attributes:
+      stage: its name.
+      who: what is read.
+      state: a model's.
+      passes: [B] int32, of the model, or of the one that asks the table.
+      levels: that the table guesses for each of them.
+    """
+
+    stage: str
+    who: Model | NGrams
+    state: State | None
+    passes: Any
+    levels: int = 0
+
+
+def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
+    """Who drafted, the outermost first; what keeps no count is left out."""
+    if isinstance(drafting, Reading):
+        return [Drafting("drafter", drafter.model, drafting.state, drafting.passes)]
+    if isinstance(drafting, Looking) and drafter.model is not None:
+        return [Drafting("drafter", drafter.model, drafting.reading, drafting.passes)]
+    if not isinstance(drafting, StagedState):
+        return []
+    own, *_ = drafting_stages(drafter, drafting.reading)
+    if isinstance(drafter.guesser, NGrams):
+        table = Drafting("n-gram", drafter.guesser, None, own.passes, drafter.ahead)
+        return [own, table]
+    inner = drafting_stages(drafter.guesser, drafting.inner)
+    return [own, *(replace(d, stage=f"inner {d.stage}") for d in inner)]
+
+
+def traffic_of(
+    spec: Spec, state: State, drafting: list[Drafting], calls: int
+) -> tuple[Traffic, ...]:
+    """Of a generation, the target first.
+
+    Args:
+      state: the target's; only its size is looked at.
+      drafting: with passes on the host.
+      calls: of the target, for all rows together.
+    """
+    stages = [of_passes("target", spec.target, state, calls, calls)]
+    for d in drafting:
+        passes = int(max(d.passes, default=0))
+        if isinstance(d.who, NGrams):
+            stages.append(_lookups(d.who, passes * d.levels, spec))
+        elif d.state is not None:
+            commits = min(calls, passes)
+            stages.append(of_passes(d.stage, d.who, d.state, passes, commits))
+    return tuple(stages)
+
+
+def _lookups(ngrams: NGrams, levels: int, spec: Spec) -> Traffic:
+    """Of guessing so many levels: a lookup for each inner node and context length."""
+    (tree,) = spec.policy.menu
+    count = levels * getattr(tree, "inner", 1)
+    K = ngrams.common.shape[0]
+    bytes_ = sum(4 * (WAYS * t.contexts.shape[1] + 2 * K + 1) for t in ngrams.tables)
+    return Traffic("n-gram", count, count * bytes_, 0, 0)

@@ -1,0 +1,219 @@
+"""Counting what a drafter says, and Katz back-off n-grams of the counts (Katz 1987).
+
+With r the count of an n-gram hw, n_r how many n-grams have it, and k = 5,
+
+    P(w|h) = d_r r / c(h),   d_r = 1 for r > k, else by Good and Turing
+    d_r = (r*/r - m) / (1 - m),  r* = (r + 1) n_{r+1} / n_r,  m = (k + 1) n_{k+1} / n_1
+
+and what that leaves goes to the shorter context; see `speculation/ngrams.py`.
+
+Letters: R rows of text, L tokens of a row, n the order, V tokens of the vocabulary, G
+different n-grams of an order, c tokens of a context, S slots, K tokens of a slot.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from stree_jax.models import Model
+from stree_jax.sampling.settings import Sampling, sampling_rows
+from stree_jax.speculation.loop import generate_tokens
+from stree_jax.speculation.ngrams import (
+    EMPTY,
+    WAYS,
+    NGrams,
+    Table,
+    first_slot,
+    log_prob,
+)
+from stree_jax.speculation.tree import chain
+
+DISCOUNTED = 5  # k: larger counts are believed
+ROW = 256  # tokens of a sampled text
+AT_ONCE = 2**18  # n-grams that are looked up in one call
+LARGEST_ORDER = 8
+
+
+@dataclass(frozen=True)
+class Grams:
+    """The n-grams of one order, sorted.
+
+    Attributes:
+      tokens: [G, c + 1] int32.
+      count: [G] int64, at least 1.
+    """
+
+    tokens: np.ndarray
+    count: np.ndarray
+
+
+def sample_text(
+    model: Model, tokens: int, temperature: float, batch: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Texts [R, L] int32 that a model says, R = `batch`; so many tokens in all.
+
+    Each follows a token drawn from all alike, which is none of the text's.
+    """
+    V, rng = model.config.num_tokens, np.random.default_rng(seed)
+    settings = [Sampling(temperature, seed=row) for row in range(batch)]
+
+    @jax.jit
+    def say(model: Model, first: jax.Array, key: jax.Array) -> jax.Array:
+        rows = sampling_rows(settings, key, 1)
+        one = jnp.ones((batch,), jnp.int32)
+        said = generate_tokens(
+            model, None, chain(0), first, one, max_new_tokens=ROW, sampling=rows
+        )
+        return said.tokens
+
+    rounds = math.ceil(tokens / (batch * ROW))
+    for step in tqdm(range(rounds), unit_scale=batch * ROW, unit=" tokens"):
+        first = rng.integers(0, V, (batch, 1), np.int32)
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        yield np.asarray(say(model, jnp.asarray(first), key))
+
+
+def count_grams(text: np.ndarray, order: int, num_tokens: int) -> list[Grams]:
+    """The n-grams of texts [R, L], by order 1 .. n; none goes over a row's end."""
+    prefix, found = np.zeros(text.shape, np.int64), np.zeros((1, 0), np.int32)
+    grams = []
+    for k in range(order):
+        last = text[:, k:].astype(np.int64)
+        key = prefix[:, : last.shape[1]] * num_tokens + last
+        unique, inverse, count = np.unique(key, return_inverse=True, return_counts=True)
+        token = (unique % num_tokens).astype(np.int32)[:, None]
+        found = np.concatenate([found[unique // num_tokens], token], axis=1)
+        prefix = inverse.reshape(key.shape)
+        grams.append(Grams(found, count))
+    return grams
+
+
+def discounts(count: np.ndarray) -> np.ndarray:
+    """d_r for r = 0 .. k by Good and Turing; 1 where the counts n_r allow none."""
+    n = np.bincount(np.minimum(count, DISCOUNTED + 2), minlength=DISCOUNTED + 3)
+    d, r = np.ones(DISCOUNTED + 1), np.arange(1, DISCOUNTED + 1)
+    if (n[1 : DISCOUNTED + 2] == 0).any():
+        return d
+    m = (DISCOUNTED + 1) * n[DISCOUNTED + 1] / n[1]
+    if m >= 1:
+        return d
+    found = ((r + 1) * n[r + 1] / (n[r] * r) - m) / (1 - m)
+    d[1:] = np.where((found > 0) & (found < 1), found, 1.0)
+    return d
+
+
+def discounted(grams: Grams) -> np.ndarray:
+    """d_r r [G] of n-grams."""
+    d = discounts(grams.count)
+    return d[np.where(grams.count <= DISCOUNTED, grams.count, 0)] * grams.count
+
+
+def katz(
+    grams: Sequence[Grams],
+    num_tokens: int,
+    *,
+    slots: int,
+    keep: int,
+    temperature: float = 1.0,
+) -> NGrams:
+    """The table of counted n-grams.
+
+    Args:
+      grams: by order, 1 .. n.
+      slots: most contexts of one length; a power of two. The commonest have places
+        first, and those without one back off.
+      keep: K, tokens of a context; the likeliest stay.
+      temperature: of the texts.
+    """
+    p = np.zeros(num_tokens)
+    p[grams[0].tokens[:, 0]] = discounted(grams[0]) / grams[0].count.sum()
+    unseen = p == 0
+    if unseen.any():
+        p[unseen] = max(1 - p.sum(), 0) / unseen.sum()
+    with np.errstate(divide="ignore"):
+        unigram = np.log(p / p.sum()).astype(np.float32)
+    model = NGrams.of(jnp.asarray(unigram), (), keep, temperature)
+    for of_order in grams[1:]:
+        table = _table(of_order, model, slots, keep)
+        model = replace(model, tables=(*model.tables, table))
+    return model
+
+
+def _table(grams: Grams, shorter: NGrams, slots: int, keep: int) -> Table:
+    """The contexts of one length, above the model of shorter ones."""
+    c = grams.tokens.shape[1] - 1
+    first = np.ones(len(grams.count), bool)  # of each context, n-grams being sorted
+    first[1:] = (grams.tokens[1:, :c] != grams.tokens[:-1, :c]).any(axis=1)
+    group = np.cumsum(first) - 1
+    contexts, seen = grams.tokens[first, :c], np.bincount(group, grams.count)
+    p = discounted(grams) / seen[group]
+
+    best = np.lexsort((grams.tokens[:, c], -p, group))
+    starts = np.flatnonzero(first)
+    rank = np.arange(len(best)) - starts[group[best]]
+    best, rank = best[rank < keep], rank[rank < keep]
+    tokens = np.full((len(contexts), keep), EMPTY, np.int32)
+    chance = np.zeros((len(contexts), keep))
+    tokens[group[best], rank] = grams.tokens[best, c]
+    chance[group[best], rank] = p[best]
+
+    place, fits = _places(contexts, seen, slots)
+    slots = _slots(len(contexts), slots)
+    place, contexts, tokens, chance = (
+        x[fits] for x in (place, contexts, tokens, chance)
+    )
+    alpha = _back_off(contexts, tokens, chance, shorter)
+    table = (
+        np.full((slots, c), EMPTY, np.int32),
+        np.full((slots, keep), EMPTY, np.int32),
+        np.full((slots, keep), -np.inf, np.float32),
+        np.zeros((slots,), np.float32),
+    )
+    with np.errstate(divide="ignore"):
+        values = contexts, tokens, np.log(chance), np.log(alpha)
+    for array, value in zip(table, values, strict=True):
+        array[place] = value
+    return Table(*map(jnp.asarray, table))
+
+
+def _slots(contexts: int, most: int) -> int:
+    """Slots for so many contexts: twice as many, as a power of two."""
+    return min(most, max(2 ** math.ceil(math.log2(2 * contexts)), WAYS))
+
+
+def _places(
+    contexts: np.ndarray, seen: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A slot for each context, and whether it got one: of those that want the same
+    slots, the commonest."""
+    slots = _slots(len(contexts), most)
+    first = np.asarray(first_slot(jnp.asarray(contexts), slots))
+    order = np.lexsort((np.arange(len(seen)), -seen, first))
+    new = np.ones(len(order), bool)
+    new[1:] = first[order][1:] != first[order][:-1]
+    starts = np.flatnonzero(new)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - starts[np.cumsum(new) - 1]
+    return first + rank, rank < WAYS
+
+
+def _back_off(
+    contexts: np.ndarray, tokens: np.ndarray, chance: np.ndarray, shorter: NGrams
+) -> np.ndarray:
+    """alpha(h) = (1 - sum P(w|h)) / (1 - sum P(w|h')), over the tokens w that stay."""
+    low = np.zeros(chance.shape)
+    asked = jnp.asarray(contexts[:, 1:])
+    for k in range(tokens.shape[1]):
+        for at in range(0, len(contexts), AT_ONCE):
+            part = slice(at, at + AT_ONCE)
+            known = jnp.maximum(jnp.asarray(tokens[part, k]), 0)
+            value = np.asarray(log_prob(shorter, asked[part], known), np.float64)
+            low[part, k] = np.where(tokens[part, k] == EMPTY, 0, np.exp(value))
+    left, others = 1 - chance.sum(axis=1), 1 - low.sum(axis=1)
+    some = (left > 1e-9) & (others > 1e-9)
+    return np.where(some, left / np.where(some, others, 1), 0.0)
