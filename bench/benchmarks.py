@@ -11,6 +11,7 @@ from stree_jax.bench import (
     others,
     profile,
     speculation,
+    staged,
     unrolled,
 )
 from stree_jax.bench.method import Run, machine_line
@@ -19,6 +20,7 @@ from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.widen import widened
 from stree_jax.checkpoint import Model, load
+from stree_jax.ngram_file import load_ngrams
 from stree_jax.pair import load_pair
 
 RANDOM_PROMPT = 128  # tokens
@@ -33,6 +35,23 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     match args.benchmark:
         case "decode" | "temperature" | "trees" | "attention":
             return _measure_arms(args)
+        case "staged":
+            target, drafter = pair(args)
+            return staged.measure_staged(
+                target,
+                widened(drafter, args.widen_drafter),
+                load_ngrams(args.ngrams),
+                read_prompts(args.prompts, args.count),
+                staged.Options(
+                    tree=args.tree,
+                    aheads=tuple(args.ahead),
+                    temperatures=tuple(args.temperatures),
+                    top_k=args.top_k,
+                    max_new_tokens=args.max_new_tokens,
+                    batch=args.batch,
+                ),
+                run_of(args),
+            )
         case "unrolled":
             return unrolled.measure_unrolled(
                 *_pair_and_prompts(args),
@@ -84,6 +103,7 @@ def table_of(report: dict[str, Any]) -> str:
     """The report as Markdown, what it was measured on below."""
     tables: dict[str, Callable[[dict[str, Any]], str]] = {
         "temperature": speculation.temperature_table,
+        "staged": staged.staged_table,
         "unrolled": unrolled.unrolled_table,
         "forward": forward.forward_table,
         "cost": cost.cost_table,

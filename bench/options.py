@@ -57,10 +57,14 @@ def add(
 def add_pair_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter, the tree between them, and their dtype."""
     add_model_options(p)
+    stage = "file of n-grams that guess for the drafter (stree-jax ngrams makes one)"
+    p.add_argument("--ngrams", metavar="FILE", help=stage)
+    ahead = "with --ngrams: levels of the tree that they guess at a time; default 2"
+    p.add_argument("--ahead", type=int, help=ahead)
     p.add_argument(
         "--tree",
-        help="auto (default: chosen at every step), A..E, chain:N, binary:L, beam:WxD "
-        "or parents:0,0,1",
+        help="auto (chosen at every step), A..E, chain:N, binary:L, beam:WxD or "
+        "parents:0,0,1; default: auto, with n-grams E",
     )
 
 
@@ -68,8 +72,8 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
-        "directory, hub id, demo, lookup (repeat what the text has had before) or none "
-        "(default: demo for the demo model, lookup for others)"
+        "directory, hub id, demo, a file of n-grams, lookup (repeat what the text has "
+        "had before) or none (default: demo for the demo model, lookup for others)"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")
@@ -110,6 +114,18 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add_prompts(b, 8)
     add_arms(b, "temperature")
     add_temperatures(b, (0, 0.25, 0.5, 0.75, 1.0))
+    add(b, "--batch", int, 1, "prompts decoded together")
+
+    staged = "n-grams that guess for the drafter (Spector and Re, Tables 1 and 2)"
+    b = benchmark("staged", staged, 2)
+    add_prompts(b, 10)
+    add_temperatures(b, (0, 1))
+    add(b, "--widen-drafter", int, 1, "the drafter among zeros, likewise")
+    table = "n-grams of the drafter, as stree-jax ngrams makes them"
+    b.add_argument("--ngrams", required=True, metavar="FILE", help=table)
+    add(b, "--tree", str, "E", "that is drafted")
+    add(b, "--ahead", int, (1, 2, 3), "levels that are guessed at a time", "+")
+    add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
     add(b, "--batch", int, 1, "prompts decoded together")
 
     b = benchmark("trees", "the static trees A to E (Table 3)", 2)

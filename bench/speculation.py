@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.adaptive_policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
@@ -48,14 +50,17 @@ class Arm:
       name: as in tables.
       tree: a name or parents, as `generate` takes them; None: plain decoding.
       rule: a name; None: the default.
-      lookup: whether lookup drafts, without the model.
+      drafting: who drafts: the model, "lookup" or n-grams alone, or n-grams for the
+        model ("staged").
+      ahead: levels that they guess for it.
       verify: how trees are verified, see `stree_jax.speculation.step`.
     """
 
     name: str
     tree: str | tuple[int, ...] | None
     rule: str | None = None
-    lookup: bool = False
+    drafting: Literal["model", "lookup", "ngrams", "staged"] = "model"
+    ahead: int = 0
     verify: Verify = packed
 
     @property
@@ -80,7 +85,7 @@ def parse_arm(name: str) -> Arm:
     if name == PLAIN:
         return Arm(name, None)
     if name == LOOKUP:
-        return Arm(name, "auto", lookup=True)
+        return Arm(name, "auto", drafting="lookup")
     rule, _, tree = name.rpartition("@")
     shape = resolve_tree(tree)
     if rule:
@@ -98,6 +103,8 @@ class Workload:
       max_new_tokens: of every row; no text ends before, so that all arms do the same.
       batch: prompts decoded together.
       capacity: of the caches, so that all prompts share a program.
+      ngrams: of the drafter, where an arm has them.
+      top_k: of sampling; 0: off.
     """
 
     target: Model
@@ -106,6 +113,22 @@ class Workload:
     max_new_tokens: int
     batch: int
     capacity: int
+    ngrams: NGrams | None = None
+    top_k: int = 0
+
+    def drafter_of(self, arm: Arm) -> Model | Staged | NGrams | str | None:
+        """Who drafts in an arm."""
+        if arm.tree is None:
+            return None
+        match arm.drafting:
+            case "lookup":
+                return LOOKUP
+            case "ngrams":
+                return self.ngrams
+            case "staged":
+                return Staged(self.drafter, self.ngrams, arm.ahead)
+            case _:
+                return self.drafter
 
 
 def workload(
@@ -136,14 +159,15 @@ def begin_arm(
     work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> tuple[Decoding, Plan]:
     """Texts read and ready to be decoded; seeds are the rows' own, whatever the arm."""
-    sampling = [Sampling(temperature, seed=i) for i in range(len(texts))]
-    drafter: Model | str | None = None if arm.tree is None else work.drafter
+    sampling = [
+        Sampling(temperature, top_k=work.top_k, seed=i) for i in range(len(texts))
+    ]
     return begin(
         work.target,
         list(texts),
         max_new_tokens=work.max_new_tokens,
         stop_tokens=(),
-        drafter=LOOKUP if arm.lookup else drafter,
+        drafter=work.drafter_of(arm),
         tree=arm.tree,
         rule=arm.rule,
         sampling=None if temperature == 0 else sampling,
@@ -222,6 +246,7 @@ def record_of(
         "tokens": int(last.lengths.sum()),
         "calls": int(last.target_calls.sum()),
         "gained": last.gained.sum(axis=0).tolist(),
+        "traffic": [asdict(stage) for stage in last.traffic],
         "equal": None if same is None else last.tokens == same.tokens,
         "first_call_s": first_call_s,
     }
@@ -316,7 +341,7 @@ def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
     """One arm a tree and way to verify."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
-        kept.setdefault((arm.tree, arm.lookup, arm.verify), arm)
+        kept.setdefault((arm.tree, arm.drafting, arm.ahead, arm.verify), arm)
     return tuple(kept.values())
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
+    from stree_jax.ngram_file import load_ngrams as load_ngrams
+    from stree_jax.ngram_file import save_ngrams as save_ngrams
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
     from stree_jax.sampling.settings import Sampling as Sampling
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from stree_jax.speculation.accept import resolve_rule as resolve_rule
     from stree_jax.speculation.adaptive_policy import StepTimes as StepTimes
     from stree_jax.speculation.loop import generate_tokens as generate_tokens
+    from stree_jax.speculation.ngrams import NGrams as NGrams
+    from stree_jax.speculation.staged_drafter import Staged as Staged
     from stree_jax.speculation.tree import NAMED_TREES as NAMED_TREES
     from stree_jax.speculation.tree import Auto as Auto
     from stree_jax.speculation.tree import Beam as Beam
@@ -37,17 +41,22 @@ if TYPE_CHECKING:
     from stree_jax.speculation.tree import full_tree as full_tree
     from stree_jax.speculation.tree import layered as layered
     from stree_jax.speculation.tree import make_tree as make_tree
+    from stree_jax.traffic import Traffic as Traffic
 
 _NAMES = {
     "checkpoint": "CheckpointError Model load save",
     "generation": "generate stream tune",
+    "ngram_file": "load_ngrams save_ngrams",
     "result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",
     "scoring": "first_difference score score_tree",
     "speculation.accept": "Rule resolve_rule",
     "speculation.adaptive_policy": "StepTimes",
     "speculation.loop": "generate_tokens",
+    "speculation.ngrams": "NGrams",
+    "speculation.staged_drafter": "Staged",
     "speculation.tree": "NAMED_TREES Auto Beam Tree chain full_tree layered make_tree",
+    "traffic": "Traffic",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

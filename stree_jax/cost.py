@@ -439,3 +439,40 @@ def best(
         step_s = step_time(tree, *costs)
         rows.append(Prediction(name, tree.size, gain, step_s, speedup))
     return sorted(rows, key=lambda row: -row.speedup)
+
+
+def staged_gain(
+    step_s: float,
+    seconds: Seconds,
+    *,
+    depth: int,
+    inner: int,
+    ahead: int,
+    passes: float,
+    lookup_s: float = 0.0,
+) -> float:
+    """How much faster steps are when n-grams guess for the drafter; below 1: slower.
+
+    Alone, a drafter takes a pass of I rows for each of a tree's M - 1 levels below the
+    first; with guesses, `passes` - 1 of A I rows, and the pass that reads the text has
+    A - 1 levels more. So it pays where a pass keeps more levels than t(A I) / t(I).
+
+    Args:
+      step_s: seconds of a step without guesses.
+      seconds: t, of the drafter's pass over so many rows.
+      depth: M, of the tree.
+      inner: I, the most nodes of a level that have children.
+      ahead: A - 1, levels that are guessed.
+      passes: of the drafter a step, with guesses, the reading of text included.
+      lookup_s: seconds of guessing one level.
+
+    Raises:
+      ValueError: fewer passes than one.
+    """
+    if passes < 1:
+        raise ValueError(f"passes: want at least 1 a step, got {passes}")
+    rows = (1 + ahead) * inner
+    alone = (depth - 1) * seconds(inner)
+    reading = seconds(1 + ahead * inner) - seconds(1)
+    staged = (passes - 1) * seconds(rows) + reading + passes * ahead * lookup_s
+    return step_s / (step_s - alone + staged)

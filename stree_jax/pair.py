@@ -1,27 +1,54 @@
 """A target and its drafter, by the names that commands take."""
 
+from pathlib import Path
+
 from stree_jax.checkpoint import Model, load
+from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.staged_drafter import AHEAD, Staged
 
 DEMO, AUTO, NO_DRAFTER = "demo", "auto", "none"
 
 
 def load_pair(
-    target: str, drafter: str | None, dtype: str
-) -> tuple[Model, Model | str | None]:
-    """The target and what drafts for it: a model, "lookup", or None.
+    target: str,
+    drafter: str | None,
+    dtype: str,
+    ngrams: str | None = None,
+    ahead: int | None = None,
+) -> tuple[Model, Model | NGrams | Staged | str | None]:
+    """The target and what drafts for it: a model, n-grams, stages, "lookup", or None.
 
     Args:
       target: a directory, a hub id or "demo", the bundled target.
-      drafter: likewise ("demo" is the bundled drafter), "lookup" or "none"; None, or
-        "auto", is the bundled one beside the bundled target, and lookup beside others.
+      drafter: likewise ("demo" is the bundled drafter), a file of n-grams, "lookup" or
+        "none"; None, or "auto", is the bundled one beside the bundled target, and
+        lookup beside others.
       dtype: "float32" or "bfloat16".
+      ngrams: a file of n-grams that guess for the drafter, or None.
+      ahead: levels that they guess; None: as many as is usual.
     """
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
+    if ngrams is None and ahead is not None:
+        raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
+    if ngrams is not None and drafter in (LOOKUP, NO_DRAFTER):
+        raise ValueError(
+            "--ngrams: they guess for a drafting model; give one with --drafter "
+            "(for n-grams alone: --drafter FILE)"
+        )
+    table = None if ngrams is None else load_ngrams(ngrams)
     model = load(target, dtype=dtype)
     if drafter == NO_DRAFTER:
         return model, None
     if drafter == LOOKUP:
         return model, LOOKUP
-    return model, load("demo-drafter" if drafter == DEMO else drafter, dtype=dtype)
+    if Path(str(drafter)).is_file():
+        if table is not None:
+            raise ValueError("--ngrams: n-grams need no others to guess for them")
+        return model, load_ngrams(str(drafter))
+    drafting = load("demo-drafter" if drafter == DEMO else drafter, dtype=dtype)
+    if table is None:
+        return model, drafting
+    return model, Staged(drafting, table, AHEAD if ahead is None else ahead)

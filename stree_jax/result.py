@@ -1,6 +1,8 @@
 """What a generation is on the host: its text, statistics and states."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -21,6 +23,9 @@ from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.step import Spec
 from stree_jax.traffic import Traffic, drafting_stages, traffic_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FINISH_REASONS = {
     RUNNING: "running",
@@ -137,6 +142,24 @@ def _text_of(
         text = plan.model.tokenizer.decode(tokens)
     held = held_back(text, strings) if finish == RUNNING else 0
     return text, len(text) - held, reason
+
+
+def runs_by_origin(
+    tokenizer: "Tokenizer", tokens: Sequence[int], origins: Sequence[int]
+) -> list[tuple[str, int]]:
+    """A text's pieces, and where each comes from; see `draft.ORIGINS`.
+
+    A character whose bytes two made is in the second one's piece.
+    """
+    runs, done = [], ""
+    for place, origin in enumerate(origins):
+        ends = place + 1 == len(origins) or origins[place + 1] != origin
+        text = tokenizer.decode(list(tokens[: place + 1])) if ends else ""
+        if not ends or (text.endswith("\N{REPLACEMENT CHARACTER}") and text != done):
+            continue  # a run goes on, or has ended within a character
+        runs.append((text[len(done) :], int(origin)))
+        done = text
+    return runs
 
 
 def summarise(

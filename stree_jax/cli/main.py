@@ -34,6 +34,9 @@ CHAT_NOTES = (
 TUNE_NOTES = """
 Prints what a step takes by the nodes of its tree, and the levels of a drafting model.
 It is kept in steps.json of the cache folder, where generate and chat find it."""
+NGRAMS_NOTES = """
+The table is for generate and chat: --ngrams FILE guesses for the drafter it was made
+of, which then needs fewer passes for the same drafts; --drafter FILE drafts alone."""
 TRAINING_NOTES = """
 A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
 before it ends."""
@@ -127,6 +130,21 @@ def build_parser() -> argparse.ArgumentParser:
     add_training_options(p, steps=2000, learning_rate=4e-3)
     option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
     option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
+
+    p = commands.add_parser(
+        "ngrams",
+        help="a drafter for the drafter: count what it says",
+        epilog=NGRAMS_NOTES,
+    )
+    p.add_argument("--drafter", required=True, help="directory, hub id or demo")
+    p.add_argument("--out", type=Path, required=True, help="file to make")
+    option(p, "--tokens", int, 10_000_000, "of text to draw from it")
+    option(p, "--order", int, 3, "tokens of an n-gram, 2 to 8")
+    option(p, "--temperature", float, 1.5, "of the text; higher: more contexts")
+    option(p, "--slots", int, 2**18, "most contexts of one length, a power of two")
+    option(p, "--keep", int, 8, "tokens that a context has room for")
+    option(p, "--batch", int, 256, "texts drawn together")
+    option(p, "--seed", int, 0, "of the random numbers")
 
     p = commands.add_parser(
         "tune", help="measure steps for tree auto ahead of time", epilog=TUNE_NOTES
@@ -339,6 +357,8 @@ def run_command(args: argparse.Namespace) -> int:
             run_info(args)
         case "train" | "distill":
             run_training(args)
+        case "ngrams":
+            run_ngrams(args)
         case "tune":
             run_tune(args)
         case "bench":
@@ -397,13 +417,32 @@ def run_info(args: argparse.Namespace) -> None:
         print(f"{name:{width}}  {value}")
 
 
+def run_ngrams(args: argparse.Namespace) -> None:
+    from stree_jax.checkpoint import load
+    from stree_jax.ngram_file import check_new, save_ngrams
+    from stree_jax.training.ngrams import Recipe, ngrams_of
+
+    check_new(args.out)  # before hours of work
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    recipe = Recipe(**{name: getattr(args, name) for name in names})
+    drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)
+    ngrams = ngrams_of(drafter, recipe)
+    save_ngrams(ngrams, args.out)
+    tell(f"wrote {args.out}: {ngrams}")
+
+
 def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
+    from stree_jax.speculation.ngrams import NGrams
+    from stree_jax.speculation.staged_drafter import Staged
 
-    target, drafter = load_pair(args.model, args.drafter, args.dtype)
+    pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead
+    target, drafter = load_pair(*pair)
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")
+    if isinstance(drafter, NGrams | Staged):
+        raise ValueError("--ngrams: they fill fixed trees; only tree auto is tuned")
     times = tune(
         target,
         drafter,

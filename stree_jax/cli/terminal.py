@@ -32,7 +32,7 @@ from stree_jax.generation import (
     stream,
 )
 from stree_jax.pair import load_pair
-from stree_jax.result import Generation, Past
+from stree_jax.result import Generation, Past, runs_by_origin
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation.accept import resolve_rule
@@ -50,12 +50,14 @@ def load_models(
 ) -> tuple[Model, "Tokenizer", Options]:
     """The target, its tokenizer, and what `generate` is told of the drafter."""
     with waiting(f"reading {args.model}"):
-        target, drafter = load_pair(args.model, args.drafter, args.dtype)
+        target, drafter = load_pair(
+            args.model, args.drafter, args.dtype, args.ngrams, args.ahead
+        )
     if drafter is None and args.tree:
         raise ValueError("--tree: --drafter none fills no tree; leave one of them out")
     if target.tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
-    tree = args.tree if drafter else None
+    tree = None if drafter is None else args.tree
     return target, target.tokenizer, Options(drafter=drafter, tree=tree, rule=args.rule)
 
 
@@ -352,8 +354,14 @@ def drafting_line(rows: Sequence[dict[str, Any]]) -> str:
     return line + "]"
 
 
-COLOURS = {"drafter": "32", "lookup": "34"}  # green, blue
-BRACKETS = {"drafter": ("{", "}"), "lookup": ("<", ">")}
+# Green, blue, yellow, cyan.
+COLOURS = {"drafter": "32", "lookup": "34", "n-gram": "33", "inner drafter": "36"}
+BRACKETS = {
+    "drafter": ("{", "}"),
+    "lookup": ("<", ">"),
+    "n-gram": ("[", "]"),
+    "inner drafter": ("(", ")"),
+}
 
 
 def coloured(stream: Any) -> bool:
@@ -363,16 +371,12 @@ def coloured(stream: Any) -> bool:
 
 def explained(tokenizer: "Tokenizer", result: Generation, colours: bool) -> str:
     """The first row's text, what was drafted marked by who drafted it, and a legend."""
-    tokens, origins = result.tokens[0], result.origins[0].tolist()
-    marked, done = "", ""
-    for place, origin in enumerate(origins):
-        ends = place + 1 == len(origins) or origins[place + 1] != origin
-        text = tokenizer.decode(tokens[: place + 1]) if ends else ""
-        if not ends or (text.endswith("\N{REPLACEMENT CHARACTER}") and text != done):
-            continue  # a run goes on, or has ended within a character
-        marked += mark(text[len(done) :], ORIGINS[origin], colours)
-        done = text
-    names = ", ".join(mark(name, name, colours) for name in ORIGINS)
+    origins = result.origins[0].tolist()
+    runs = runs_by_origin(tokenizer, result.tokens[0], origins)
+    marked = "".join(mark(text, ORIGINS[origin], colours) for text, origin in runs)
+    usual = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
+    there = sorted(usual | set(origins))
+    names = ", ".join(mark(ORIGINS[o], ORIGINS[o], colours) for o in there)
     return f"{marked}\n[by {names}]"
 
 

@@ -237,7 +237,10 @@ def draw_level(
     paths = draft.layout.paths[0, jnp.minimum(above, tree.size - 1)]  # rows are alike
     depths = jnp.broadcast_to(depth, (1, above.shape[0]))
     z = dist.scores(logits, depths, draft.tokens[:, paths])
-    children = draw_children(rule.drafting, dist, z, above, depth + 1, tree.children)
+    noise = None
+    if dist.sampling is not None and rule.drafting == "coupled":
+        noise = dist.noise(depth)[:, None]
+    children = draw_children(rule.drafting, dist, z, above, noise, tree.children)
     q = draft.q
     if q is not None:
         q = q.at[:, above].set(jnp.exp(z), mode="drop")
@@ -269,7 +272,7 @@ def draw_children(
     dist: Distribution,
     z: jax.Array,
     above: jax.Array,
-    depth: jax.Array,
+    noise: jax.Array | None,
     count: int,
 ) -> jax.Array:
     """Tokens [B, I, count] of the children of I nodes, in the order they are drawn.
@@ -280,12 +283,13 @@ def draw_children(
         "coupled", the same with the noise that the target will choose by.
       z: [B, I, V] float32, log-probabilities (any logits if all rows are greedy).
       above: [I] int32, the nodes.
-      depth: of the children, at least 1.
+      noise: [B, I or 1, V] float32, if coupled, after each of the nodes.
     """
     if dist.sampling is None or drafting == "top_k":
         return lax.top_k(z, count)[1]
     if drafting == "coupled":
-        return lax.top_k(z + dist.noise(depth - 1)[:, None], count)[1]
+        assert noise is not None  # who calls has it
+        return lax.top_k(z + noise, count)[1]
     by_node = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     step = dist.keys(DRAFT, jnp.int32(0))
     keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, I]

@@ -12,6 +12,8 @@ Letters: V tokens of the vocabulary, c tokens of a context (most: n - 1), S slot
 table, K tokens of a slot, N = n K candidates.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -22,7 +24,7 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import NGRAM, Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
-from stree_jax.speculation.stage import Task, make_task
+from stree_jax.speculation.stage import Task, first_unknown, make_task
 from stree_jax.speculation.tree import Topology
 
 WAYS = 4  # neighbouring slots that a context may be in
@@ -107,15 +109,14 @@ class NGrams:
     def begin(
         self, state: "Tail", draft: Draft, task: Task, ahead: int
     ) -> tuple[Draft, "Tail"]:
-        return self.fill(state, draft, jnp.int32(0), task, ahead)
+        root = jnp.zeros(draft.tokens.shape, bool).at[:, 0].set(True)
+        return self._guess(state, draft, root, jnp.int32(0), task, ahead), state
 
     def fill(
         self, opened: "Tail", draft: Draft, known: jax.Array, task: Task, ahead: int
     ) -> tuple[Draft, "Tail"]:
-        windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
-        for j in range(ahead):
-            draft = self._guess(opened, draft, known + j, task, windows)
-        return draft, opened
+        above = jnp.maximum(first_unknown(task, known) - 1, 0)
+        return self._guess(opened, draft, known, above, task, ahead), opened
 
     def end(self, opened: "Tail") -> "Tail":
         return opened
@@ -124,26 +125,34 @@ class NGrams:
         self,
         tail: "Tail",
         draft: Draft,
-        depth: jax.Array,
+        known: jax.Array,
+        above: jax.Array,
         task: Task,
-        windows: jax.Array,
+        ahead: int,
     ) -> Draft:
-        """Children of the inner nodes at a depth [] int32."""
-        tree, levels, dist = task.tree, task.levels, task.dist
-        above = jnp.minimum(levels.inner[jnp.minimum(depth, tree.depth - 1)], tree.size)
-        text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
-        contexts = text[:, windows[jnp.minimum(above, tree.size - 1)]]
-        scale, noise = jnp.ones((1, 1, 1), jnp.float32), None
+        """Fill `ahead` levels below the depth `above` [] int32."""
+        tree, dist, T = task.tree, task.dist, task.tree.size
+        windows = tree_nodes(tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
+        scale = jnp.ones((1, 1, 1), jnp.float32)
         if dist.sampling is not None:
-            greedy, own = dist.sampling.greedy, dist.sampling.temperature
-            scale = jnp.where(
-                greedy, 1.0, self.temperature / jnp.where(greedy, 1.0, own)
-            )
-            scale = scale[:, None, None]
-            if task.rule.drafting == "coupled":
-                noise = dist.noise(depth)
-        children = likeliest(self, contexts, tree.children, scale, noise)
-        return task.with_children(draft, children, depth, NGRAM)
+            own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
+            scale = (self.temperature / own)[:, None, None]
+        for depth in (above + j for j in range(ahead)):
+            nodes = task.levels.inner[jnp.minimum(depth, tree.depth - 1)]
+            nodes = jnp.where(depth < tree.depth, nodes, T)
+            text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
+            contexts = text[:, windows[jnp.minimum(nodes, T - 1)]]
+            noise = None
+            if task.noise is not None:
+                noise = task.noise[:, jnp.minimum(depth, tree.depth - 1)]
+            children = likeliest(self, contexts, tree.children, scale, noise)
+            tokens, written = task.of_parents(children, nodes)
+            written = written[None] & ~known
+            assert draft.origin is not None  # of `Task.empty`
+            origin = jnp.where(written, jnp.uint8(NGRAM), draft.origin)
+            tokens = jnp.where(written, tokens, draft.tokens)
+            draft = replace(draft, tokens=tokens, origin=origin)
+        return draft
 
     @property
     def num_tokens(self) -> int:

@@ -5,8 +5,8 @@ A stage is a drafter that another one can ask for guesses: below a tree's known 
 it fills in some more, as it would have drafted them. Who asked keeps what it would
 itself have put there, and asks again below that.
 
-Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, C most
-children of a node, V tokens of the vocabulary.
+Letters: B rows, T nodes, M depth of the tree, Q nodes that children are drawn for, C
+most children of a node, V tokens of the vocabulary.
 """
 
 from dataclasses import replace
@@ -16,16 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax.models.nodes import tree_nodes
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import Drafter, DraftState
 from stree_jax.speculation.layout import Levels, tree_levels
-from stree_jax.speculation.model_drafter import (
-    draw_level,
-    empty_draft,
-    with_children,
-)
+from stree_jax.speculation.model_drafter import draw_children, empty_draft
 from stree_jax.speculation.tree import Topology, Tree
 
 Opened = Any  # a stage's own pytree while a tree is filled
@@ -38,49 +35,78 @@ class Task:
     Attributes:
       tree: its shape.
       levels: derived from it.
+      depth: [T] int32.
+      lineage: [T, T] bool, whether s is t or above it, of [t, s].
+      inner: [T] bool, whether a node has children.
       dist: what the tokens below the root are chosen by.
+      noise: [B, M, V] float32, what the target chooses by after nodes at each depth;
+        None where drafts are not coupled with it.
       rule: says how drafts are drawn.
       outermost: whether who fills is the drafter itself.
     """
 
     tree: Tree
     levels: Levels
+    depth: jax.Array
+    lineage: jax.Array
+    inner: jax.Array
     dist: Distribution
+    noise: jax.Array | None
     rule: Rule = struct.field(pytree_node=False)
     outermost: bool = struct.field(pytree_node=False, default=True)
+
+    @property
+    def parents(self) -> jax.Array:
+        """[T] int32; of the root, itself."""
+        return jnp.maximum(jnp.asarray(self.tree.parents, jnp.int32), 0)
 
     def empty(self, root: jax.Array) -> Draft:
         """The tree below the roots [B], yet to be filled."""
         draft = empty_draft(root, self.tree, self.dist, self.rule)
         return replace(draft, origin=jnp.zeros(draft.tokens.shape, jnp.uint8))
 
-    def draw(self, draft: Draft, logits: jax.Array, depth: jax.Array) -> Draft:
-        """See `draw_level`; origins stay."""
-        asked = self.tree, self.levels, self.dist, self.rule
-        return draw_level(draft, logits, depth, *asked)
+    def draw(
+        self, draft: Draft, logits: jax.Array, nodes: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Children as a model draws them.
 
-    def with_children(
-        self, draft: Draft, children: jax.Array, depth: jax.Array, origin: int
-    ) -> Draft:
-        """The draft with children [B, I, C] of the inner nodes at a depth [] int32.
+        Args:
+          logits: [B, Q, >= V] float32, after the nodes [Q] int32 (T: none).
 
-        Where the tree ends above, it stays as it is.
+        Returns:
+          tokens [B, Q, C] int32, and log-probabilities [B, Q, V] of the nodes' own.
         """
-        known = jnp.minimum(depth, self.tree.depth - 1)
-        tokens = with_children(draft.tokens, children, known, self.tree, self.levels)
-        written = (draft.layout.depth == depth + 1) & (depth < self.tree.depth)
-        assert draft.origin is not None  # of `empty`
-        return replace(
-            draft,
-            tokens=jnp.where(written, tokens, draft.tokens),
-            origin=jnp.where(written, jnp.uint8(origin), draft.origin),
-        )
+        node = jnp.minimum(nodes, self.tree.size - 1)
+        depth = self.depth[node]
+        path = draft.tokens[:, draft.layout.paths[0, node]]  # rows are alike
+        z = self.dist.scores(logits, depth[None], path)
+        noise = None if self.noise is None else self.noise[:, depth]
+        asked = self.rule.drafting, self.dist, z, nodes, noise, self.tree.children
+        return draw_children(*asked), z
+
+    def of_parents(self, children: jax.Array, nodes: jax.Array) -> tuple:
+        """Children [B, Q, C] of the nodes [Q], by slot.
+
+        Returns:
+          tokens [B, T] int32, and whether a slot's parent is one of the nodes, [T].
+        """
+        is_parent = self.parents[:, None] == nodes[None]  # [T, Q]
+        is_parent &= (jnp.arange(self.tree.size, dtype=jnp.int32) > 0)[:, None]
+        place = jnp.argmax(is_parent, axis=1)
+        tokens = children[:, place, self.levels.rank].astype(jnp.int32)
+        return tokens, is_parent.any(axis=1)
 
 
 def make_task(tree: Topology, dist: Distribution, rule: Rule) -> Task:
     """The task of filling a static tree."""
     assert isinstance(tree, Tree)  # `loop.make_spec` sees to it
-    return Task(tree, tree_levels(tree), dist, rule)
+    levels, nodes = tree_levels(tree), tree_nodes(tree.rows(1), 1)
+    inner = jnp.zeros((tree.size,), bool).at[levels.inner].set(True, mode="drop")
+    noise = None
+    if dist.sampling is not None and rule.drafting == "coupled":
+        depths = jnp.arange(tree.depth, dtype=jnp.int32)
+        noise = jax.vmap(dist.noise, out_axes=1)(depths)
+    return Task(tree, levels, nodes.depth[0], nodes.mask[0], inner, dist, noise, rule)
 
 
 class Stage(Drafter, Protocol):
@@ -95,12 +121,21 @@ class Stage(Drafter, Protocol):
     def fill(
         self, opened: Opened, draft: Draft, known: jax.Array, task: Task, ahead: int
     ) -> tuple[Draft, Opened]:
-        """Fill `ahead` levels below the level `known` [] int32.
+        """Fill `ahead` levels, from the first with an inner node that is not known.
 
-        Tokens down to there may be others than it had filled in, and are to stay.
+        Args:
+          draft: who asks may have changed the tokens that it knows; the others are as
+            this stage left them.
+          known: [B, T] bool, tokens that are to stay; all, in rows that do not count.
         """
         ...
 
     def end(self, opened: Opened) -> DraftState:
         """The state after the tree, of which nothing is kept."""
         ...
+
+
+def first_unknown(task: Task, known: jax.Array) -> jax.Array:
+    """Depth [] int32 of the first inner node that is not known [B, T]; M if all are."""
+    open_ = (~known & task.inner[None]).any(axis=0)
+    return jnp.where(open_, task.depth, task.tree.depth).min()

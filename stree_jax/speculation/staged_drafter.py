@@ -6,8 +6,9 @@ what the model would have drafted need no pass any more. What it hands to the ta
 token for token and with the same probabilities, what it would have drafted alone, so
 that every acceptance rule keeps its promise; only the number of its passes falls.
 
-Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, U room for
-unread tokens, A levels read in a pass, V tokens of the vocabulary.
+Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (those
+with children), U room for unread tokens, A levels read in a pass, Q nodes of a pass, V
+tokens of the vocabulary.
 """
 
 from dataclasses import replace
@@ -40,10 +41,17 @@ from stree_jax.speculation.model_drafter import (
     all_read,
     begin_reading,
 )
-from stree_jax.speculation.stage import Opened, Stage, Task, make_task
+from stree_jax.speculation.stage import (
+    Opened,
+    Stage,
+    Task,
+    first_unknown,
+    make_task,
+)
 from stree_jax.speculation.tree import Topology
 
 NOT_READ = -1
+AHEAD = 2  # levels guessed at a time, unless another number is asked for
 
 
 @struct.dataclass
@@ -90,7 +98,7 @@ class Staged:
 
     model: Model
     guesser: Stage | None = None
-    ahead: int = struct.field(pytree_node=False, default=2)
+    ahead: int = struct.field(pytree_node=False, default=AHEAD)
 
     @property
     def levels_read(self) -> int:
@@ -130,26 +138,22 @@ class Staged:
         inner = state.inner
         if self.guesser is not None:
             guess, inner = self.guesser.begin(
-                inner, _for_guesser(draft), _inside(task), self.levels_read - 1
+                inner, _for_guesser(draft), _inside(task), self.ahead
             )
             draft = _guessed(draft, guess)
-        opened, logits = self._read_text(state.reading, inner, draft, task)
-        draft = task.draw(draft, logits[:, :1], jnp.int32(0))
-        draft = _signed(draft, opened.read, jnp.int32(0), task)
+        opened, logits, nodes = self._read_text(state.reading, inner, draft, task)
+        root = jnp.zeros(draft.tokens.shape, bool).at[:, 0].set(True)
+        right = jnp.zeros_like(root)
+        draft, right = _kept(opened, draft, logits, nodes, root, right, task)
         until = jnp.int32(min(ahead, task.tree.depth))
-        first, known = jnp.int32(1), jnp.int32(0)
-        draft, level = _kept(opened, draft, logits[:, 1:], first, known, until, task)
-        return self._go_on(opened, draft, level, known, until, task)
+        return self._go_on(opened, draft, root, right, until, task)
 
     def fill(
         self, opened: Open, draft: Draft, known: jax.Array, task: Task, ahead: int
     ) -> tuple[Draft, Open]:
-        inner_node = jnp.zeros((task.tree.size + 1,), bool)
-        inner_node = inner_node.at[task.levels.inner].set(True)[None, :-1]
-        wrong = _differs(opened, draft) & inner_node & (draft.layout.depth < known)
-        level = jnp.where(wrong, draft.layout.depth, known).min()
-        until = jnp.minimum(known + ahead, task.tree.depth)
-        return self._go_on(opened, draft, level, known, until, task)
+        right = _rightly_read(opened, draft.tokens, task)
+        until = first_unknown(task, known) - 1 + ahead
+        return self._go_on(opened, draft, known, right, until, task)
 
     def end(self, opened: Open) -> StagedState:
         inner = opened.inner
@@ -159,18 +163,17 @@ class Staged:
 
     def _read_text(
         self, reading: Reading, inner: Opened, draft: Draft, task: Task
-    ) -> tuple[Open, jax.Array]:
-        """One pass over the unread text and the first A - 1 levels below its end.
+    ) -> tuple[Open, jax.Array, jax.Array]:
+        """One pass over the unread text, and what was guessed below its end.
 
         Returns:
-          what is known then, and logits [B, 1 + (A - 1) I, V] after the root and after
-          the inner nodes of those levels.
+          what is known then, and logits [B, Q, V] after the root and guessed nodes [Q].
         """
-        model, tree = self.model, task.tree
-        (batch, U), T = reading.unread.shape, tree.size
+        model, T = self.model, task.tree.size
+        batch, U = reading.unread.shape
         last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
-        nodes = _text_and_tree(reading, draft, model.config.conv_taps)
-        guessed = _inner(task, 1, self.levels_read - 1)
+        unread_nodes = jnp.broadcast_to(task.inner, (batch, T)).at[:, 0].set(False)
+        guessed = _first_rows(unread_nodes, self.rows(task) - task.tree.inner, task)
         text = jnp.arange(U, dtype=jnp.int32)
         rows = jnp.concatenate([text, U + guessed])
         tokens = jnp.concatenate([reading.unread, draft.tokens], axis=1)
@@ -178,58 +181,62 @@ class Staged:
             model,
             reading.state,
             tokens[:, jnp.minimum(rows, U + T - 1)],
-            nodes,
+            _text_and_tree(reading, draft, model.config.conv_taps),
             records=init_records(model.config, batch, U + T, param_dtype(model.params)),
             rows=rows,
         )
         at_root = jnp.take_along_axis(hidden, last[..., None], axis=1)
         logits = logits_of(model, jnp.concatenate([at_root, hidden[:, U:]], axis=1))
         path = jnp.broadcast_to(text[None], (batch, U))
+        nodes = jnp.concatenate([jnp.zeros((1,), jnp.int32), guessed])
         opened = Open(
             before=reading,
             state=commit(reading.state, records, path, reading.unread_length),
             records=jax.tree.map(lambda x: x[:, U:], records),
-            read=_with_read(jnp.full((batch, T), NOT_READ, jnp.int32), draft, guessed),
+            read=_with_read(jnp.full((batch, T), NOT_READ, jnp.int32), draft, nodes),
             passes=jnp.int32(1),
             inner=inner,
         )
-        return opened, logits
+        return opened, logits, nodes
+
+    def rows(self, task: Task) -> int:
+        """Most nodes of a pass, A I."""
+        return self.levels_read * task.tree.inner
 
     def _go_on(
         self,
         opened: Open,
         draft: Draft,
-        level: jax.Array,
         known: jax.Array,
+        right: jax.Array,
         until: jax.Array,
         task: Task,
     ) -> tuple[Draft, Open]:
-        """Guess, read and keep until the level `until` [] is filled.
+        """Guess, read and keep until all is drawn down to the depth `until` [].
 
         Args:
-          level: [] int32, the first one that has to be read.
-          known: [] int32, the last one whose tokens are not to be drawn.
+          known: [B, T] bool, tokens that are not to be drawn.
+          right: [B, T] bool, nodes that were read as what they are.
         """
-        A, nodes = (
-            self.levels_read,
-            below_root(draft.layout.parents, self.model.config.conv_taps),
-        )
+        nodes = below_root(draft.layout.parents, self.model.config.conv_taps)
+        running = (opened.before.unread_length > 0)[:, None]
+
+        def needed(right: jax.Array) -> jax.Array:
+            """Nodes [B, T] that have to be read; finished rows need none."""
+            return (task.inner & (task.depth < until))[None] & ~right & running
 
         def more(carry: tuple) -> jax.Array:
-            return carry[2] < until
+            return needed(carry[2]).any()
 
         def read(carry: tuple) -> tuple:
-            draft, opened, level = carry
+            draft, opened, right = carry
             if self.guesser is not None:
+                drawn = known | right[:, task.parents] | ~running
                 guess, inner = self.guesser.fill(
-                    opened.inner,
-                    _for_guesser(draft),
-                    jnp.maximum(level, known),
-                    _inside(task),
-                    self.ahead,
+                    opened.inner, _for_guesser(draft), drawn, _inside(task), self.ahead
                 )
                 draft, opened = _guessed(draft, guess), replace(opened, inner=inner)
-            rows = _inner(task, level, A)
+            rows = _first_rows(needed(right), self.rows(task), task)
             hidden, records, _ = forward_hidden(
                 self.model,
                 opened.state,
@@ -238,19 +245,19 @@ class Staged:
                 records=opened.records,
                 rows=rows,
             )
-            deeper = draft.layout.depth >= level + A  # read below what may be no more
-            now_read = jnp.where(deeper, NOT_READ, opened.read)
+            # What was read below nodes that were wrong is of no use.
+            kept = jnp.where(right, opened.read, NOT_READ)
             opened = replace(
                 opened,
                 records=records,
-                read=_with_read(now_read, draft, rows),
+                read=_with_read(kept, draft, rows),
                 passes=opened.passes + 1,
             )
             logits = logits_of(self.model, hidden)
-            kept = _kept(opened, draft, logits, level, known, until, task)
-            return kept[0], opened, kept[1]
+            draft, right = _kept(opened, draft, logits, rows, known, right, task)
+            return draft, opened, right
 
-        draft, opened, _ = lax.while_loop(more, read, (draft, opened, level))
+        draft, opened, _ = lax.while_loop(more, read, (draft, opened, right))
         return draft, opened
 
 
@@ -278,11 +285,15 @@ def _guessed(draft: Draft, guess: Draft) -> Draft:
     return replace(draft, tokens=guess.tokens, origin=guess.origin)
 
 
-def _inner(task: Task, level: jax.Array | int, count: int) -> jax.Array:
-    """The inner nodes [count * I] of so many levels, padded with T."""
-    inner = task.levels.inner
-    inner = jnp.pad(inner, ((0, count), (0, 0)), constant_values=task.tree.size)
-    return lax.dynamic_slice_in_dim(inner, level, count).reshape(-1)
+def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
+    """Those nodes [count] int32, of [B, T] that any row needs, that are nearest to the
+    root; padded with T."""
+    T = task.tree.size
+    node = jnp.arange(T, dtype=jnp.int32)
+    far = jnp.where(needed.any(axis=0), task.depth * T + node, T * T)
+    order = jnp.argsort(far).astype(jnp.int32)
+    rows = jnp.where(far[order] < T * T, order, T)
+    return jnp.pad(rows, (0, max(count - T, 0)), constant_values=T)[:count]
 
 
 def _with_read(read: jax.Array, draft: Draft, rows: jax.Array) -> jax.Array:
@@ -291,62 +302,47 @@ def _with_read(read: jax.Array, draft: Draft, rows: jax.Array) -> jax.Array:
     return read.at[:, rows].set(tokens, mode="drop")
 
 
-def _differs(opened: Open, draft: Draft) -> jax.Array:
-    """Nodes [B, T] that were not read as what they are; finished rows do not count."""
-    running = opened.before.unread_length > 0
-    return (opened.read != draft.tokens) & running[:, None]
+def _rightly_read(opened: Open, tokens: jax.Array, task: Task) -> jax.Array:
+    """Nodes [B, T] that were read as what they are, as were all above them."""
+    wrong = opened.read != tokens
+    return ~(wrong[:, None] & task.lineage[None]).any(axis=2)
 
 
 def _kept(
     opened: Open,
     draft: Draft,
     logits: jax.Array,
-    first: jax.Array,
+    rows: jax.Array,
     known: jax.Array,
-    until: jax.Array,
+    before: jax.Array,
     task: Task,
 ) -> tuple[Draft, jax.Array]:
-    """Draw level after level, for as long as what was read is what is there.
+    """Draw the children of nodes that were read, and see which were guessed rightly.
 
     Args:
-      logits: [B, A I, >= V] float32, after the inner nodes of the levels from `first`.
-      known, until: see `Staged._go_on`.
+      logits: [B, Q, >= V] float32, after the nodes `rows` [Q].
+      known: [B, T] bool, tokens that are not to be drawn.
+      before: [B, T] bool, nodes that had been read as what they are already.
 
     Returns:
-      the draft, and the first level [] int32 that has to be read again, or `until`.
+      the draft, and which nodes [B, T] are read as what they are now.
     """
-    width, inner = task.tree.inner, task.levels.inner
-    end = jnp.minimum(first + logits.shape[1] // width, until)
-
-    def right(carry: tuple[Draft, jax.Array]) -> jax.Array:
-        draft, level = carry
-        differs = _differs(opened, draft)
-        rows = inner[jnp.minimum(level, inner.shape[0] - 1)]
-        here = jnp.take(differs, rows, axis=1, mode="fill", fill_value=False)
-        return (level < end) & ~here.any()
-
-    def draw(carry: tuple[Draft, jax.Array]) -> tuple[Draft, jax.Array]:
-        draft, level = carry
-        own = lax.dynamic_slice_in_dim(logits, (level - first) * width, width, axis=1)
-        drawn = _signed(task.draw(draft, own, level), opened.read, level, task)
-        if not task.outermost:  # who asked has drawn some
-            drawn = jax.tree.map(
-                lambda a, b: jnp.where(level >= known, a, b), drawn, draft
-            )
-        return drawn, level + 1
-
-    if logits.shape[1] == 0:  # nothing was guessed
-        return draft, jnp.asarray(first, jnp.int32)
-    return lax.while_loop(right, draw, (draft, first))
-
-
-def _signed(draft: Draft, read: jax.Array, depth: jax.Array, task: Task) -> Draft:
-    """The draft whose nodes below a depth were drawn by this stage, but for those that
-    had been guessed and read: they stay the guesser's."""
+    children, z = task.draw(draft, logits, rows)
+    tokens, is_child = task.of_parents(children, rows)
+    fixed = known | before[:, task.parents]
+    tokens = jnp.where(is_child[None] & ~fixed, tokens, draft.tokens)
+    right = _rightly_read(opened, tokens, task)
+    # The guesser keeps those of its nodes that were read and are right.
+    own = right[:, task.parents] & ~fixed & (opened.read != tokens)
+    origin = jnp.uint8(DRAFTER if task.outermost else STAGE)
+    q = draft.q
+    if q is not None:
+        node = jnp.minimum(rows, task.tree.size - 1)
+        new = jnp.where(before[:, node, None], q[:, node], jnp.exp(z))
+        q = q.at[:, rows].set(new, mode="drop")
     assert draft.origin is not None  # of `Task.empty`
-    own = jnp.uint8(DRAFTER if task.outermost else STAGE)
-    below = (draft.layout.depth == depth + 1) & (read != draft.tokens)
-    return replace(draft, origin=jnp.where(below, own, draft.origin))
+    origins = jnp.where(own, origin, draft.origin)
+    return replace(draft, tokens=tokens, q=q, origin=origins), right
 
 
 def staged_past(past: DraftState) -> DraftState:

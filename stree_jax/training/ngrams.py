@@ -52,6 +52,57 @@ class Grams:
     count: np.ndarray
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a table is made.
+
+    Attributes:
+      tokens: of text to count, at least.
+      order: n.
+      temperature: of the text.
+      slots: most contexts of one length, a power of two.
+      keep: K, tokens of a context.
+      batch: rows of text drawn together.
+      seed: of the random numbers.
+
+    Raises:
+      ValueError: naming the field that is wrong.
+    """
+
+    tokens: int = 10_000_000
+    order: int = 3
+    temperature: float = 1.5
+    slots: int = 2**18
+    keep: int = 8
+    batch: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name}: want {low:g}..{high:g}, got {value}")
+
+        check("tokens", 1, 2**40)
+        check("order", 2, LARGEST_ORDER)
+        check("temperature", 0.01, 100)
+        check("slots", WAYS, 2**28)
+        check("keep", 1, 64)
+        check("batch", 1, 2**16)
+        check("seed", 0, 2**32 - 1)
+        if self.slots & (self.slots - 1):
+            raise ValueError(f"slots: want a power of two, got {self.slots}")
+
+
+def ngrams_of(drafter: Model, recipe: Recipe) -> NGrams:
+    """The n-grams of what a drafter says, with a progress bar."""
+    drafter = Model(drafter.params, drafter.config)  # whatever else an API's model has
+    V, r = drafter.config.num_tokens, recipe
+    texts = sample_text(drafter, r.tokens, r.temperature, r.batch, r.seed)
+    grams = count_grams(np.concatenate(list(texts)), r.order, V)
+    return katz(grams, V, slots=r.slots, keep=r.keep, temperature=r.temperature)
+
+
 def sample_text(
     model: Model, tokens: int, temperature: float, batch: int, seed: int
 ) -> Iterator[np.ndarray]:
