@@ -4,9 +4,10 @@ import argparse
 import sys
 
 from stree_jax.bench.benchmarks import measure_benchmark, table_of
-from stree_jax.bench.figures import check_matplotlib, draw, save
+from stree_jax.bench.figures import check_matplotlib, draw, draw_text, save
 from stree_jax.bench.method import write_report
 from stree_jax.bench.report import write_all
+from stree_jax.bench.staged import write_html
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
     print(table_of(report))
     if args.figure is not None:
         save(draw(report), args.figure)
+        if report.get("text"):
+            stem = args.figure.with_suffix("")
+            save(draw_text(report), stem.with_name(f"{stem.name}-text"))
+            write_html(report, stem.with_name(f"{stem.name}-text.html"))
     if not report["complete"]:
         print("stree-jax: stopped at --minutes; not complete", file=sys.stderr)
     return 0

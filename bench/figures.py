@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench.method import machine_line
 from stree_jax.bench.speculation import PLAIN, row_of
+from stree_jax.bench.staged import COLOURS as COLOURS_BY_ORIGIN
+from stree_jax.bench.staged import mode_of
+from stree_jax.speculation.draft import ORIGINS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which most colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+TEXT_WIDTH = 88  # characters of a line
 GUIDE: dict[str, Any] = {"color": "0.25", "linewidth": 1, "linestyle": "--"}
 LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False}
 
@@ -63,6 +67,7 @@ def draw(report: dict[str, Any]) -> "Figure":
         "unrolled": draw_unrolled,
         "forward": draw_forward,
         "cost": draw_cost,
+        "staged": draw_staged,
     }
     if report["kind"] not in drawings:
         raise ValueError(f"--figure: there is none of bench {report['kind']}")
@@ -130,6 +135,68 @@ def _arm_label(arm: str, temperature: float) -> str:
         "lookup": "lookup",
     }.get(kind, f"tree {tree}")
     return name if temperature == 0 or not rule else f"{name}, {rule}"
+
+
+def draw_staged(report: dict[str, Any]) -> "Figure":
+    """Bytes a token, and speed prompt by prompt (Spector and Re, Table 1, Fig. 2)."""
+    temperatures = report["temperatures"]
+    figure, axes = panels(2 * len(temperatures), report, "Staged speculation")
+    arms = [arm for arm in report["arms"] if arm != PLAIN]
+    sets = list(report["sets"])
+    for i, temperature in enumerate(temperatures):
+        rows = [r for r in report["results"] if r["temperature"] == temperature]
+        bytes_, speeds = axes[2 * i : 2 * i + 2]
+        width = 0.8 / len(arms)
+        for a, arm in enumerate(arms):
+            own = [row for row in rows if row["arm"] == arm]
+            place = [g + (a - (len(arms) - 1) / 2) * width for g in range(len(own))]
+            style = style_of(a)
+            heights = [row["traffic_without_caches"] for row in own]
+            bytes_.bar(place, heights, 0.92 * width, label=arm, color=style["color"])
+            for g, row in enumerate(own):
+                each = sorted(row["speedups"])
+                x = [
+                    place[g] + 0.7 * width * (k / len(each) - 0.5)
+                    for k in range(len(each))
+                ]
+                speeds.plot(x, each, linestyle="", markersize=3, **style)
+        for ax, name in ((bytes_, "bytes a token, plain = 1"), (speeds, "times plain")):
+            ax.axhline(1, **GUIDE)
+            ax.set_xticks(range(len(sets)), sets)
+            ax.set_ylabel(name)
+            ax.set_title(mode_of(rows[0], report), fontsize=10)
+        bytes_.set_ylim(top=1.4)  # room for the legend
+        speeds.set(xlim=bytes_.get_xlim(), ylim=(0, None))
+        speeds.set_xlabel("a point a prompt", fontsize=8)
+    axes[0].legend(fontsize=7, frameon=False, ncols=2)
+    return figure
+
+
+def draw_text(report: dict[str, Any]) -> "Figure":
+    """A text, each token in the colour of who drafted it (Spector and Re, Fig. 3)."""
+    from matplotlib.figure import Figure
+
+    pieces = [(piece, COLOURS_BY_ORIGIN[o]) for piece, o in report["text"]["runs"]]
+    pieces.insert(0, (report["text"]["prompt"], "#888888"))
+    lines, column, line = 0, 0, []
+    for text, colour in pieces:
+        for character in text.expandtabs(4):
+            if character == "\n" or column == TEXT_WIDTH:
+                lines, column = lines + 1, 0
+            if character != "\n":
+                line.append((lines, column, character, colour))
+                column += 1
+    height = 0.19 * (lines + 3)
+    figure = Figure(figsize=(0.085 * TEXT_WIDTH, height))
+    for row, column, character, colour in line:
+        x, y = (column + 1) / (TEXT_WIDTH + 2), 1 - 0.19 * (row + 1) / height
+        figure.text(x, y, character, color=colour, family="monospace", fontsize=9)
+    for k, origin in enumerate(sorted({o for _, o in report["text"]["runs"]})):
+        place = (k + 0.1) / 5, 0.06 / height
+        figure.text(
+            *place, ORIGINS[origin], color=COLOURS_BY_ORIGIN[origin], fontsize=9
+        )
+    return figure
 
 
 def draw_temperature(report: dict[str, Any]) -> "Figure":

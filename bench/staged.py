@@ -79,7 +79,7 @@ def measure_staged(
     tree = resolve_tree(options.tree)
     if not isinstance(tree, Tree) or tree.depth < 2:
         raise ValueError(
-            f"--tree: want a fixed one of two levels, got {options.tree!r}"
+            f"--tree: want a fixed one of at least two levels, got {options.tree!r}"
         )
     arms = [Arm(PLAIN, None), Arm(SPECULATIVE, options.tree)]
     for ahead in options.aheads:
@@ -167,6 +167,9 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
             "traffic": _bytes(cells, True) / _bytes(plain, True),
             "traffic_without_caches": _bytes(cells, False) / _bytes(plain, False),
             "over_speculative": median(over),
+            "speedups": [
+                a / b for a, b in zip(rates(cells), rates(plain), strict=True)
+            ],
             "predicted": None,
         }
         if row["arm"].startswith("staged"):

@@ -245,10 +245,11 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt; by row.
       drafter: a model with the same tokenizer that fills the tree; "lookup", which
-        drafts what stood in the text before and needs no model; or any `Drafter`.
+        drafts what stood in the text before and needs no model; `Staged`, a model with
+        `NGrams` that guess for it; `NGrams` alone; or any `Drafter`.
       tree: "auto" (default: which nodes, and how many, is chosen at every step; none
-        where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E",
-        "chain:4", "binary:4", "beam:3x4") or parents.
+        where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
+        default with n-grams; "chain:4", "binary:4", "beam:3x4") or parents.
       times: of steps, for tree "auto"; None: measured when first needed, and kept in
         the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),

@@ -67,7 +67,8 @@ class Generation:
       target_calls: [B] ints, passes of the target that the row took.
       acceptance_length: [B] floats, tau: mean tokens gained per call.
       origins: [n] uint8 a row, where each token comes from: 0 the target, 1 the drafter
-        (a model, or any that is not told apart), 2 lookup; `draft.ORIGINS` names them.
+        (a model, or any that is not told apart), 2 lookup, 3 n-grams, 4 an inner stage;
+        `draft.ORIGINS` names them.
       tree_sizes: K sizes that trees may have had, in nodes; 1 is plain decoding.
       calls_by_size: [B, K] ints, target calls by size of their trees.
       expected_tokens: [B] floats, what the calls were expected to gain; None where that

@@ -60,13 +60,17 @@ def make_spec(
     """Who decodes, from models.
 
     Args:
-      drafter: a model fills static trees, or searches a beam; "lookup" looks the text's
-        end up in the text, as does tree "auto" with any; None drafts nothing.
+      drafter: a model fills static trees, or searches a beam; `NGrams` fill static
+        trees, and for the model of a `Staged` ("auto" asks that model alone); "lookup"
+        looks the text's end up in the text, as does tree "auto" with any; None
+        drafts nothing.
       times: of steps, for tree "auto"; None: assumed ones.
     """
     target = Model(target.params, target.config)  # whatever else an API's model has
     if isinstance(drafter, str) and drafter != LOOKUP:
         raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
+    if isinstance(drafter, Staged) and isinstance(tree, Auto):
+        drafter = drafter.model  # whose levels are drafted for as long as they pay
     if isinstance(drafter, NGrams | Staged):
         tree = _fillable(tree)
     model = None
@@ -112,8 +116,8 @@ def bare(drafter: Any) -> Any:
 def _fillable(tree: Topology) -> Topology:
     if not isinstance(tree, Tree):
         raise ValueError(
-            "tree: n-grams and staged drafters fill a fixed tree, such as 'E' or "
-            "'chain:4'; a beam or 'auto' wants a model alone, or 'lookup'"
+            "tree: n-grams fill a fixed tree, alone or for a drafter, such as 'E' or "
+            "'chain:4'; beams and 'auto' want a model"
         )
     return tree
 

@@ -214,11 +214,12 @@ def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Arra
         tokens.append(jnp.where(found[..., None], table.tokens[slot], EMPTY))
         log_prob.append(left[..., None] + table.log_prob[slot])
         left = left + jnp.where(found, table.back_off[slot], 0.0)
-    tokens.append(jnp.broadcast_to(ngrams.common, (*shape, K)))
-    log_prob.append(left[..., None] + ngrams.unigram[ngrams.common])
+    common, chance = ngrams.common, ngrams.unigram[ngrams.common]
+    tokens.append(jnp.broadcast_to(common, (*shape, K)))
+    log_prob.append(left[..., None] + jnp.broadcast_to(chance, (*shape, K)))
     token, value = jnp.concatenate(tokens, -1), jnp.concatenate(log_prob, -1)
-    before = jnp.tril(jnp.ones((token.shape[-1],) * 2, bool), -1)
-    again = ((token[..., :, None] == token[..., None, :]) & before).any(axis=-1)
+    same = token[..., :, None] == token[..., None, :]
+    again = jnp.tril(same, -1).any(axis=-1)
     return token, jnp.where(again | (token == EMPTY), -jnp.inf, value)
 
 

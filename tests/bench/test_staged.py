@@ -1,0 +1,124 @@
+"""`bench staged`: traffic, what the cost model says, tables and figures."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from stree_jax.bench import benchmarks, figures, staged
+from stree_jax.bench.method import Run
+from stree_jax.cost import MeasuredTime, staged_gain
+from stree_jax.speculation.tree import resolve_tree
+from stree_jax.training.corpus import train_tokenizer
+from stree_jax.training.ngrams import count_grams, katz
+from tests.support.tiny import perturbed, tiny
+
+PROMPTS = {"HumanEval": ["def f(x):"], "GSM8K": ["x = 1"]}
+OPTIONS = staged.Options("chain:3", (1, 2), (0.0, 1.0), 5, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
+    size, model = tokenizer.get_vocab_size(), tiny(1)
+    config = replace(model.config, vocab_size=size, num_tokens=size)
+    table = np.random.default_rng(1).standard_normal((size, config.d_model))
+    params = {**model.params, "embedding": table.astype(np.float32)}
+    target = model.replace(params=params, config=config, tokenizer=tokenizer)
+    return target, target.replace(params=perturbed(params, 0.02, 3))
+
+
+@pytest.fixture(scope="module")
+def ngrams(pair):
+    size = pair[0].config.num_tokens
+    text = np.random.default_rng(0).integers(0, size, (4, 200), np.int32)
+    return katz(count_grams(text, 3, size), size, slots=1024, keep=4)
+
+
+@pytest.fixture(scope="module")
+def report(pair, ngrams):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staged, "PASSES", 2)
+        patch.setattr(staged, "LOOKUPS", 2)
+        found = staged.measure_staged(*pair, ngrams, PROMPTS, OPTIONS, Run(1))
+    jax.clear_caches()
+    return json.loads(json.dumps(found))
+
+
+def rows_of(report, title, temperature):
+    return {
+        row["arm"]: row
+        for row in report["results"]
+        if (row["set"], row["temperature"]) == (title, temperature)
+    }
+
+
+def test_stages_draft_the_same_in_fewer_passes(report):
+    for temperature in (0.0, 1.0):
+        rows = rows_of(report, "HumanEval", temperature)
+        one, two = rows["staged, 1 ahead"], rows["staged, 2 ahead"]
+        base = rows["speculative"]
+        assert rows["plain"]["passes_per_call"] == 0
+        assert base["passes_per_call"] == 3  # text, and two levels more
+        for row in (one, two):
+            assert (row["tau"], row["equal_to_plain"]) == (base["tau"], 1)
+            assert row["passes_per_call"] <= 3
+        assert rows["n-grams alone"]["equal_to_plain"] == 1
+
+
+def test_traffic_is_what_the_passes_read(report, pair):
+    """Target and drafter are of a size: a step reads 1 + 3 models, states beside."""
+    rows = rows_of(report, "GSM8K", 0.0)
+    assert rows["plain"]["traffic"] == rows["plain"]["traffic_without_caches"] == 1
+    unit = report["units"]["/GSM8K/T=0/0"]["speculative"]
+    target, drafter = unit["traffic"]
+    assert [target["stage"], drafter["stage"]] == ["target", "drafter"]
+    assert drafter["passes"] == 3 * target["passes"]
+    assert drafter["weights"] == 3 * target["weights"]
+    total = sum(
+        stage[part]
+        for stage in unit["traffic"]
+        for part in ("weights", "state", "caches")
+    )
+    plain = report["units"]["/GSM8K/T=0/0"]["plain"]["traffic"][0]
+    alone = plain["weights"] + plain["state"] + plain["caches"]
+    want = (total / unit["tokens"]) / (alone / 8)
+    assert rows["speculative"]["traffic"] == pytest.approx(want)
+
+
+def test_the_cost_model_against_arithmetic():
+    """Steps of 10 ms with 4 passes of 1 ms for levels; guesses save 2 of them."""
+    seconds = MeasuredTime([1, 2, 3, 4, 6], [1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+    shape = {"depth": 5, "inner": 2, "ahead": 1}
+    assert staged_gain(10e-3, seconds, **shape, passes=3) == pytest.approx(10 / 8)
+    assert staged_gain(10e-3, seconds, **shape, passes=5) == pytest.approx(1)
+    slow = staged_gain(10e-3, seconds, **shape, passes=3, lookup_s=1e-3)
+    assert slow == pytest.approx(10 / 11)
+    dear = MeasuredTime([1, 2, 3, 4], [1e-3, 1e-3, 2e-3, 3e-3])
+    assert staged_gain(10e-3, dear, **shape, passes=3) == pytest.approx(10 / 13)
+    with pytest.raises(ValueError, match="passes: want at least 1"):
+        staged_gain(10e-3, seconds, **shape, passes=0.5)
+
+
+def test_tables_and_figures(report, tmp_path):
+    text = benchmarks.table_of(report)
+    assert "| HumanEval | greedy | staged, 1 ahead |" in text
+    assert "| GSM8K | top-k 5, T = 1 | n-grams alone |" in text
+    figures.save(figures.draw(report), tmp_path / "f")
+    figures.save(figures.draw_text(report), tmp_path / "t")
+    staged.write_html(report, tmp_path / "t.html")
+    page = (tmp_path / "t.html").read_text("utf-8")
+    runs = report["text"]["runs"]
+    assert page.count("<span style") >= len(runs) and "def f(x):" in page
+    names = {"f.png", "f.svg", "t.png", "t.svg", "t.html"}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("tree", ["auto", "beam:2x2", "chain:1"])
+def test_trees_that_have_no_levels_to_guess(pair, ngrams, tree):
+    options = replace(OPTIONS, tree=tree)
+    with pytest.raises(ValueError, match="want a fixed one of at least two levels"):
+        staged.measure_staged(*pair, ngrams, PROMPTS, options, Run(1))
+    assert resolve_tree(tree) is not None

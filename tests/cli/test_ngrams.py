@@ -1,0 +1,130 @@
+"""`stree-jax ngrams`, and what drafts with its file."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.cli import main as cli
+from stree_jax.training.corpus import train_tokenizer
+from tests.support.tiny import perturbed, tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, a drafter that is right now and then, and its n-grams."""
+    path = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
+    size, model = tokenizer.get_vocab_size(), tiny(1)
+    table = np.random.default_rng(1).standard_normal((size, model.config.d_model))
+    params = {**model.params, "embedding": table.astype(np.float32)}
+    config = dataclasses.replace(
+        model.config, vocab_size=size, num_tokens=size, stop_tokens=()
+    )
+    right = perturbed(params, 0.02, 3)
+    for name, weights in (("target", params), ("drafter", right)):
+        stree_jax.save(stree_jax.Model(weights, config, tokenizer), path / name)
+    options = ["--tokens", "512", "--batch", "2", "--slots", "1024", "--seed", "3"]
+    options += ["--drafter", path / "drafter", "--out", path / "n.safetensors"]
+    assert cli.main([str(word) for word in ("ngrams", *options)]) == 0
+    return path
+
+
+def run(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def generate(folder, *options):
+    model = ["--model", folder / "target", "--max-new-tokens", "12", "--json"]
+    return ["generate", "def f", *model, *options]
+
+
+def test_ngrams_guess_for_a_drafter_and_draft_alone(folder, capsys):
+    pair = ["--drafter", folder / "drafter", "--tree", "chain:3"]
+    staged = ["--ngrams", folder / "n.safetensors", "--ahead", "1", "--compare"]
+    code, out, _ = run(capsys, *generate(folder, *pair))
+    alone = json.loads(out)
+    code, out, err = run(capsys, *generate(folder, *pair, *staged))
+    together = json.loads(out)
+    assert code == 0 and together["equal_to_plain"] is True
+    assert together["tokens"] == alone["tokens"]
+    assert together["target_calls"] == alone["target_calls"]
+    names = set(together["tokens_by_origin"])
+    assert {"target", "drafter", "n-gram"} <= names
+    file = ["--drafter", folder / "n.safetensors"]
+    code, out, err = run(capsys, *generate(folder, *file))
+    assert code == 0 and json.loads(out)["tokens"] == alone["tokens"]
+
+
+def test_the_recipe_is_the_whole_of_a_table(folder, capsys, tmp_path):
+    first = stree_jax.load_ngrams(folder / "n.safetensors")
+    assert (first.order, first.temperature) == (3, 1.5)
+    options = ["--tokens", "512", "--batch", "2", "--slots", "1024"]
+    for seed, same in (("3", True), ("4", False)):
+        out = tmp_path / f"{seed}.safetensors"
+        words = [*options, "--seed", seed, "--drafter", folder / "drafter"]
+        assert run(capsys, "ngrams", *words, "--out", out)[0] == 0
+        pairs = zip(
+            *map(jax.tree.leaves, (first, stree_jax.load_ngrams(out))), strict=True
+        )
+        assert all(np.array_equal(a, b) for a, b in pairs) is same
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--order", "1"], "order: want 2..8, got 1"),
+        (["--slots", "1000"], "slots: want a power of two, got 1000"),
+        (["--tokens", "0"], "tokens: want 1"),
+        (["--temperature", "nan"], "temperature: want 0.01..100, got nan"),
+        (["--drafter", "/nowhere"], "/nowhere: no such directory"),
+        (["--out", "/nowhere/n"], "/nowhere: no such directory"),
+    ],
+)
+def test_bad_recipes_are_one_line(folder, capsys, tmp_path, words, message):
+    given = {"--drafter": str(folder / "drafter"), "--out": str(tmp_path / "n")}
+    given |= dict([words])
+    options = [word for item in given.items() for word in item]
+    code, out, err = run(capsys, "ngrams", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_table_that_is_there_is_not_written_over(folder, capsys):
+    file = folder / "n.safetensors"
+    words = ["--drafter", folder / "drafter", "--out", file]
+    code, _, err = run(capsys, "ngrams", *words)
+    assert (code, err.count("\n")) == (2, 1) and "exists already" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ngrams", "N", "--drafter", "lookup"], "they guess for a drafting model"),
+        (["--ngrams", "N", "--drafter", "none"], "they guess for a drafting model"),
+        (["--ngrams", "N", "--drafter", "N"], "n-grams need no others"),
+        (["--ahead", "2", "--drafter", "D"], "--ahead: levels that n-grams guess"),
+        (["--ngrams", "D", "--drafter", "D"], "no such file"),
+        (["--ngrams", "T", "--drafter", "D"], "no n-gram table"),
+        (["--ngrams", "N", "--drafter", "D", "--ahead", "0"], "ahead: want 1..15"),
+        (["--ngrams", "N", "--drafter", "D", "--tree", "beam:2x2"], "beams and 'auto'"),
+        (["--drafter", "N", "--tree", "auto"], "beams and 'auto' want a model"),
+        (["--drafter", "N", "--rule", "mss", "--temperature", "1"], "n-grams"),
+        (["--drafter", "N", "--model", "demo"], "n-grams: its vocabulary has"),
+    ],
+)
+def test_what_does_not_go_with_ngrams_is_one_line(folder, capsys, words, message):
+    places = {
+        "N": folder / "n.safetensors",
+        "D": folder / "drafter",
+        "T": folder / "drafter" / "tokenizer.json",
+    }
+    words = [places.get(word, word) for word in words]
+    code, out, err = run(capsys, *generate(folder, *words))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
