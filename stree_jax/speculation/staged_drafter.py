@@ -152,7 +152,8 @@ class Staged:
         self, opened: Open, draft: Draft, known: jax.Array, task: Task, ahead: int
     ) -> tuple[Draft, Open]:
         right = _rightly_read(opened, draft.tokens, task)
-        until = first_unknown(task, known) - 1 + ahead
+        first, M = first_unknown(task, known), task.tree.depth
+        until = jnp.where(first < M, first - 1 + ahead, 0)  # nothing to guess: no pass
         return self._go_on(opened, draft, known, right, until, task)
 
     def end(self, opened: Open) -> StagedState:
