@@ -10,7 +10,7 @@ from stree_jax import models
 from stree_jax.checkpoint import Model
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.result import Past
-from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.loop import LOOKUP, bare
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
@@ -61,8 +61,13 @@ def check_drafter(target: Model, drafter: Any) -> None:
     """Raises ValueError where the two models have no vocabulary in common."""
     if isinstance(drafter, Staged):
         check_drafter(target, drafter.model)
-        if drafter.guesser is not None:
-            check_drafter(target, drafter.guesser)
+        guesser = drafter.guesser
+        if guesser is not None:
+            if not isinstance(guesser, models.Model | NGrams | Staged):
+                raise ValueError(
+                    f"guesser: want NGrams, a model or a Staged, got {type(guesser)}"
+                )
+            check_drafter(target, guesser)
             integer("ahead", drafter.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
         return
     if isinstance(drafter, NGrams):
@@ -147,7 +152,7 @@ def _check_drafter_past(drafter: Any, past: Any, batch: int) -> None:
         return
     if isinstance(drafter, Staged):
         inner = past.inner if isinstance(past, StagedState) else None
-        _check_drafter_past(drafter.guesser, inner, batch)
+        _check_drafter_past(bare(drafter.guesser), inner, batch)
         drafter, past = drafter.model, staged_past(past)
     _check_state("past: of another drafter", drafter, model_state(past), batch)
 

@@ -47,7 +47,7 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
             file.write(save(tensors, facts))
         os.chmod(temporary, 0o644)
         os.replace(temporary, dst)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
     finally:
         if temporary is not None:
@@ -60,9 +60,14 @@ def check_new(dst: Path) -> None:
     Raises:
       CheckpointError: it exists, or its folder does not.
     """
-    if dst.exists() or dst.is_symlink():
+    try:
+        there = dst.exists() or dst.is_symlink()
+        folder = dst.absolute().parent.is_dir()
+    except (OSError, ValueError) as error:  # too long, or with a null byte
+        raise CheckpointError(f"{dst!s:.80}: no path ({error})") from error
+    if there:
         raise CheckpointError(f"{dst}: exists already; choose another place")
-    if not dst.absolute().parent.is_dir():
+    if not folder:
         raise CheckpointError(f"{dst.absolute().parent}: no such directory")
 
 

@@ -53,6 +53,7 @@ LONGEST = [
     "bench/test_bench.py",
     "generation/test_x64.py",
     "bench/test_forward.py",
+    "speculation/test_staged.py",
     "convert/test_convert.py",
 ]
 

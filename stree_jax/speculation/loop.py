@@ -73,6 +73,8 @@ def make_spec(
         drafter = drafter.model  # whose levels are drafted for as long as they pay
     if isinstance(drafter, NGrams | Staged):
         tree = _fillable(tree)
+    if isinstance(drafter, NGrams):
+        resolve_rule(rule, picked_tree(tree))  # they have no probabilities to test
     model = None
     if isinstance(drafter, Model):
         model = Model(drafter.params, drafter.config)

@@ -32,7 +32,7 @@ from stree_jax.models import (
 )
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.draft import DRAFTER, STAGE, Draft, only_root
+from stree_jax.speculation.draft import DRAFTER, STAGE, TARGET, Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
 from stree_jax.speculation.layout import below_root
 from stree_jax.speculation.model_drafter import (
@@ -334,14 +334,15 @@ def _kept(
     tokens = jnp.where(is_child[None] & ~fixed, tokens, draft.tokens)
     right = _rightly_read(opened, tokens, task)
     # The guesser keeps those of its nodes that were read and are right.
-    own = right[:, task.parents] & ~fixed & (opened.read != tokens)
+    assert draft.origin is not None  # of `Task.empty`
+    guessed = (opened.read == tokens) & (draft.origin != TARGET)
+    own = right[:, task.parents] & ~fixed & ~guessed
     origin = jnp.uint8(DRAFTER if task.outermost else STAGE)
     q = draft.q
     if q is not None:
         node = jnp.minimum(rows, task.tree.size - 1)
         new = jnp.where(before[:, node, None], q[:, node], jnp.exp(z))
         q = q.at[:, rows].set(new, mode="drop")
-    assert draft.origin is not None  # of `Task.empty`
     origins = jnp.where(own, origin, draft.origin)
     return replace(draft, tokens=tokens, q=q, origin=origins), right
 

@@ -118,7 +118,14 @@ def sample_text(
         rows = sampling_rows(settings, key, 1)
         one = jnp.ones((batch,), jnp.int32)
         said = generate_tokens(
-            model, None, chain(0), first, one, max_new_tokens=ROW, sampling=rows
+            model,
+            None,
+            chain(0),
+            first,
+            one,
+            max_new_tokens=ROW,
+            stop_tokens=(),  # a row that ended would be padded, and padding counted
+            sampling=rows,
         )
         return said.tokens
 
@@ -130,7 +137,13 @@ def sample_text(
 
 
 def count_grams(text: np.ndarray, order: int, num_tokens: int) -> list[Grams]:
-    """The n-grams of texts [R, L], by order 1 .. n; none goes over a row's end."""
+    """The n-grams of texts [R, L], by order 1 .. n; none goes over a row's end.
+
+    Raises:
+      ValueError: rows that are shorter than n.
+    """
+    if text.shape[1] < order:
+        raise ValueError(f"order: {order}, but texts have {text.shape[1]} tokens")
     prefix, found = np.zeros(text.shape, np.int64), np.zeros((1, 0), np.int32)
     grams = []
     for k in range(order):
