@@ -37,8 +37,8 @@ from stree_jax.version import __version__
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
 ROUNDS = 4  # of all ways to step
-SEGMENT_S = 0.02  # of one way in a round, about
-MOST_STEPS = 8  # of a segment
+SEGMENT_S = 0.04  # of one way in a round, about
+MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
 SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
