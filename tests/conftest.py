@@ -54,6 +54,7 @@ LONGEST = [
     "generation/test_x64.py",
     "bench/test_forward.py",
     "speculation/test_staged.py",
+    "speculation/test_staged_text.py",
     "convert/test_convert.py",
 ]
 

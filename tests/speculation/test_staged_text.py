@@ -1,0 +1,307 @@
+"""Texts drafted by stages: the drafter's own tokens, passes, origins and traffic."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling, Staged
+from stree_jax.generation import begin
+from stree_jax.models import Model
+from stree_jax.models.memory import state_bytes
+from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
+from stree_jax.speculation.draft import DRAFTER, NGRAM, STAGE, TARGET
+from stree_jax.speculation.ngrams import WAYS
+from stree_jax.speculation.tree import resolve_tree
+from stree_jax.traffic import weights_read
+from stree_jax.training.ngrams import count_grams, katz
+from tests.support.tiny import REAL, perturbed, tiny
+
+NEW, CAPACITY = 24, 512
+UNEVEN = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]  # inner nodes by level: 1, 2, 2, 1
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1, layers=("mamba", "attention"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    """Right now and then."""
+    return target.replace(params=perturbed(target.params, 0.05, 3))
+
+
+@pytest.fixture(scope="module")
+def ngrams(drafter, prompts):
+    """Counted in the drafter's own texts, and so right now and then."""
+    texts = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
+    grams = count_grams(np.array(texts.tokens), 3, REAL)
+    return katz(grams, REAL, slots=512, keep=4)
+
+
+SAMPLED = [Sampling(0.6), Sampling(1.0, top_p=0.9, seed=5), Sampling(0.0)]
+PUNISHED = [Sampling(0.6, repetition_penalty=1.2), *SAMPLED[1:]]
+RUNS = {  # tree, ahead, options
+    "greedy": (
+        "A",
+        2,
+        dict(max_new_tokens=[NEW, 3, 11], capacity=CAPACITY, keep_past=True),
+    ),
+    "mss": (UNEVEN, 1, dict(rule="mss", sampling=SAMPLED, n=2)),
+    "recursive": ("A", 3, dict(rule="recursive", sampling=PUNISHED)),
+    "leviathan": ("chain:4", 2, dict(rule="leviathan", sampling=SAMPLED)),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(target, drafter, ngrams, prompts):
+    """By name: what a model drafts alone, and what it drafts with a guesser."""
+
+    def both(name):
+        if name not in found:
+            tree, ahead, options = RUNS[name]
+            options = dict(max_new_tokens=NEW, tree=tree) | options
+            staged = Staged(drafter, ngrams, ahead)
+            found[name] = [
+                stree_jax.generate(target, prompts, drafter=who, **options)
+                for who in (drafter, staged)
+            ]
+        return found[name]
+
+    found = {}
+    return both
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_text_is_that_of_the_model_alone(runs, name):
+    """Rules that ask how drafts were drawn see the same draws, and so gain the same."""
+    alone, staged = runs(name)
+    assert staged.tokens == alone.tokens
+    assert staged.finish_reasons == alone.finish_reasons
+    assert staged.target_calls.tolist() == alone.target_calls.tolist()
+    assert staged.gained.tolist() == alone.gained.tolist()
+    assert {"mss": 6}.get(name, 3) == len(staged.tokens)
+    own, inner = staged.traffic[1], alone.traffic[1]
+    assert own.stage == inner.stage == "drafter" and own.passes <= inner.passes
+
+
+def test_tokens_say_who_they_come_from(runs):
+    """Of each call the last token is the target's, unless the text ends before it."""
+    for name in RUNS:
+        for result, drafting in zip(runs(name), ({1}, {1, 3}), strict=True):
+            rows = zip(result.origins, result.target_calls, result.tokens, strict=True)
+            for origins, calls, tokens in rows:
+                assert len(origins) == len(tokens)
+                assert (origins == TARGET).sum() == calls - (origins[-1] != TARGET)
+            found = set(np.concatenate(result.origins).tolist())
+            assert found <= {TARGET} | drafting, name
+            if name == "greedy":
+                assert found == {TARGET} | drafting
+    assert (DRAFTER, NGRAM) == (1, 3)
+
+
+def test_a_text_without_an_end_within_a_draft_tells_tau(target, ngrams, prompts):
+    """The target's share of the tokens is one in tau."""
+    right = Staged(target, ngrams, 2)  # every draft is accepted whole
+    options = dict(max_new_tokens=20, tree="chain:4", stop_tokens=())
+    result = stree_jax.generate(target, prompts, drafter=right, **options)
+    assert result.target_calls.tolist() == [4] * 3
+    assert result.acceptance_length.tolist() == [5.0] * 3
+    for origins in result.origins:
+        assert np.flatnonzero(origins == TARGET).tolist() == [4, 9, 14, 19]
+
+
+def test_a_static_trees_passes_are_its_levels(runs):
+    """The text and the root in one, and each level but the last."""
+    for name in RUNS:
+        alone, staged = runs(name)
+        tree, ahead, _ = RUNS[name]
+        M, calls = resolve_tree(tree).depth, int(alone.target_calls.max())
+        assert alone.traffic[0].passes == staged.traffic[0].passes == calls
+        assert alone.traffic[1].passes == M * calls
+        least = -(-M // (ahead + 1))
+        assert least * calls <= staged.traffic[1].passes <= M * calls
+
+
+def bytes_of(config, batch):
+    """State without caches, and caches."""
+    dtype = jnp.float32
+    state = state_bytes(config, batch, 0, dtype)
+    return state, state_bytes(config, batch, CAPACITY, dtype) - state
+
+
+def weights_of(model):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+
+
+def test_traffic_is_what_passes_read(runs, target, drafter, ngrams):
+    alone, staged = runs("greedy")
+    for result in (alone, staged):
+        calls = int(result.target_calls.max())
+        state, caches = bytes_of(target.config, 3)
+        first, second, *more = result.traffic
+        assert (first.stage, first.passes) == ("target", calls)
+        assert first.weights == calls * weights_of(target)
+        assert first.state == 2 * calls * state and first.caches == calls * caches
+        assert first.total() == first.weights + first.state + first.caches
+        assert first.total(caches=False) == first.weights + first.state
+        state, caches = bytes_of(drafter.config, 3)
+        passes = second.passes
+        assert second.weights == passes * weights_of(drafter)
+        assert second.state == (passes + calls) * state
+        assert second.caches == passes * caches
+        assert len(more) == (result is staged)
+    (table,) = more
+    inner = resolve_tree("A").inner
+    assert table.stage == "n-gram" and table.passes == 2 * inner * passes
+    assert table.state == table.caches == 0
+    slots = [4 * (WAYS * c + 2 * 4 + 1) for c in (1, 2)]  # contexts, tokens, P, alpha
+    assert table.weights == table.passes * sum(slots)
+
+
+def test_a_tied_embedding_is_read_with_the_head(target):
+    """One that is not is looked up by row, and does not count."""
+    assert weights_read(target) == weights_of(target)
+    embedding = target.params["embedding"]
+    params = {**target.params, "lm_head": embedding[::-1]}
+    config = replace(target.config, tie_embeddings=False)
+    untied = target.replace(params=params, config=config)
+    assert weights_read(untied) == weights_of(target)
+
+
+def test_traffic_of_others(target, drafter, prompts):
+    """Plain decoding and lookup read the target alone; auto may draft with a model."""
+    short = dict(max_new_tokens=6)
+    plain = stree_jax.generate(target, prompts, **short)
+    lookup = stree_jax.generate(
+        target, prompts, drafter="lookup", tree="chain:4", **short
+    )
+    for result in (plain, lookup):
+        (only,) = result.traffic
+        assert (only.stage, only.passes) == ("target", result.target_calls.max())
+        assert only.weights == only.passes * weights_of(target)
+
+
+def continued(target, past, drafter, more, **options):
+    options = dict(max_new_tokens=NEW, tree="A") | options
+    return stree_jax.generate(target, more, past=past, drafter=drafter, **options)
+
+
+def test_a_past_goes_on(runs, target, drafter, ngrams, prompts):
+    """A model's own, and one with its guesser: as if all were read anew."""
+    alone, staged = runs("greedy")
+    more, who = [[11, 12], [], [13]], Staged(drafter, ngrams, 2)
+    text = [p + t + m for p, t, m in zip(prompts, alone.tokens, more, strict=True)]
+    anew = continued(target, None, drafter, text)
+    for result in (alone, staged):
+        later = continued(target, result.past, who, more)
+        assert later.tokens == anew.tokens
+        assert later.gained.tolist() == anew.gained.tolist()
+
+
+def test_a_model_alone_refuses_a_past_with_a_guesser(runs, target, drafter):
+    _, staged = runs("greedy")
+    with pytest.raises(ValueError, match="past: of another drafter") as caught:
+        continued(target, staged.past, drafter, [[], [], []])
+    assert "\n" not in str(caught.value)
+
+
+def test_another_models_past_is_refused(runs, target, ngrams):
+    _, staged = runs("greedy")
+    other = Staged(tiny(2, layers=("mamba", "mlp")), ngrams, 2)
+    with pytest.raises(ValueError, match="past: of another drafter"):
+        continued(target, staged.past, other, [[], [], []])
+
+
+@pytest.fixture(scope="module")
+def three(drafter, ngrams):
+    """A drafter, a smaller one that drafts for it, and n-grams that do for that."""
+    small = tiny(2, layers=("mamba",))
+    return Staged(drafter, Staged(small, ngrams, 2), 2)
+
+
+def test_three_stages_draft_as_the_outermost_alone(
+    runs, target, drafter, three, prompts
+):
+    alone, staged = runs("greedy")
+    tree, _, options = RUNS["greedy"]
+    result = stree_jax.generate(target, prompts, drafter=three, tree=tree, **options)
+    assert result.tokens == alone.tokens
+    assert result.gained.tolist() == alone.gained.tolist()
+    names = [stage.stage for stage in result.traffic]
+    assert names == ["target", "drafter", "inner drafter", "n-gram"]
+    assert set(np.concatenate(result.origins).tolist()) <= {0, DRAFTER, NGRAM, STAGE}
+    assert result.traffic[1].passes <= alone.traffic[1].passes
+    more = [[11, 12], [], [13]]
+    text = [p + t + m for p, t, m in zip(prompts, alone.tokens, more, strict=True)]
+    anew = continued(target, None, drafter, text)
+    later = continued(target, result.past, three, more)
+    assert later.tokens == anew.tokens
+    assert later.gained.tolist() == anew.gained.tolist()
+
+
+def test_a_model_may_guess_for_a_model(target, drafter, three, prompts):
+    """Without a guesser of its own; a past with it goes on, too."""
+    small = Model(three.guesser.model.params, three.guesser.model.config)
+    who, options = Staged(drafter, small, 1), dict(max_new_tokens=9, tree="chain:2")
+    alone = stree_jax.generate(target, prompts, drafter=drafter, **options)
+    first = stree_jax.generate(target, prompts, drafter=who, keep_past=True, **options)
+    assert first.tokens == alone.tokens
+    assert first.gained.tolist() == alone.gained.tolist()
+    assert [stage.stage for stage in first.traffic][1:] == ["drafter", "inner drafter"]
+    later = continued(target, first.past, who, [[], [], []], **options)
+    text = [p + t for p, t in zip(prompts, first.tokens, strict=True)]
+    assert later.tokens == stree_jax.generate(target, text, max_new_tokens=9).tokens
+
+
+def test_beams_are_refused(target, drafter, ngrams):
+    with pytest.raises(ValueError, match="tree: .*fixed tree") as caught:
+        continued(target, None, Staged(drafter, ngrams), [[3]], tree="beam:2x2")
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
+    """Each part's vocabulary, and how many levels are guessed."""
+    config = replace(drafter.config, num_tokens=REAL - 1)
+    other = drafter.replace(config=config)
+    few = ngrams.replace(unigram=ngrams.unigram[:-1])
+    for who, match in [
+        (Staged(other, ngrams), "drafter: its vocabulary"),
+        (Staged(drafter, few), "n-grams: its vocabulary"),
+        (Staged(drafter, Staged(other, ngrams)), "drafter: its vocabulary"),
+        (Staged(drafter, ngrams, 0), "ahead: want 1..15"),
+        (Staged(drafter, ngrams, 16), "ahead: want 1..15"),
+        (Staged("somewhere", ngrams), "drafter: got a string"),
+        (Staged(drafter, "lookup"), "guesser: want NGrams, a model or a Staged"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            continued(target, None, who, [[3]])
+
+
+def test_one_node_is_plain_decoding(target, drafter, ngrams, prompts):
+    plain = stree_jax.generate(target, prompts, max_new_tokens=6)
+    who = Staged(drafter, ngrams, 2)
+    result = continued(target, None, who, prompts, max_new_tokens=6, tree="chain:0")
+    assert result.tokens == plain.tokens
+    assert result.target_calls.tolist() == plain.target_calls.tolist()
+    assert (np.concatenate(result.origins) == TARGET).all()
+
+
+def test_auto_asks_the_model_alone(target, drafter, ngrams, prompts):
+    """Which drafts level after level for as long as that pays."""
+    options = dict(max_new_tokens=6, tree="auto:1,4", drafter=Staged(drafter, ngrams))
+    begun, plan = begin(target, prompts, **options)
+    assert isinstance(plan.spec.drafter, AdaptiveDrafter)
+    assert plan.spec.drafter.model.config == drafter.config
+
+
+def test_ngrams_have_no_probabilities_to_test(target, ngrams, prompts):
+    ids, lengths = jnp.asarray([prompts[0]]), jnp.asarray([len(prompts[0])])
+    with pytest.raises(ValueError, match="n-grams choose drafts by their worth"):
+        stree_jax.generate_tokens(
+            target, ngrams, "A", ids, lengths, max_new_tokens=4, rule="mss"
+        )
