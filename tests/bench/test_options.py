@@ -14,6 +14,7 @@ from stree_jax.cli.main import build_parser
 PROMPTS = ["--prompts", "p.jsonl"]
 NEEDED = {
     "attention": [*PROMPTS, "--pairs", "a=t:d"],
+    "staged": [*PROMPTS, "--ngrams", "n.safetensors"],
     "all": [*PROMPTS, "--out", "R"],
     **dict.fromkeys(("unrolled", "forward", "kernels"), []),
 }

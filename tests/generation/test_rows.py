@@ -302,9 +302,9 @@ def test_data_compiles_nothing(ask, drafter, prompts):
     before = programs()
     warm = [dataclasses.replace(s, temperature=1.7, top_p=0.5) for s in SAMPLING]
     calm = [dataclasses.replace(s, top_k=3, min_p=0.1, seed=77) for s in SAMPLING]
-    parents = from_child_counts([[3], [1, 1, 1], [1, 1, 1], [0, 2, 1]])
+    parents = from_child_counts([[3], [0, 1, 2], [2, 0, 1], [1, 2, 0]])
     sizes = {
-        (tree.size, tree.depth, tree.width, tree.children)
+        (tree.size, tree.depth, tree.width, tree.inner, tree.children)
         for tree in (NAMED_TREES[TREE], parents)
     }
     assert len(sizes) == 1

@@ -14,7 +14,8 @@ import json, sys
 import jax, numpy as np
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 import stree_jax
-from stree_jax import Sampling
+from stree_jax import Sampling, Staged
+from stree_jax.training.ngrams import count_grams, katz
 from tests.support.tiny import REAL, perturbed, tiny
 
 target = tiny(1)
@@ -22,11 +23,15 @@ drafter = target.replace(params=perturbed(target.params, 0.05, 3))
 rng = np.random.default_rng(0)
 prompts = [rng.integers(8, REAL, n).tolist() for n in (3, 9)]
 settings = [Sampling(0.8, top_k=9, top_p=0.9, repetition_penalty=1.2, seed=3)] * 2
+text = rng.integers(0, REAL, (4, 64), np.int32)
+ngrams = katz(count_grams(text, 3, REAL), REAL, slots=256, keep=4)
+staged = Staged(drafter, ngrams, 2)
 arms = {
     "greedy": dict(drafter=drafter, tree="A", min_new_tokens=2),
     "coupled": dict(drafter=drafter, tree="A", sampling=settings, logprobs=1),
     "mss": dict(drafter=drafter, tree="A", sampling=settings, rule="mss"),
     "beam": dict(drafter=drafter, tree="beam:2x2"),
+    "staged": dict(drafter=staged, tree="chain:3", sampling=settings),
 }
 out = {}
 for name, options in arms.items():
@@ -56,7 +61,7 @@ def both():
     return run("1"), run("0")
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled", "mss", "beam", "demo"])
+@pytest.mark.parametrize("name", ["greedy", "coupled", "mss", "beam", "staged", "demo"])
 def test_the_same_with_64_bits(both, name):
     wide, usual = both
     assert wide[name] == usual[name]
