@@ -5,6 +5,7 @@ import numpy as np
 
 from stree_jax.generation import begin
 from stree_jax.speculation import loop
+from stree_jax.speculation.drafter import Prompts
 
 LENGTHS = [1, 7, 33]  # of the prompts
 
@@ -25,3 +26,13 @@ def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
     done = loop.advance_jit(spec, begun, jnp.int32(steps))
     rows = zip(np.asarray(done.tokens), np.asarray(done.length), strict=True)
     return [row[:n].tolist() for row, n in rows], done
+
+
+def prompts_of(texts, news_width, capacity=64, padding=9):
+    """Texts of several lengths as drafters get them; padding may look like text."""
+    width = max(map(len, texts))
+    padded = np.full((len(texts), width), padding, np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
+    return Prompts(jnp.asarray(padded), lengths, capacity, news_width)

@@ -9,7 +9,7 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.speculation.calibration import LONGEST, PRIOR, lookup_kind
-from stree_jax.speculation.drafter import News, Prompts
+from stree_jax.speculation.drafter import News
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.lookup import (
     PLACES,
@@ -21,18 +21,14 @@ from stree_jax.speculation.lookup import (
 )
 from stree_jax.speculation.pool import best_tree, first_nodes, merged
 from stree_jax.speculation.tree import Budget
+from tests.speculation.steps import prompts_of
 from tests.support.tiny import REAL, perturbed, tiny
 
 DEPTH = 6
 
 
 def history_of(texts, capacity=64):
-    width = max(map(len, texts))
-    padded = np.full((len(texts), width), 3, np.int32)  # padding may look like text
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = text
-    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-    return begin_history(Prompts(jnp.asarray(padded), lengths, capacity, DEPTH + 1))
+    return begin_history(prompts_of(texts, DEPTH + 1, capacity, padding=3))
 
 
 def match(text, place):

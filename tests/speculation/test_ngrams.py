@@ -13,7 +13,7 @@ from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.draft import NGRAM
-from stree_jax.speculation.drafter import News, Prompts
+from stree_jax.speculation.drafter import News
 from stree_jax.speculation.ngrams import (
     EMPTY,
     candidates,
@@ -22,6 +22,7 @@ from stree_jax.speculation.ngrams import (
 )
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
+from tests.speculation.steps import prompts_of
 from tests.support.reference import depth_of, path_to
 from tests.support.tiny import REAL, perturbed, tiny
 
@@ -124,15 +125,6 @@ def test_more_children_than_candidates(whole):
     assert int(tokens.min()) >= 0 and int(tokens.max()) < V
 
 
-def prompts_of(texts, M):
-    width = max(map(len, texts))
-    padded = np.full((len(texts), width), 9, np.int32)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = text
-    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-    return Prompts(jnp.asarray(padded), lengths, 64, M + 1)
-
-
 @pytest.mark.parametrize("order", [2, 3, 5])
 def test_the_tail_is_the_texts(order):
     """Catches a tail that forgets the last accepted token, or what was before news."""
@@ -140,7 +132,7 @@ def test_the_tail_is_the_texts(order):
     ngrams = NGrams(jnp.zeros((V,)), jnp.zeros((1,), jnp.int32), tables)
     c, commit = order - 1, jax.jit(ngrams.commit)
     texts = [[1], [2, 3], [4, 5, 6, 7, 8], [10, 11, 12, 13]]
-    state = ngrams.init(prompts_of(texts, 3), None)
+    state = ngrams.init(prompts_of(texts, 4), None)
     rng = np.random.default_rng(3)
     for lengths in ([0, 0, 0, 0], [1, 4, 0, 2], [3, 0, 1, 4], [4, 1, 2, 0]):
         for text, tail in zip(texts, np.asarray(state.tokens).tolist(), strict=True):
@@ -173,7 +165,7 @@ def test_trees_hold_the_likeliest_tokens(whole, tree, sampled):
     rows = sampling_rows([Sampling(t) for t in (0.5, 2.0, 0.0)]) if sampled else None
     dist, rule = distribution(3, rows), resolve_rule("naive/coupled", tree)
     root = jnp.asarray([text[-1] for text in texts], jnp.int32)
-    state = whole.init(prompts_of(texts, tree.depth), None)
+    state = whole.init(prompts_of(texts, tree.depth + 1), None)
     draft, after = jax.jit(NGrams.propose, static_argnames="rule")(
         whole, state, root, tree, dist, rule=rule
     )

@@ -25,6 +25,7 @@ from stree_jax.speculation.model_drafter import (
 )
 from stree_jax.speculation.stage import first_unknown, make_task
 from stree_jax.speculation.tree import make_tree, resolve_tree
+from tests.speculation.steps import prompts_of
 from tests.support.reference import depth_of
 from tests.support.tiny import REAL, tiny
 
@@ -62,15 +63,6 @@ class Oracle:
 
     def end(self, opened):
         return opened
-
-
-def prompts_of(texts, M):
-    width = max(map(len, texts))
-    padded = np.full((len(texts), width), 9, np.int32)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = text
-    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-    return Prompts(jnp.asarray(padded), lengths, 64 + 32 * (M + 1), M + 1)
 
 
 def distribution(sampling, place):
@@ -119,7 +111,8 @@ def drafted(drafter, token_ids, lengths, news, gained, tree, sampling, rule, wid
 def drafts_of(drafter, tree, sampling, rule):
     """NumPy: see `drafted`; passes [STEPS] of each step."""
     texts, news, gained = texts_and_news(tree.depth)
-    prompts = prompts_of(texts, tree.depth)
+    width = tree.depth + 1
+    prompts = prompts_of(texts, width, 64 + 32 * width)
     told = jnp.asarray(news), jnp.asarray(gained)
     asked = prompts.token_ids, prompts.lengths, *told, tree, sampling, rule
     draft, passes = jax.device_get(drafted(drafter, *asked, tree.depth + 1))
@@ -263,7 +256,7 @@ def known_by(rng):
 
 def guesses_of(stage, known, edits):
     texts, _, _ = texts_and_news(7)
-    prompts = prompts_of(texts, 7)
+    prompts = prompts_of(texts, 8, 64 + 32 * 8)
     told = jnp.asarray(known), jnp.asarray(edits)
     asked = prompts.token_ids, prompts.lengths, make_tree(DEEP), *told
     return texts, *jax.device_get(asked_for_guesses(stage, *asked))
@@ -289,7 +282,7 @@ def inner():
     """A model that guesses for another, and has a guesser: itself, unless edited."""
     model = tiny(4, layers=KINDS["hybrid"])
     tree, texts = make_tree(DEEP), texts_and_news(7)[0]
-    prompts = prompts_of(texts, 7)
+    prompts = prompts_of(texts, 8, 64 + 32 * 8)
     drafter, dist = ModelDrafter(model, fill_tree), distribution(None, prompts.lengths)
     root = jnp.asarray([text[-1] for text in texts], jnp.int32)
     state = drafter.init(prompts, None)

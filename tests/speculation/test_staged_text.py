@@ -18,7 +18,7 @@ from stree_jax.speculation.ngrams import WAYS
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.traffic import weights_read
 from stree_jax.training.ngrams import count_grams, katz
-from tests.support.tiny import REAL, perturbed, tiny
+from tests.support.tiny import REAL, tiny
 
 NEW, CAPACITY = 24, 512
 UNEVEN = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]  # inner nodes by level: 1, 2, 2, 1
@@ -27,12 +27,6 @@ UNEVEN = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]  # inner nodes by level: 1, 2, 2, 1
 @pytest.fixture(scope="module")
 def target():
     return tiny(1, layers=("mamba", "attention"))
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    """Right now and then."""
-    return target.replace(params=perturbed(target.params, 0.05, 3))
 
 
 @pytest.fixture(scope="module")
