@@ -36,12 +36,10 @@ class Levels:
 
     Attributes:
       inner: [M, I] int32, the inner nodes at depth 0..M - 1, padded with T.
-      slot: [T] int32, place of an inner node among those of its depth.
       rank: [T] int32, place of a node among its siblings.
     """
 
     inner: jax.Array
-    slot: jax.Array
     rank: jax.Array
 
 
@@ -81,7 +79,7 @@ def tree_levels(tree: Tree) -> Levels:
     place = depth, jnp.where(is_inner, slot, tree.inner)
     inner = jnp.full((tree.depth, tree.inner), T, jnp.int32)
     inner = inner.at[place].set(node, mode="drop")
-    return Levels(inner, slot, _count_before(parents[:, None] == parents[None]))
+    return Levels(inner, _count_before(parents[:, None] == parents[None]))
 
 
 def below_root(parents: jax.Array, conv_taps: int) -> Nodes:

@@ -244,27 +244,23 @@ def draw_level(
     q = draft.q
     if q is not None:
         q = q.at[:, above].set(jnp.exp(z), mode="drop")
-    tokens = with_children(draft.tokens, children, depth, tree, levels)
-    return replace(draft, tokens=tokens, q=q)
+    tokens, drawn = by_slot(children, above, tree, levels)
+    return replace(draft, tokens=jnp.where(drawn, tokens, draft.tokens), q=q)
 
 
-def with_children(
-    tokens: jax.Array,
-    children: jax.Array,
-    depth: jax.Array,
-    tree: Tree,
-    levels: Levels,
-) -> jax.Array:
-    """Tokens [B, T] with the children [B, Q, C] of a depth's first Q inner nodes.
+def by_slot(
+    children: jax.Array, nodes: jax.Array, tree: Tree, levels: Levels
+) -> tuple[jax.Array, jax.Array]:
+    """Children [B, Q, C] of the nodes [Q] int32 (T: none), by their own places.
 
-    Args:
-      depth: [] int32.
+    Returns:
+      tokens [B, T] int32, and whether a node's parent is one of the nodes, [T].
     """
-    parents = jnp.asarray(tree.parents, jnp.int32)
-    above = levels.inner[depth, : children.shape[1]]
-    below = (parents[None] == above[:, None]).any(axis=0)
-    drawn = children[:, levels.slot[parents], levels.rank].astype(jnp.int32)
-    return jnp.where(below, drawn, tokens)
+    parents = jnp.asarray(tree.parents, jnp.int32)  # the root's is no node
+    is_parent = parents[:, None] == nodes[None]  # [T, Q]
+    place = jnp.argmax(is_parent, axis=1)
+    tokens = children[:, place, levels.rank].astype(jnp.int32)
+    return tokens, is_parent.any(axis=1)
 
 
 def draw_children(

@@ -24,6 +24,7 @@ from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import NGRAM, Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.model_drafter import by_slot
 from stree_jax.speculation.stage import Task, first_unknown, make_task
 from stree_jax.speculation.tree import Topology
 
@@ -146,7 +147,7 @@ class NGrams:
             if task.noise is not None:
                 noise = task.noise[:, jnp.minimum(depth, tree.depth - 1)]
             children = likeliest(self, contexts, tree.children, scale, noise)
-            tokens, written = task.of_parents(children, nodes)
+            tokens, written = by_slot(children, nodes, tree, task.levels)
             written = written[None] & ~known
             assert draft.origin is not None  # of `Task.empty`
             origin = jnp.where(written, jnp.uint8(NGRAM), draft.origin)

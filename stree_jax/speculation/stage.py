@@ -84,18 +84,6 @@ class Task:
         asked = self.rule.drafting, self.dist, z, nodes, noise, self.tree.children
         return draw_children(*asked), z
 
-    def of_parents(self, children: jax.Array, nodes: jax.Array) -> tuple:
-        """Children [B, Q, C] of the nodes [Q], by slot.
-
-        Returns:
-          tokens [B, T] int32, and whether a slot's parent is one of the nodes, [T].
-        """
-        is_parent = self.parents[:, None] == nodes[None]  # [T, Q]
-        is_parent &= (jnp.arange(self.tree.size, dtype=jnp.int32) > 0)[:, None]
-        place = jnp.argmax(is_parent, axis=1)
-        tokens = children[:, place, self.levels.rank].astype(jnp.int32)
-        return tokens, is_parent.any(axis=1)
-
 
 def make_task(tree: Topology, dist: Distribution, rule: Rule) -> Task:
     """The task of filling a static tree."""

@@ -40,6 +40,7 @@ from stree_jax.speculation.model_drafter import (
     add_news,
     all_read,
     begin_reading,
+    by_slot,
 )
 from stree_jax.speculation.stage import (
     Opened,
@@ -329,7 +330,7 @@ def _kept(
       the draft, and which nodes [B, T] are read as what they are now.
     """
     children, z = task.draw(draft, logits, rows)
-    tokens, is_child = task.of_parents(children, rows)
+    tokens, is_child = by_slot(children, rows, task.tree, task.levels)
     fixed = known | before[:, task.parents]
     tokens = jnp.where(is_child[None] & ~fixed, tokens, draft.tokens)
     right = _rightly_read(opened, tokens, task)
