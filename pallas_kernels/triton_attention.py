@@ -29,7 +29,7 @@ try:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as pltriton
 except ImportError:  # a jax or jaxlib without Triton
-    pl = pltriton = None  # type: ignore[assignment]
+    pl = pltriton = None  # type: ignore[assignment]  # modules, where they exist
 
 Preset = lax.DotAlgorithmPreset
 State = tuple[jax.Array, jax.Array, jax.Array]

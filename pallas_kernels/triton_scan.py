@@ -40,7 +40,7 @@ from stree_jax.pallas_kernels.scan import FORGOTTEN, Replayed, ScanInputs
 try:
     from jax.experimental.pallas import triton as pltriton
 except ImportError:  # a jax without this backend: see `unsupported`
-    pltriton = None  # type: ignore[assignment]
+    pltriton = None  # type: ignore[assignment]  # a module, where it exists
 
 MAX_TOKENS = 64
 _MIN_TILE = 16  # least side of a tensor core product

@@ -90,7 +90,7 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     header, data = _split(path, body)
     facts = header.get("__metadata__")
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+        raise _foreign(path)
     if facts.get("version") != str(VERSION):
         raise CheckpointError(
             f"{path}: version: want {VERSION}, got {facts.get('version')!r}"
@@ -108,19 +108,21 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     return _checked(path, tensors, temperature)
 
 
+def _foreign(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+
+
 def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
     """The header of a safetensors file, and the bytes behind it."""
     size = int.from_bytes(body[:8], "little")
     if not 2 <= size <= min(MOST_HEADER, len(body) - 8):
-        raise CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+        raise _foreign(path)
     try:
         header = json.loads(body[8 : 8 + size])
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: no n-gram table; `stree-jax ngrams` makes one"
-        ) from error
+        raise _foreign(path) from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: no n-gram table; `stree-jax ngrams` makes one")
+        raise _foreign(path)
     return header, body[8 + size :]
 
 

@@ -14,7 +14,12 @@ from stree_jax import Sampling, StepTimes
 from stree_jax.generation import begin
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import Accepted
-from stree_jax.speculation.adaptive_policy import AdaptivePolicy, Force, forced
+from stree_jax.speculation.adaptive_policy import (
+    TRIALS,
+    AdaptivePolicy,
+    Force,
+    forced,
+)
 from stree_jax.speculation.best_first import best_first, catch_up
 from stree_jax.speculation.calibration import PRIOR, count, no_counts
 from stree_jax.speculation.decoding import OPEN
@@ -312,3 +317,25 @@ def test_a_step_is_chosen_for_before_it_is_made(target, drafter, prompts):
         target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
     )
     assert int(begun.choice) == OPEN
+
+
+@pytest.mark.parametrize(
+    ("tried", "own", "asked"),
+    [
+        (1, 0.5, True),  # too little is known yet
+        (2, 0.5, False),  # hopeless
+        (2, 0.95, True),  # it may still turn out to pay
+        (6, 0.95, False),  # it has had its trials
+        (6, 1.2, True),
+    ],
+)
+def test_a_model_has_fewer_trials_where_they_promise_little(tried, own, asked):
+    """`own`: tokens a second of its trials, where 1 can be had without it."""
+    policy = AdaptivePolicy(times(), Auto((1, 4)))
+    learnt = replace(
+        policy.init(1),
+        gain=jnp.float32(own),
+        seconds=jnp.float32(1),
+        wait=jnp.int32(TRIALS - tried),
+    )
+    assert bool(policy._wants_model(learnt, jnp.float32(1))[1]) is asked
