@@ -33,6 +33,7 @@ from stree_jax.models.params import stored_dtype as stored_dtype
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
 from stree_jax.models.reading import extend as extend
 from stree_jax.models.reading import prefill as prefill
+from stree_jax.models.reading import read_aloud as read_aloud
 from stree_jax.models.reading import read_text as read_text
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records

@@ -1,5 +1,8 @@
 """Reading plain text into a state: chains of tokens, in chunks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +12,11 @@ from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.state import State, commit, grow, init_state
 
 PREFILL_CHUNK = 64  # tokens that a pass reads
+
+Hear = Callable[[Any, jax.Array, jax.Array, jax.Array], Any]
+"""What is told of text while it is read. From what it has made of the text so far: the
+next tokens [B, T] int32, the hidden states [B, T, d] that they follow, and how many of
+them count, [B] int32; what it makes of those, too."""
 
 
 def extend(
@@ -39,7 +47,9 @@ def prefill(
     tokens: jax.Array,
     length: jax.Array,
     chunk: int,
-) -> State:
+    hear: Hear | None = None,
+    heard: Any = None,
+) -> tuple[State, Any]:
     """`extend` by prompts of any length, `chunk` tokens a pass.
 
     The number of passes is data, so one program serves every length up to S.
@@ -47,15 +57,26 @@ def prefill(
     Args:
       tokens: [B, S] int32, padded on the right; S is a multiple of `chunk`.
       length: [B] int32.
-    """
+      hear: is told of every pass; None: nobody is.
+      heard: what it begins with.
 
-    def one_chunk(i: jax.Array, state: State) -> State:
-        part = lax.dynamic_slice_in_dim(tokens, i * chunk, chunk, axis=1)
+    Returns:
+      the state, and what was heard.
+    """
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+
+    def one_chunk(i: jax.Array, carry: tuple[State, Any]) -> tuple[State, Any]:
+        state, heard = carry
+        part, then = (
+            lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
+            for table in (tokens, following)
+        )
         here = jnp.clip(length - i * chunk, 0, chunk)
-        return extend(model, state, part, here)[1]
+        hidden, state = extend(model, state, part, here)
+        return state, heard if hear is None else hear(heard, then, hidden, here)
 
     passes = (jnp.max(length) + chunk - 1) // chunk
-    return lax.fori_loop(0, passes, one_chunk, state)
+    return lax.fori_loop(0, passes, one_chunk, (state, heard))
 
 
 def read_text(
@@ -65,13 +86,28 @@ def read_text(
     capacity: int,
     past: State | None = None,
 ) -> State:
-    """The state after all of each text but its last token.
+    """The state after all of each text but its last token; see `read_aloud`."""
+    return read_aloud(model, token_ids, lengths, capacity, past)[0]
+
+
+def read_aloud(
+    model: Model,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    capacity: int,
+    past: State | None,
+    hear: Hear | None = None,
+    heard: Any = None,
+) -> tuple[State, Any]:
+    """The state after all of each text but its last token, and what was heard of it.
 
     Args:
       token_ids: [Bp, S] int32, padded on the right.
       lengths: [Bp] int32, at least 1.
       capacity: rows of the attention caches.
       past: a state that has read a beginning of each text; None: nothing was read.
+      hear, heard: as of `prefill`; all tokens that are read now are told of, and the
+        text's last one, which follows them.
     """
     if past is None:
         dtype = param_dtype(model.params)
@@ -79,7 +115,7 @@ def read_text(
     unread = unread_text(token_ids, past.length)
     amount = lengths - 1 - past.length
     past = grow(past, capacity)
-    return prefill(model, past, unread, amount, PREFILL_CHUNK)
+    return prefill(model, past, unread, amount, PREFILL_CHUNK, hear, heard)
 
 
 def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:

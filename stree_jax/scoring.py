@@ -92,7 +92,7 @@ def _score_tree(
     tree: Tree,
 ) -> jax.Array:
     state = init_state(model.config, 1, prefix.shape[1], param_dtype(model.params))
-    state = prefill(model, state, prefix, length, PREFILL_CHUNK)
+    state, _ = prefill(model, state, prefix, length, PREFILL_CHUNK)
     nodes = tree.nodes(1, model.config.conv_taps)
     return forward_tree(model, state, tokens, nodes)[0][0]
 

@@ -52,7 +52,12 @@ class News:
 
 
 class Drafter(Protocol):
-    """Pure functions over a state of its own; a pytree whose leaves are parameters."""
+    """Pure functions over a state of its own; a pytree whose leaves are parameters.
+
+    One with an attribute `hears_prompts` that is true goes by the target's hidden
+    states: what a prompt's tokens are and were chosen by comes as news, chunk by chunk,
+    so that `init` has only to make room.
+    """
 
     def init(self, prompts: Prompts, past: DraftState | None) -> DraftState:
         """The state after the prompts, or after a `past` that has read their begin."""

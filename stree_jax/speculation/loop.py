@@ -22,7 +22,7 @@ from stree_jax.models import (
     commit,
     init_records,
     param_dtype,
-    read_text,
+    read_aloud,
 )
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
@@ -36,7 +36,13 @@ from stree_jax.speculation.adaptive_policy import (
 )
 from stree_jax.speculation.beam_drafter import beam_drafter
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
-from stree_jax.speculation.drafter import Drafter, DraftState, NoDrafter, Prompts
+from stree_jax.speculation.drafter import (
+    Drafter,
+    DraftState,
+    News,
+    NoDrafter,
+    Prompts,
+)
 from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.ngrams import NGrams
@@ -178,9 +184,11 @@ def init_decoding(
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
     read, drafted = (None, None) if past is None else past
     prompts = Prompts(token_ids, lengths, capacity, M + 1)
+    hear, heard = None, spec.drafter.init(prompts, drafted)
+    if getattr(spec.drafter, "hears_prompts", False):
+        hear = partial(_tell, spec.drafter)
     states = (
-        read_text(target, token_ids, lengths, capacity, read),
-        spec.drafter.init(prompts, drafted),
+        *read_aloud(target, token_ids, lengths, capacity, read, hear, heard),
         jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0],
     )
     repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), states)
@@ -213,6 +221,17 @@ def init_decoding(
         gained=jnp.zeros((batch, M + 2), jnp.int32),
         margin=jnp.full((batch,), jnp.inf, jnp.float32),
     )
+
+
+def _tell(
+    drafter: Drafter,
+    drafting: DraftState,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    length: jax.Array,
+) -> DraftState:
+    """A drafter is told of a prompt as of any text; see `models.reading.Hear`."""
+    return drafter.commit(drafting, News(tokens, length, hidden))
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:

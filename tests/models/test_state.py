@@ -311,7 +311,7 @@ def test_prefill_by_any_chunk_is_one_pass(hybrid, monkeypatch):
     def run(chunk):
         fill = jax.jit(partial(prefill, chunk=chunk))
         model = models.Model(hybrid.params, hybrid.config)
-        return fill(model, hybrid.empty, tokens, length)
+        return fill(model, hybrid.empty, tokens, length)[0]
 
     whole = hybrid.extend(hybrid.empty, tokens, length)[1]
     assert_same_state(run(4), whole)
