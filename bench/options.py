@@ -63,8 +63,9 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ahead", type=int, help=ahead)
     p.add_argument(
         "--tree",
-        help="auto (chosen at every step), A..E, chain:N, binary:L, beam:WxD or "
-        "parents:0,0,1; default: auto, with n-grams E",
+        help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "
+        "beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, with n-grams "
+        "E, with heads sparse:16",
     )
 
 
@@ -72,8 +73,9 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
-        "directory, hub id, demo, a file of n-grams, lookup (repeat what the text has "
-        "had before) or none (default: demo for the demo model, lookup for others)"
+        "directory of a model or of Medusa heads, hub id of a model, demo, demo-heads, "
+        "a file of n-grams, lookup (repeat what the text has had before) or none "
+        "(default: demo for the demo model, lookup for others)"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")

@@ -3,7 +3,7 @@
 import json
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ DTYPES = {
     "F64": "float64",
 }
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+PICKLED = (".bin", ".pt")
 MAX_NAME = 255  # characters of a file's name
 
 
@@ -48,7 +49,7 @@ class Source:
     def read(self, name: str) -> np.ndarray:
         """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes)."""
         info = self.tensors[name]
-        if info.file.suffix == ".bin":
+        if info.file.suffix in PICKLED:
             if info.file not in self.opened:
                 self.opened.clear()
                 self.opened[info.file] = _load_bin(info.file)
@@ -120,11 +121,21 @@ def open_source(directory: Path) -> Source:
     """List the tensors of a checkpoint directory; reads headers only."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json; not a checkpoint")
+    files, weight_map = weight_files(directory)
+    source = open_files(directory, files)
+    if nowhere := weight_map.keys() - source.tensors.keys():
+        raise CheckpointError(
+            f"{directory}: the index names {min(nowhere)}, but no shard has it"
+        )
+    return source
+
+
+def open_files(directory: Path, files: Sequence[Path]) -> Source:
+    """List the tensors of weight files; reads headers only."""
     tensors: dict[str, TensorInfo] = {}
     opened: dict[Path, dict[str, Any]] = {}
-    files, weight_map = weight_files(directory)
     for file in files:
-        if file.suffix == ".bin":
+        if file.suffix in PICKLED:
             loaded = _load_bin(file)
             opened = {file: loaded}
             found = {name: _torch_info(file, name, t) for name, t in loaded.items()}
@@ -133,10 +144,6 @@ def open_source(directory: Path) -> Source:
         if repeated := tensors.keys() & found.keys():
             raise CheckpointError(f"{file}: {min(repeated)} is in another shard too")
         tensors |= found
-    if nowhere := weight_map.keys() - tensors.keys():
-        raise CheckpointError(
-            f"{directory}: the index names {min(nowhere)}, but no shard has it"
-        )
     return Source(directory, tensors, opened)
 
 
@@ -164,8 +171,8 @@ def _load_bin(file: Path) -> dict[str, Any]:
         import torch
     except ImportError as error:
         raise CheckpointError(
-            f"{file}: reading .bin files needs torch; pip install 'stree-jax[torch]', "
-            "or convert the file to safetensors"
+            f"{file}: reading {file.suffix} files needs torch; pip install "
+            "'stree-jax[torch]', or convert the file to safetensors"
         ) from error
     try:
         zipped = zipfile.is_zipfile(file)  # torch before 1.6 wrote plain pickles

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
+    from stree_jax.heads_file import load_heads as load_heads
+    from stree_jax.heads_file import save_heads as save_heads
+    from stree_jax.models.heads import Heads as Heads
     from stree_jax.ngram_file import load_ngrams as load_ngrams
     from stree_jax.ngram_file import save_ngrams as save_ngrams
     from stree_jax.result import Generation as Generation
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.tree import Auto as Auto
     from stree_jax.speculation.tree import Beam as Beam
     from stree_jax.speculation.tree import Tree as Tree
+    from stree_jax.speculation.tree import cartesian as cartesian
     from stree_jax.speculation.tree import chain as chain
     from stree_jax.speculation.tree import full_tree as full_tree
     from stree_jax.speculation.tree import layered as layered
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoint": "CheckpointError Model load save",
     "generation": "generate stream tune",
+    "heads_file": "load_heads save_heads",
+    "models.heads": "Heads",
     "ngram_file": "load_ngrams save_ngrams",
     "result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",
@@ -55,7 +61,8 @@ _NAMES = {
     "speculation.loop": "generate_tokens",
     "speculation.ngrams": "NGrams",
     "speculation.staged_drafter": "Staged",
-    "speculation.tree": "NAMED_TREES Auto Beam Tree chain full_tree layered make_tree",
+    "speculation.tree": "NAMED_TREES Auto Beam Tree cartesian chain full_tree layered "
+    "make_tree",
     "traffic": "Traffic",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}

@@ -9,8 +9,10 @@ import numpy as np
 from stree_jax import models
 from stree_jax.checkpoint import Model
 from stree_jax.models import ModelConfig, init_state
+from stree_jax.models.heads import Heads
 from stree_jax.result import Past
 from stree_jax.speculation.loop import LOOKUP, bare
+from stree_jax.speculation.medusa import LastHidden
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
@@ -73,6 +75,9 @@ def check_drafter(target: Model, drafter: Any) -> None:
     if isinstance(drafter, NGrams):
         _check_vocabulary(target, "n-grams", drafter.num_tokens)
         return
+    if isinstance(drafter, Heads):
+        _check_heads(target, drafter)
+        return
     if all(hasattr(drafter, name) for name in ("init", "propose", "commit")):
         return  # a `Drafter` that knows its business
     if drafter == LOOKUP:
@@ -83,6 +88,20 @@ def check_drafter(target: Model, drafter: Any) -> None:
         )
     check_model("drafter", drafter)
     _check_vocabulary(target, "drafter", drafter.config.num_tokens)
+
+
+def _check_heads(target: Model, heads: Heads) -> None:
+    own, c = heads.config, target.config
+    if own.d_model != c.d_model:
+        raise ValueError(
+            f"heads: of states {own.d_model} wide, the target's are {c.d_model}; heads "
+            "belong to the model that they were trained on"
+        )
+    if own.own_output and own.vocab_size < c.num_tokens:
+        raise ValueError(
+            f"heads: {own.vocab_size} tokens, the target has {c.num_tokens}; heads "
+            "belong to the model that they were trained on"
+        )
 
 
 def _check_vocabulary(target: Model, name: str, tokens: int) -> None:
@@ -148,6 +167,9 @@ def continued(
 
 def _check_drafter_past(drafter: Any, past: Any, batch: int) -> None:
     """A drafter's past is of this one, model by model."""
+    if isinstance(drafter, Heads) and isinstance(past, LastHidden):
+        if past.hidden.shape != (batch, drafter.config.d_model):
+            raise ValueError("past: of heads on another target")
     if past is None or not isinstance(drafter, models.Model | Staged):
         return
     if isinstance(drafter, Staged):

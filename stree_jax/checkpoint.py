@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -30,7 +31,7 @@ from stree_jax.models.memory import state_bytes, weight_bytes
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BUNDLED = {"demo": "target", "demo-drafter": "drafter"}
+BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
 HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.jinja", "merges.txt"]
 
 
@@ -54,8 +55,11 @@ def without_tokenizer(model: models.Model) -> models.Model:
     return models.Model(model.params, model.config)
 
 
-def resolve(path_or_hub_id: str | Path) -> Path:
-    """The local directory of a model: a path, "demo", "demo-drafter" or a hub id.
+def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
+    """The local directory of a model: a path, a name of `BUNDLED`, or a hub id.
+
+    Args:
+      files: to fetch from the hub in place of a model's.
 
     Raises:
       CheckpointError: it is nowhere to be found, or the hub cannot be reached.
@@ -72,8 +76,9 @@ def resolve(path_or_hub_id: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        directory = Path(snapshot_download(name, allow_patterns=HUB_FILES))
-        if not any(directory.glob("*.safetensors")):
+        wanted = ["config.json", *files] if files else HUB_FILES
+        directory = Path(snapshot_download(name, allow_patterns=wanted))
+        if not files and not any(directory.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["*.bin"])
         return directory
     except (HfHubHTTPError, OSError, ValueError) as error:

@@ -26,7 +26,9 @@ from stree_jax.arguments import (
     stop_token_table,
 )
 from stree_jax.checkpoint import Model
+from stree_jax.cost import Acceptance, greedy_tree
 from stree_jax.models import PREFILL_CHUNK
+from stree_jax.models.heads import Heads
 from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
@@ -47,10 +49,20 @@ from stree_jax.speculation.loop import (
 )
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.step import Spec
-from stree_jax.speculation.tree import Auto, Beam, Topology, chain, resolve_tree
+from stree_jax.speculation.tree import (
+    MAX_NODES,
+    Auto,
+    Beam,
+    Topology,
+    Tree,
+    chain,
+    resolve_tree,
+)
 from stree_jax.tuning import Measured
 
 DEFAULT_TREE = "E"
+SPARSE_NODES = 16  # of the default tree of heads
+ASSUMED_RANKS = 10
 DEFAULT_RULE = "naive/coupled"
 PAST_STEP = 512  # tokens: a conversation grows from turn to turn, in one program
 
@@ -59,7 +71,7 @@ class Options(TypedDict, total=False):
     """The options of `generate` and `stream`, which documents them."""
 
     max_new_tokens: int | Sequence[int]
-    drafter: models.Model | Drafter | str | None
+    drafter: models.Model | Heads | Drafter | str | None
     tree: Topology | str | Sequence[int] | None
     times: StepTimes | None
     rule: Rule | str | None
@@ -90,7 +102,7 @@ def begin(
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int],
-    drafter: models.Model | Drafter | str | None = None,
+    drafter: models.Model | Heads | Drafter | str | None = None,
     tree: Topology | str | Sequence[int] | None = None,
     times: StepTimes | None = None,
     rule: Rule | str | None = None,
@@ -171,7 +183,7 @@ def begin(
 
 def _spec(
     model: Model,
-    drafter: models.Model | Drafter | str | None,
+    drafter: models.Model | Heads | Drafter | str | None,
     tree: Topology | str | Sequence[int] | None,
     rule: Rule | str | None,
     times: StepTimes | None,
@@ -182,7 +194,7 @@ def _spec(
     shape: Topology = chain(0)
     if drafter is not None:
         check_drafter(model, drafter)
-        shape = default_tree(drafter, rule) if tree is None else resolve_tree(tree)
+        shape = tree_for(drafter, tree, rule)
     if times is not None and not isinstance(shape, Auto):
         raise ValueError("times: only tree 'auto' asks for them")
     V = model.config.num_tokens
@@ -202,10 +214,24 @@ def _spec(
     return make_spec(model, drafter, shape, rule, times)
 
 
-def default_tree(
-    drafter: models.Model | Drafter | str, rule: Rule | str | None
+def tree_for(
+    drafter: models.Model | Heads | Drafter | str,
+    tree: Topology | str | Sequence[int] | None,
+    rule: Rule | str | None,
 ) -> Topology:
-    """Tree "auto", unless the rule or a drafter of one's own wants a fixed one."""
+    """The tree of this name; None: what suits the drafter and the rule.
+
+    That is "auto" for models and lookup, unless the rule wants a fixed tree; for heads
+    the sparse one of `SPARSE_NODES` nodes; for others `DEFAULT_TREE`. "sparse:N" is
+    the best tree of N nodes by the accuracies that came with heads.
+    """
+    kind, _, nodes = tree.partition(":") if isinstance(tree, str) else ("", "", "")
+    if isinstance(drafter, Heads) and (tree is None or kind == "sparse"):
+        return sparse_tree(drafter, nodes if tree else SPARSE_NODES)
+    if kind == "sparse":
+        raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
+    if tree is not None:
+        return resolve_tree(tree)
     fixed = resolve_tree(DEFAULT_TREE)
     if not isinstance(drafter, models.Model | str):
         return fixed
@@ -214,6 +240,24 @@ def default_tree(
     except ValueError:  # of rules that are none at all, the fixed tree says so
         return Auto() if isinstance(drafter, str) else fixed
     return Auto()
+
+
+def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
+    """The tree of so many nodes that gains most by the heads' accuracies; see
+    `cost.greedy_tree`."""
+    size = int(nodes) if str(nodes).isdecimal() else 0
+    if not 1 < size <= MAX_NODES:
+        raise ValueError(f"tree: sparse:N wants N in 2..{MAX_NODES}, got {nodes!r}")
+    return greedy_tree(Acceptance(np.array(accuracy_of(heads))), size)
+
+
+def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:
+    """[K][R] of `HeadsConfig.accuracy`, or what is assumed where nobody measured."""
+    if heads.config.accuracy:
+        return heads.config.accuracy
+    ranks = range(ASSUMED_RANKS)
+    best = (0.6 * 0.8**k for k in range(heads.config.heads))
+    return tuple(tuple(0.6 * p * 0.4**r for r in ranks) for p in best)
 
 
 def _stop_strings(
@@ -245,11 +289,13 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt; by row.
       drafter: a model with the same tokenizer that fills the tree; "lookup", which
-        drafts what stood in the text before and needs no model; `Staged`, a model with
+        drafts what stood in the text before and needs no model; `Heads` of the target
+        (`load_heads`); `Staged`, a model with
         `NGrams` that guess for it; `NGrams` alone; or any `Drafter`.
       tree: "auto" (default: which nodes, and how many, is chosen at every step; none
         where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
-        default with n-grams; "chain:4", "binary:4", "beam:3x4") or parents.
+        default with n-grams; "chain:4", "binary:4", "beam:3x4"; with heads "sparse:16",
+        their default, or "cartesian:4x2x2") or parents.
       times: of steps, for tree "auto"; None: measured when first needed, and kept in
         the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from stree_jax.checkpoint import Model, load
+from stree_jax.checkpoint import BUNDLED, Model, load, resolve
+from stree_jax.heads_file import is_heads, load_heads
+from stree_jax.models.heads import Heads
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.loop import LOOKUP
 from stree_jax.speculation.ngrams import NGrams
@@ -17,14 +19,16 @@ def load_pair(
     dtype: str,
     ngrams: str | None = None,
     ahead: int | None = None,
-) -> tuple[Model, Model | NGrams | Staged | str | None]:
-    """The target and what drafts for it: a model, n-grams, stages, "lookup", or None.
+) -> tuple[Model, Model | Heads | NGrams | Staged | str | None]:
+    """The target and what drafts for it: a model, heads, n-grams, stages, "lookup", or
+    None.
 
     Args:
       target: a directory, a hub id or "demo", the bundled target.
-      drafter: likewise ("demo" is the bundled drafter), a file of n-grams, "lookup" or
-        "none"; None, or "auto", is the bundled one beside the bundled target, and
-        lookup beside others.
+      drafter: likewise ("demo" is the bundled drafter), a directory of Medusa heads
+        ("demo-heads" are the bundled ones), a file of n-grams, "lookup" or "none";
+        None, or "auto", is the bundled one beside the bundled target, and lookup
+        beside others.
       dtype: "float32" or "bfloat16".
       ngrams: a file of n-grams that guess for the drafter, or None.
       ahead: levels that they guess; None: as many as is usual.
@@ -48,7 +52,20 @@ def load_pair(
         if table is not None:
             raise ValueError("--ngrams: n-grams need no others to guess for them")
         return model, load_ngrams(str(drafter))
+    if _are_heads(str(drafter)):
+        if table is not None:
+            raise ValueError("--ngrams: they guess for a model, and these are heads")
+        return model, load_heads(str(drafter), dtype=dtype)
     drafting = load("demo-drafter" if drafter == DEMO else drafter, dtype=dtype)
     if table is None:
         return model, drafting
     return model, Staged(drafting, table, AHEAD if ahead is None else ahead)
+
+
+def _are_heads(drafter: str) -> bool:
+    """Whether a name is of Medusa heads; a hub id is asked for what it has."""
+    if drafter == DEMO:
+        return False
+    if drafter in BUNDLED or Path(drafter).exists():
+        return is_heads(resolve(drafter))
+    return False

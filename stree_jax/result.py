@@ -11,6 +11,7 @@ from stree_jax.checkpoint import Model
 from stree_jax.models import State
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import cut_text, held_back
+from stree_jax.speculation.accept import Promise, Rule
 from stree_jax.speculation.adaptive_drafter import to_keep
 from stree_jax.speculation.decoding import (
     OUT_OF_LENGTH,
@@ -79,6 +80,8 @@ class Generation:
         top-p or min-p. Where it is within rounding (about 1e-4 in float32, 0.1 in
         bfloat16), plain decoding may have taken the other token. Infinity where p/q
         tests decided.
+      promise: what of the text is plain decoding's: its "tokens" (greedy, or a naive
+        rule), their "distribution", or "nothing" (rule typical).
       traffic: bytes that the target and who drafted for it read and wrote, all rows
         together, without prompts; see `Traffic`.
       past: to continue from, if it was asked for.
@@ -100,6 +103,7 @@ class Generation:
     expected_tokens: np.ndarray | None
     gained: np.ndarray
     min_margin: np.ndarray
+    promise: Promise
     traffic: tuple[Traffic, ...]
     past: Past | None
     prefill_s: float
@@ -161,6 +165,11 @@ def runs_by_origin(
         runs.append((text[len(done) :], int(origin)))
         done = text
     return runs
+
+
+def promise_of(rule: Rule, sampled: bool) -> Promise:
+    """What of a text is plain decoding's; all of it, unless tokens are drawn."""
+    return rule.promise if sampled else "tokens"
 
 
 def summarise(
@@ -234,6 +243,7 @@ def summarise(
         expected_tokens=host["expected"],
         gained=host["gained"],
         min_margin=host["margin"],
+        promise=promise_of(plan.spec.rule, decoding.requests.sampling is not None),
         traffic=traffic,
         past=past,
         prefill_s=seconds[0],

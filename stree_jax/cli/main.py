@@ -37,6 +37,10 @@ It is kept in steps.json of the cache folder, where generate and chat find it.""
 NGRAMS_NOTES = """
 The table is for generate and chat: --ngrams FILE guesses for the drafter it was made
 of, which then needs fewer passes for the same drafts; --drafter FILE drafts alone."""
+HEADS_NOTES = """
+The target reads --tokens of the text once; its states are kept in --work (2 bytes a
+channel and token), and the heads are trained on them. The same command goes on from
+the newest save. generate and chat take them: --drafter OUT."""
 TRAINING_NOTES = """
 A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
 before it ends."""
@@ -131,6 +135,21 @@ def build_parser() -> argparse.ArgumentParser:
     option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
     option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
 
+    p = commands.add_parser("heads", help="train Medusa heads on a target")
+    p.add_argument(
+        "--target", required=True, help="model to train on: directory, hub id or demo"
+    )
+    add_training_options(p, steps=2000, learning_rate=2e-3)
+    p.epilog = HEADS_NOTES
+    option(p, "--heads", int, 4, "how many: tokens that are guessed at once")
+    option(p, "--blocks", int, 1, "residual blocks of each")
+    p.add_argument(
+        "--own-output",
+        action="store_true",
+        help="an output matrix for each head; default: the target's for all",
+    )
+    option(p, "--tokens", int, 2_000_000, "of text that the target reads")
+
     p = commands.add_parser(
         "ngrams",
         help="a drafter for the drafter: count what it says",
@@ -204,7 +223,7 @@ def add_text_options(p: argparse.ArgumentParser) -> None:
         str,
         None,
         "how sampled drafts are accepted: naive/coupled (default; naive for beams), "
-        "naive, leviathan, mss or recursive",
+        "naive, leviathan, mss or recursive; typical: faster, but not the model's text",
     )
     p.add_argument(
         "--stop",
@@ -355,7 +374,7 @@ def run_command(args: argparse.Namespace) -> int:
             run_export(args)
         case "info":
             run_info(args)
-        case "train" | "distill":
+        case "train" | "distill" | "heads":
             run_training(args)
         case "ngrams":
             run_ngrams(args)
@@ -433,6 +452,7 @@ def run_ngrams(args: argparse.Namespace) -> None:
 
 def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.generation import tune
+    from stree_jax.models.heads import Heads
     from stree_jax.pair import load_pair
     from stree_jax.speculation.ngrams import NGrams
     from stree_jax.speculation.staged_drafter import Staged
@@ -443,6 +463,8 @@ def run_tune(args: argparse.Namespace) -> None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")
     if isinstance(drafter, NGrams | Staged):
         raise ValueError("--ngrams: they fill fixed trees; only tree auto is tuned")
+    if isinstance(drafter, Heads):
+        raise ValueError("--drafter: heads fill fixed trees; only tree auto is tuned")
     times = tune(
         target,
         drafter,
@@ -467,7 +489,12 @@ def run_training(args: argparse.Namespace) -> None:
     job = recipe.Job(
         args.text, args.out, args.work, train, args.minutes, args.save_minutes
     )
-    if args.command == "distill":
+    if args.command == "heads":
+        from stree_jax.training.heads import train_heads
+
+        kind = args.heads, args.blocks, args.own_output
+        train_heads(job, args.target, *kind, tokens=args.tokens)
+    elif args.command == "distill":
         recipe.distill_drafter(job, args.target, args.width, args.layers)
     else:
         size = recipe.TargetSize(args.width, args.mixers, args.attention)

@@ -25,7 +25,6 @@ from stree_jax.cli.chat import (
 )
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.generation import (
-    DEFAULT_RULE,
     Options,
     encode_prompts,
     generate,
@@ -35,9 +34,7 @@ from stree_jax.pair import load_pair
 from stree_jax.result import Generation, Past, runs_by_origin
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
-from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.draft import ORIGINS
-from stree_jax.speculation.tree import chain
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -222,9 +219,8 @@ def compare(
     report.update(figures(target, timed))
     report["plain"] = figures(target, plain)
     report["speedup"] = plain.decode_s / timed.decode_s
-    rule = resolve_rule(options["rule"] or DEFAULT_RULE, chain(0))
-    if options["sampling"] is not None and rule.promise != "tokens":
-        report["equal_to_plain"] = None  # equal in distribution, not in tokens
+    if result.promise != "tokens":
+        report["equal_to_plain"] = None  # equal in distribution, if that
         return
     equal = plain.tokens == timed.tokens == result.tokens
     report["equal_to_plain"] = equal
@@ -268,6 +264,7 @@ def figures(
         "tokens_per_s": tokens_per_s(result, before),
         "prefill_s": result.prefill_s,
         "decode_s": result.decode_s,
+        "promise": result.promise,
         "dtype": str(target.params["embedding"].dtype),
         "device": str(jax.devices()[0].device_kind),
     }
@@ -312,6 +309,8 @@ def closing_line(report: dict[str, Any]) -> str:
     count = sum(len(row["tokens"]) for row in rows)
     tau = count / max(sum(row["target_calls"] for row in rows), 1)
     line = f"[{count} tokens, tau {tau:.2f}"
+    if report["promise"] == "nothing":
+        line += ", not the target's text (rule typical)"
     if "plain" not in report:
         return line + f", {report['first_run_s']:.1f} s with compilation]"
     line += (
@@ -319,7 +318,9 @@ def closing_line(report: dict[str, Any]) -> str:
         f", {report['speedup']:.2f}x plain decoding "
         f"({report['plain']['tokens_per_s']:.0f} tokens/s); "
     )
-    if report["equal_to_plain"] is None:
+    if report["promise"] == "nothing":
+        line += "another text than plain decoding's]"
+    elif report["equal_to_plain"] is None:
         line += "equal to plain decoding in distribution]"
     else:
         line += verdict(report) + "]"

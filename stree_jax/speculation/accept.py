@@ -15,6 +15,12 @@ p is the target's distribution after a node, q the drafter's, both processed.
   node; try them in turn, p <- norm(max(0, p - q)) after each rejection.
 - recursive (recursive rejection sampling; Sequoia): draws without replacement; after
   each rejection p <- norm(max(0, p - q)) and q <- norm(q without the draft).
+
+One more promises nothing: its text is not the target's, and only who names it gets it.
+
+- typical (Medusa, section 2.3.1): accept every draft that is not too unlikely,
+  p(x) > min(epsilon, delta exp(-H(p))), and of the longest such paths the likeliest;
+  after it comes the most probable token.
 """
 
 from dataclasses import dataclass, replace
@@ -35,6 +41,7 @@ from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology
 
 Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
+Promise = Literal["tokens", "distribution", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,15 @@ class Acceptance:
 
     Attributes:
       unbiased: draftings that leave the output the target's, its own choice first.
-      promise: "tokens" are those of plain decoding, or their "distribution" is.
+      promise: "tokens" are those of plain decoding, or their "distribution" is, or
+        "nothing".
       needs_q: whether it asks for the probabilities that drafts were drawn with.
       uses_up: whether a rejected draft is taken out of q (drawn without replacement).
       chains_only: whether it knows one draft a place.
     """
 
     unbiased: tuple[Drafting, ...]
-    promise: Literal["tokens", "distribution"] = "distribution"
+    promise: Promise = "distribution"
     needs_q: bool = True
     uses_up: bool = False
     chains_only: bool = False
@@ -63,7 +71,9 @@ ACCEPTANCES = {
     "leviathan": Acceptance(("iid", "without_replacement"), chains_only=True),
     "mss": Acceptance(("iid",)),
     "recursive": Acceptance(("without_replacement",), uses_up=True),
+    "typical": Acceptance(("top_k",), "nothing", needs_q=False),
 }
+BEAM_RULE = "naive", "top_k"
 WHY_BIASED = {
     "top_k": "accepting with p/q wants drafts drawn from q, and the most probable "
     "tokens are no draws",
@@ -76,14 +86,28 @@ WHY_BIASED = {
 
 
 @dataclass(frozen=True)
+class Typical:
+    """What is not too unlikely: p > min(epsilon, delta exp(-entropy)), as published."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: want 0..1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class Rule:
     """How drafts are accepted and how they are drawn; see `resolve_rule`."""
 
     acceptance: str
     drafting: Drafting
+    typical: Typical = Typical()
 
     @property
-    def promise(self) -> Literal["tokens", "distribution"]:
+    def promise(self) -> Promise:
         """What of a sampled text is plain decoding's; a greedy one is whole."""
         return ACCEPTANCES[self.acceptance].promise
 
@@ -107,6 +131,8 @@ class Rule:
         """
         if dist.sampling is None:
             return accept_greedy(draft, logits, dist)
+        if self.acceptance == "typical":
+            return accept_typical(self.typical, draft, logits, dist)
         return accept_path(self, draft, logits, dist)
 
 
@@ -117,8 +143,9 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     """A rule from "mss", or from "naive/coupled": acceptance and drafting.
 
     Raises:
-      ValueError: unknown names, or a pair whose output would not be the target's.
+      ValueError: unknown names, or a pair that breaks what its acceptance promises.
     """
+    typical = rule.typical if isinstance(rule, Rule) else Typical()
     if isinstance(rule, Rule):
         rule = f"{rule.acceptance}/{rule.drafting}"
     if not isinstance(rule, str):
@@ -135,23 +162,26 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     unbiased = ACCEPTANCES[acceptance].unbiased
     drafting = drafting or unbiased[0]
     if drafting not in unbiased:
+        if acceptance == "typical":
+            raise ValueError(f"rule: typical takes drafts by top_k, not {drafting}")
         raise ValueError(
             f"rule: {acceptance}/{drafting} would bias the output: "
             + WHY_BIASED[drafting]
         )
-    if isinstance(tree, Beam) and (acceptance, drafting) != ("naive", "top_k"):
+    exact = acceptance != "typical"
+    if isinstance(tree, Beam) and exact and (acceptance, drafting) != BEAM_RULE:
         raise ValueError(
             f"rule: {acceptance}/{drafting} does not fit a beam, which holds the most "
             "probable paths; take 'naive'"
         )
-    if isinstance(tree, Auto | Budget):
+    if isinstance(tree, Auto | Budget) and exact:
         _check_choosing(acceptance, drafting)
     if ACCEPTANCES[acceptance].chains_only and tree.children > 1:
         raise ValueError(
             f"rule: {acceptance} is for chains, and this tree has up to "
             f"{tree.children} children a node; take 'mss' or 'recursive'"
         )
-    return Rule(acceptance, drafting)
+    return Rule(acceptance, drafting, typical)
 
 
 def _check_choosing(acceptance: str, drafting: Drafting) -> None:
@@ -206,6 +236,47 @@ def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accept
     on_path = jnp.take_along_axis(scores, path[..., None], axis=1)
     following = jnp.take_along_axis(best, path, axis=1)
     return Accepted(path, length, following, top2_margin(on_path, following))
+
+
+def accept_typical(
+    typical: Typical, draft: Draft, logits: jax.Array, dist: Distribution
+) -> Accepted:
+    """The longest path of drafts that are not too unlikely, the likeliest of those.
+
+    Greedy rows take what is most probable, as ever. Args and result are those of
+    `Rule.accept`.
+    """
+    assert dist.sampling is not None  # `Rule.accept` asks
+    layout = draft.layout
+    above = jnp.maximum(layout.parents, 0)
+
+    def along(table: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.vmap(lambda table, index: table[index])(table, index)
+
+    z = dist.scores(logits, layout.depth, along(draft.tokens, layout.paths))
+    p = jnp.exp(z)
+    entropy = -jnp.where(p > 0, p * z, 0.0).sum(axis=-1)
+    least = jnp.minimum(typical.epsilon, typical.delta * jnp.exp(-entropy))
+    best = jnp.argmax(z, axis=-1).astype(jnp.int32)
+    own = jax.vmap(lambda z, above, token: z[above, token])(z, above, draft.tokens)
+    greedy = dist.sampling.greedy[:, None]
+    likely = jnp.exp(own) > along(least, above)
+    likely = jnp.where(greedy, draft.tokens == along(best, above), likely)
+    root = layout.parents < 0
+    depth = jnp.where(along(likely | root, layout.paths).all(axis=-1), layout.depth, -1)
+    # Paths are padded with the root, which adds nothing.
+    likelihood = along(jnp.where(root, 0.0, own), layout.paths).sum(axis=-1)
+    longest = depth == depth.max(axis=1, keepdims=True)
+    last = jnp.argmax(jnp.where(longest, likelihood, -jnp.inf), axis=1)[:, None]
+
+    path = along(layout.paths, last)[:, 0]
+    length = along(layout.depth, last)[:, 0] + 1
+    place = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    drafted = jnp.pad(along(draft.tokens, path)[:, 1:], ((0, 0), (0, 1)))
+    tokens = jnp.where(place < length[:, None] - 1, drafted, along(best, path))
+    margin = top2_margin(along(z, path), along(best, path))
+    margin = jnp.where(greedy, margin, jnp.inf)  # else tests decided, not only argmaxes
+    return Accepted(path, length, tokens, margin)
 
 
 def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from stree_jax.models import (
     param_dtype,
     read_aloud,
 )
+from stree_jax.models.heads import Heads, head_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
@@ -44,6 +45,7 @@ from stree_jax.speculation.drafter import (
     Prompts,
 )
 from stree_jax.speculation.lookup import LookupDrafter
+from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.policy import FixedTree, Policy
@@ -58,7 +60,7 @@ MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
 
 def make_spec(
     target: Model,
-    drafter: Model | Drafter | str | None,
+    drafter: Model | Heads | Drafter | str | None,
     tree: Topology,
     rule: Rule,
     times: StepTimes | None = None,
@@ -66,10 +68,10 @@ def make_spec(
     """Who decodes, from models.
 
     Args:
-      drafter: a model fills static trees, or searches a beam; `NGrams` fill static
-        trees, and for the model of a `Staged` ("auto" asks that model alone); "lookup"
-        looks the text's end up in the text, as does tree "auto" with any; None
-        drafts nothing.
+      drafter: a model fills static trees, or searches a beam; `Heads` fill static trees
+        that are no deeper than there are heads; `NGrams` fill static trees, and for the
+        model of a `Staged` ("auto" asks that model alone); "lookup" looks the text's
+        end up in the text, as does tree "auto" with any; None drafts nothing.
       times: of steps, for tree "auto"; None: assumed ones.
     """
     target = Model(target.params, target.config)  # whatever else an API's model has
@@ -77,6 +79,10 @@ def make_spec(
         raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
     if isinstance(drafter, Staged) and isinstance(tree, Auto):
         drafter = drafter.model  # whose levels are drafted for as long as they pay
+    if isinstance(drafter, Heads):
+        tree = _as_deep(drafter, tree)
+        medusa = MedusaDrafter(drafter, head_of(target))
+        return Spec(target, medusa, FixedTree(tree), rule)
     if isinstance(drafter, NGrams | Staged):
         tree = _fillable(tree)
     if isinstance(drafter, NGrams):
@@ -126,6 +132,20 @@ def _fillable(tree: Topology) -> Topology:
         raise ValueError(
             "tree: n-grams fill a fixed tree, alone or for a drafter, such as 'E' or "
             "'chain:4'; beams and 'auto' want a model"
+        )
+    return tree
+
+
+def _as_deep(heads: Heads, tree: Topology) -> Tree:
+    count = heads.config.heads
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            f"tree: heads fill a fixed tree, such as 'sparse:16' or 'chain:{count}'; "
+            "beams and 'auto' want a model"
+        )
+    if tree.depth > count:
+        raise ValueError(
+            f"tree: {tree.depth} levels want as many heads, and there are {count}"
         )
     return tree
 
@@ -318,7 +338,7 @@ def with_short_path(d: Decoding) -> Decoding:
 
 def generate_tokens(
     target: Model,
-    drafter: Model | Drafter | str | None,
+    drafter: Model | Heads | Drafter | str | None,
     tree: Topology | str | Sequence[int],
     prompts: jax.Array,
     lengths: jax.Array,
@@ -333,8 +353,8 @@ def generate_tokens(
 
     Args:
       target: verifies; what comes out is its own text.
-      drafter: proposes: a model or "lookup"; None for plain decoding (then `tree` is
-        `chain(0)`).
+      drafter: proposes: a model, heads of the target, or "lookup"; None for plain
+        decoding (then `tree` is `chain(0)`).
       tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
       prompts: [B, S] int32, padded on the right.
       lengths: [B] int32, 1 .. S.

@@ -6,8 +6,8 @@ A `Beam` is a tree whose parents are chosen anew at every step; with `Auto`, its
 is, too.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, repeat
 
 import jax
 import jax.numpy as jnp
@@ -199,11 +199,24 @@ def full_tree(branching: int, depth: int) -> Tree:
         raise ValueError(
             f"full_tree: want branching >= 1 and depth >= 0, got {branching}, {depth}"
         )
+    return _branching("full_tree", repeat(branching, depth))
+
+
+def cartesian(*branching: int) -> Tree:
+    """Every node at depth d has `branching[d]` children: all combinations of as many
+    guesses a place (Medusa, section 2.1)."""
+    if not branching or min(branching) < 1:
+        raise ValueError(f"cartesian: want guesses >= 1 a level, got {branching}")
+    return _branching("cartesian", branching)
+
+
+def _branching(what: str, counts: Iterable[int]) -> Tree:
     parents, level = [-1], [0]
-    for _ in range(depth):
-        _check_size("full_tree", len(parents) + branching * len(level))
-        parents += [node for node in level for _ in range(branching)]
-        level = list(range(len(parents) - branching * len(level), len(parents)))
+    for count in counts:
+        start = len(parents)
+        _check_size(what, start + count * len(level))
+        parents += [node for node in level for _ in range(count)]
+        level = list(range(start, len(parents)))
     return make_tree(parents)
 
 
@@ -256,7 +269,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
     """A tree from itself, a list of parents, or a name.
 
     Names are those of `NAMED_TREES`, "chain:N" (N drafted tokens), "binary:L" (full, L
-    levels of nodes, the root's included), "beam:WxD" (`Beam(W, D)`),
+    levels of nodes, the root's included), "cartesian:4x2x2" (so many children of each
+    node, level by level), "beam:WxD" (`Beam(W, D)`),
     "parents:0,0,1" for the list [-1, 0, 0, 1], "auto" (`Auto()`) and "auto:1,4,8" (of
     these sizes).
     """
@@ -277,6 +291,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
                 return chain(n)
             case "binary", [levels]:
                 return full_tree(2, levels - 1)
+            case "cartesian", _:
+                return cartesian(*numbers)
             case "beam", [width, depth]:
                 return Beam(width, depth)
             case "parents", _:
@@ -284,5 +300,5 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
             case "auto", _:
                 return Auto(tuple(numbers))
     known = f"{', '.join(NAMED_TREES)}, auto, chain:N, binary:L, beam:WxD, "
-    known += "parents:0,0,1"
+    known += "cartesian:4x2x2, parents:0,0,1"
     raise ValueError(f"tree: unknown name {tree!r}; known: {known}")

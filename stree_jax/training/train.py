@@ -4,24 +4,20 @@ Both are one loop: batches are a pure function of (seed, step), so a run that wa
 goes on from its newest save and ends with the same parameters.
 """
 
-import contextlib
 import dataclasses
-import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from tqdm import tqdm
 
 from stree_jax.models import (
@@ -35,12 +31,16 @@ from stree_jax.models import (
     logits_of,
 )
 from stree_jax.training.corpus import sample_batches
+from stree_jax.training.saves import (
+    History,
+    Params,
+    Progress,
+    Saves,
+    TrainState,
+    finish_on_ctrl_c,
+)
 
-if TYPE_CHECKING:
-    from orbax.checkpoint import CheckpointManager
-
-Params = Any
-History = list[dict[str, float]]
+Batch = Any  # a pytree of arrays
 # Of a model on windows [B, T+1], beside a teacher if there is one; a scalar.
 Loss = Callable[[Model, jax.Array, Model | None], jax.Array]
 
@@ -93,30 +93,45 @@ class TrainConfig:
         )
 
 
-@struct.dataclass
-class TrainState:
-    params: Params
-    optimizer: Any
-    step: jax.Array
+class Subject(Protocol):
+    """What is trained; hashable, as programs are compiled for it."""
+
+    def init(self, key: jax.Array) -> Params:
+        """The first parameters, float32."""
+        ...
+
+    def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
+        """A scalar; `params` have the dtype that is computed in."""
+        ...
 
 
-@dataclass
-class Progress:
-    """What a run has come to.
+@dataclass(frozen=True)
+class Text:
+    """A language model that learns from windows of text."""
+
+    config: ModelConfig
+    objective: Loss
+
+    def init(self, key: jax.Array) -> Params:
+        return init_params(self.config, key, jnp.float32)
+
+    def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
+        return self.objective(Model(params, self.config), batch, teacher)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What is learnt from.
 
     Attributes:
-      state: after the last step.
-      history: step, train and held-out loss of every evaluation.
-      recent: losses of the steps since the last one.
+      batches: those from a step on, for ever; a function of the step alone.
+      heldout: batches of evaluations.
+      settings: what saves of the same run have in common, beside `TrainConfig`.
     """
 
-    state: TrainState
-    history: History
-    recent: list[Any]
-
-    @property
-    def step(self) -> int:
-        return int(self.state.step)
+    batches: Callable[[int], Iterator[Batch]]
+    heldout: Sequence[Batch]
+    settings: dict[str, Any]
 
 
 def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
@@ -169,31 +184,21 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
 
 
 def _rounded_loss(
-    config: ModelConfig,
-    train: TrainConfig,
-    loss: Loss,
-    params: Params,
-    windows: jax.Array,
-    teacher: Model | None,
+    subject: Subject, train: TrainConfig, params: Params, batch: Batch, teacher: Any
 ) -> jax.Array:
-    model = Model(cast_params(params, train.compute_dtype), config)
-    return loss(model, windows, teacher)
+    rounded = cast_params(params, train.compute_dtype)
+    return subject.loss(rounded, batch, teacher)
 
 
-_evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1, 2))
+_evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _train_step(
-    config: ModelConfig,
-    train: TrainConfig,
-    loss: Loss,
-    state: TrainState,
-    windows: jax.Array,
-    teacher: Model | None,
+    subject: Subject, train: TrainConfig, state: TrainState, batch: Batch, teacher: Any
 ) -> tuple[TrainState, jax.Array]:
-    rounded_loss = partial(_rounded_loss, config, train, loss)
-    value, grads = jax.value_and_grad(rounded_loss)(state.params, windows, teacher)
+    loss = jax.value_and_grad(partial(_rounded_loss, subject, train))
+    value, grads = loss(state.params, batch, teacher)
     optimizer = make_optimizer(train)
     updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -213,15 +218,53 @@ def fit(
     save_minutes: float = 5.0,
     progress: bool = True,
 ) -> tuple[Params, History]:
-    """Train `config` from scratch or from the newest save in `directory`.
-
-    Ctrl-C ends the step that is running, and saves; a second one stops at once.
+    """Train `config` on text, from scratch or from the newest save in `directory`.
 
     Args:
       loss: as `next_token_loss` or `distillation_loss`.
       tokens, heldout: uint16 token streams.
+      others: see `learn`.
+
+    Raises:
+      ValueError: too little text, or as `learn`.
+    """
+    windows = held_out_windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
+    sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
+    examples = Examples(
+        batches=lambda step: sample_batches(tokens, **sizes, start_step=step),
+        heldout=windows,
+        settings={"model": repr(config), "text": len(tokens)},
+    )
+    return learn(
+        Text(config, loss),
+        train,
+        examples,
+        directory,
+        teacher=teacher,
+        minutes=minutes,
+        save_minutes=save_minutes,
+        progress=progress,
+    )
+
+
+def learn(
+    subject: Subject,
+    train: TrainConfig,
+    examples: Examples,
+    directory: Path,
+    *,
+    teacher: Any = None,
+    minutes: float | None = None,
+    save_minutes: float = 5.0,
+    progress: bool = True,
+) -> tuple[Params, History]:
+    """Train from scratch, or from the newest save in `directory`.
+
+    Ctrl-C ends the step that is running, and saves; a second one stops at once.
+
+    Args:
       directory: of the run's saves; holds two at a time.
-      teacher: for `loss`; an argument of the compiled step, not a constant in it.
+      teacher: for the loss; an argument of the compiled step, not a constant in it.
       minutes: stop after so many with what there is; None: at the last step.
       save_minutes: between saves, beside those that follow an evaluation.
       progress: show bars and say what happens on stderr.
@@ -230,7 +273,7 @@ def fit(
       float32 parameters, and the history: step, train and held-out loss.
 
     Raises:
-      ValueError: too little text, or `directory` is of a run with other settings.
+      ValueError: `directory` is of a run with other settings.
       KeyboardInterrupt: after the save.
     """
     import orbax.checkpoint as ocp
@@ -238,16 +281,16 @@ def fit(
     for name, value in (("minutes", minutes), ("save_minutes", save_minutes)):
         if value is not None and not value > 0:
             raise ValueError(f"{name}: want more than 0, got {value}")
-    windows = _windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
-    learner = _Learner(config, train, loss, teacher, windows, progress)
+    learner = _Learner(subject, train, teacher, examples, progress)
     run = Progress(learner.begin(), [], [])
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     folder = ocp.CheckpointManager(directory.absolute(), options=options)
-    with folder as manager, _finish_on_ctrl_c() as interrupted:
-        saves = _Saves(directory, _settings(config, train, tokens), manager)
+    settings = {**examples.settings, **dataclasses.asdict(train)}
+    with folder as manager, finish_on_ctrl_c() as interrupted:
+        saves = Saves(directory, settings, manager)
         run = saves.newest(run.state) or run
         times = 60 * (minutes or np.inf), 60 * save_minutes
-        _learn(learner, run, tokens, saves, times, interrupted)
+        _learn(learner, run, saves, times, interrupted)
     return run.state.params, run.history
 
 
@@ -255,33 +298,32 @@ def fit(
 class _Learner:
     """What the steps of a run and its evaluations have in common."""
 
-    config: ModelConfig
+    subject: Subject
     train: TrainConfig
-    loss: Loss
-    teacher: Model | None
-    windows: list[np.ndarray]
+    teacher: Any
+    examples: Examples
     progress: bool
 
     def begin(self) -> TrainState:
-        key = jax.random.key(self.train.seed)
-        params = init_params(self.config, key, jnp.float32)
+        params = self.subject.init(jax.random.key(self.train.seed))
         optimizer = make_optimizer(self.train).init(params)
         return TrainState(params, optimizer, jnp.zeros((), jnp.int32))
 
-    def step(self, run: Progress, batch: np.ndarray) -> None:
-        task = self.config, self.train, self.loss
-        windows = jnp.asarray(batch)
-        run.state, value = _train_step(*task, run.state, windows, self.teacher)
+    def step(self, run: Progress, batch: Batch) -> None:
+        task = self.subject, self.train
+        there = jax.tree.map(jnp.asarray, batch)
+        run.state, value = _train_step(*task, run.state, there, self.teacher)
         jax.block_until_ready(run.recent[-1:])  # no more than two steps wait
         run.recent.append(value)
 
     def evaluate(self, run: Progress) -> None:
         """Add the mean losses to the history, and print them."""
-        bar = tqdm(
-            self.windows, "held-out loss", leave=False, disable=not self.progress
-        )
-        task = self.config, self.train, self.loss, run.state.params
-        losses = [_evaluate(*task, jnp.asarray(w), self.teacher) for w in bar]
+        heldout, hidden = self.examples.heldout, not self.progress
+        bar = tqdm(heldout, "held-out loss", leave=False, disable=hidden)
+        task = self.subject, self.train, run.state.params
+        losses = [
+            _evaluate(*task, jax.tree.map(jnp.asarray, b), self.teacher) for b in bar
+        ]
         means = (float(np.mean(jax.device_get(x))) for x in (run.recent, losses))
         (seen, held), step = means, run.step
         run.history.append({"step": step, "train_loss": seen, "heldout_loss": held})
@@ -296,8 +338,7 @@ class _Learner:
 def _learn(
     learner: _Learner,
     run: Progress,
-    tokens: np.ndarray,
-    saves: "_Saves",
+    saves: Saves,
     times: tuple[float, float],
     interrupted: threading.Event,
 ) -> None:
@@ -312,8 +353,7 @@ def _learn(
     train, done = learner.train, run.step
     if done:
         learner.say(f"going on from step {done}, saved in {saves.directory}")
-    sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
-    batches = sample_batches(tokens, **sizes, start_step=done)
+    batches = learner.examples.batches(done)
     began = saved = time.monotonic()
     last, stops = done >= train.steps, False
     hidden = not learner.progress
@@ -340,83 +380,7 @@ def _learn(
         learner.say(f"stopped by --minutes, after step {done} of {train.steps}")
 
 
-@contextlib.contextmanager
-def _finish_on_ctrl_c() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; a second one is an interrupt as ever.
-
-    An interrupt amid a step would lose the state, which the step consumes.
-    """
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked  # signals go to the main thread
-        return
-    usual = signal.getsignal(signal.SIGINT)
-
-    def ask(*_: object) -> None:
-        signal.signal(signal.SIGINT, usual)
-        asked.set()
-        with contextlib.suppress(OSError):  # print may be what was interrupted
-            os.write(
-                2,
-                b"\nstree-jax: stopping after this step; "
-                b"Ctrl-C again stops at once, without a save\n",
-            )
-
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, usual)
-
-
-def _settings(
-    config: ModelConfig, train: TrainConfig, tokens: np.ndarray
-) -> dict[str, Any]:
-    """What a run has to have in common with the saves that it goes on from."""
-    return {"model": repr(config), "text": len(tokens), **dataclasses.asdict(train)}
-
-
-@dataclass(frozen=True)
-class _Saves:
-    """The saves of a run: the newest two."""
-
-    directory: Path
-    settings: dict[str, Any]
-    manager: "CheckpointManager"
-
-    def write(self, run: Progress) -> None:
-        import orbax.checkpoint as ocp
-
-        told = {
-            "settings": self.settings,
-            "history": run.history,
-            "recent": [float(value) for value in jax.device_get(run.recent)],
-        }
-        state, progress = ocp.args.StandardSave(run.state), ocp.args.JsonSave(told)
-        both = ocp.args.Composite(state=state, progress=progress)
-        self.manager.save(run.step, args=both)
-
-    def newest(self, like: TrainState) -> Progress | None:
-        """What the newest save holds, or None."""
-        import orbax.checkpoint as ocp
-
-        step, settings = self.manager.latest_step(), self.settings
-        if step is None:
-            return None
-        json_only = ocp.args.Composite(progress=ocp.args.JsonRestore())
-        told = self.manager.restore(step, args=json_only)["progress"]
-        old = told["settings"]
-        if other := [name for name in settings if old.get(name) != settings[name]]:
-            raise ValueError(
-                f"{self.directory}: saves of a run with another {', '.join(other)}; "
-                "give its options, or another folder"
-            )
-        state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        state = self.manager.restore(step, args=state_only)["state"]
-        return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
-
-
-def _windows(
+def held_out_windows(
     tokens: np.ndarray, batch: int, length: int, limit: int
 ) -> list[np.ndarray]:
     """At most `limit` batches [batch, length + 1] int32, evenly over the stream."""
