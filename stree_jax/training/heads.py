@@ -64,7 +64,8 @@ class Kept:
 def hidden_states(model: BareModel, tokens: jax.Array) -> jax.Array:
     """[B, L, d] float32 after each token of [B, L], from empty states."""
     state = init_state(model.config, tokens.shape[0], 1, param_dtype(model.params))
-    nodes = chain_nodes(*tokens.shape, model.config.conv_taps)
+    batch, L = tokens.shape
+    nodes = chain_nodes(batch, L, model.config.conv_taps)
     return forward_hidden(model, state, tokens, nodes)[0]
 
 
@@ -82,8 +83,8 @@ def keep_hidden(target: BareModel, windows: np.ndarray, folder: Path) -> Kept:
     n, L, d = len(windows), windows.shape[1] - 1, target.config.d_model
     folder.mkdir(parents=True, exist_ok=True)
     told, file = folder / "hidden.json", folder / "hidden.bin"
-    wanted = {"target": repr(target.config), "windows": [n, L, d]}
-    wanted["text"] = int(windows.astype(np.int64).sum())
+    text = int(windows.astype(np.int64).sum())
+    wanted = {"target": repr(target.config), "windows": [n, L, d], "text": text}
     done = 0
     if told.is_file() and file.is_file():
         found = json.loads(told.read_text())
@@ -273,15 +274,14 @@ def train_heads(
     bare = without_tokenizer(loaded)
     count = max(math.ceil(tokens / window), 1)
     job.work.mkdir(parents=True, exist_ok=True)
-    learnt = keep_hidden(
-        bare, spread_windows(data.train, window, count), job.work / "text"
-    )
-    held = spread_windows(data.heldout, window, HELD_OUT_WINDOWS)
-    held_states = keep_hidden(bare, held, job.work / "heldout")
+    read = spread_windows(data.train, window, count)
+    learnt = keep_hidden(bare, read, job.work / "text")
+    read = spread_windows(data.heldout, window, HELD_OUT_WINDOWS)
+    held = keep_hidden(bare, read, job.work / "heldout")
     params, _ = learn(
         HeadsSubject(config),
         job.train,
-        examples_of(job.train, learnt, held_states),
+        examples_of(job.train, learnt, held),
         job.work / "saves",
         teacher=head_of(bare),
         minutes=job.minutes,
