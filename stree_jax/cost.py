@@ -17,6 +17,7 @@ import numpy as np
 from stree_jax.arguments import checked_tokens
 from stree_jax.checkpoint import Model
 from stree_jax.models import PREFILL_CHUNK
+from stree_jax.sampling.ranks import rank_of
 from stree_jax.scoring import score
 from stree_jax.speculation.tree import Auto, Budget, Topology, Tree, make_tree
 
@@ -139,17 +140,6 @@ def crossing(time_1: Seconds, time_2: Seconds, sizes: Iterable[int]) -> int | No
             break
         found = n
     return found
-
-
-def rank_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Places [S] int32 of tokens [S] among logits [S, V], best first, from 0.
-
-    Of equal logits the smaller id comes first, as in the top-k of drafting.
-    """
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    ids = jnp.arange(logits.shape[1], dtype=tokens.dtype)[None]
-    ahead = (logits > own) | ((logits == own) & (ids < tokens[:, None]))
-    return ahead.sum(axis=1, dtype=jnp.int32)
 
 
 _rank_of_jit = jax.jit(rank_of)

@@ -14,11 +14,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.version import __version__
+
+if TYPE_CHECKING:
+    from stree_jax.training.recipe import Job
 
 # jax, flax and numpy are imported in the functions that need them: --help is fast.
 
@@ -139,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--target", required=True, help="model to train on: directory, hub id or demo"
     )
-    add_training_options(p, steps=2000, learning_rate=2e-3)
+    add_training_options(p, steps=2000, learning_rate=2e-3, batch=16, length=128)
     p.epilog = HEADS_NOTES
     option(p, "--heads", int, 4, "how many: tokens that are guessed at once")
     option(p, "--blocks", int, 1, "residual blocks of each")
@@ -149,6 +152,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="an output matrix for each head; default: the target's for all",
     )
     option(p, "--tokens", int, 2_000_000, "of text that the target reads")
+    option(p, "--own-tokens", int, 400_000, "that it writes itself, to learn from")
+    p.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the target meanwhile; default %(default)s",
+    )
 
     p = commands.add_parser(
         "ngrams",
@@ -240,7 +250,11 @@ def add_text_options(p: argparse.ArgumentParser) -> None:
 
 
 def add_training_options(
-    p: argparse.ArgumentParser, steps: int, learning_rate: float
+    p: argparse.ArgumentParser,
+    steps: int,
+    learning_rate: float,
+    batch: int = 8,
+    length: int = 256,
 ) -> None:
     """What to train on, how, and when to save."""
     p.epilog = TRAINING_NOTES
@@ -258,8 +272,8 @@ def add_training_options(
         "--work", type=Path, required=True, help="folder of this run's saves"
     )
     option(p, "--steps", int, steps, "optimizer steps")
-    option(p, "--batch", int, 8, "sequences a step")
-    option(p, "--length", int, 256, "tokens a sequence")
+    option(p, "--batch", int, batch, "sequences a step")
+    option(p, "--length", int, length, "tokens a sequence")
     option(p, "--learning-rate", float, learning_rate, "at its peak")
     option(p, "--warmup", int, None, "steps up to it; default: STEPS/10, at most 150")
     option(p, "--seed", int, 0, "of the first weights and of the batches")
@@ -490,12 +504,26 @@ def run_training(args: argparse.Namespace) -> None:
         args.text, args.out, args.work, train, args.minutes, args.save_minutes
     )
     if args.command == "heads":
-        from stree_jax.training.heads import train_heads
-
-        kind = args.heads, args.blocks, args.own_output
-        train_heads(job, args.target, *kind, tokens=args.tokens)
+        run_heads(args, job)
     elif args.command == "distill":
         recipe.distill_drafter(job, args.target, args.width, args.layers)
     else:
         size = recipe.TargetSize(args.width, args.mixers, args.attention)
         recipe.train_target(job, size, args.tokenizer, args.vocab_size)
+
+
+def run_heads(args: argparse.Namespace, job: "Job") -> None:
+    from stree_jax.heads_file import save_heads
+    from stree_jax.training.heads import train_heads
+
+    kind = args.heads, args.blocks, args.own_output
+    heads = train_heads(
+        job,
+        args.target,
+        *kind,
+        tokens=args.tokens,
+        own_tokens=args.own_tokens,
+        dtype=args.dtype,
+    )
+    save_heads(heads, args.out, args.target)
+    tell(f"wrote {args.out}: {heads}")

@@ -1,129 +1,44 @@
 """Training Medusa heads on a target that stays as it is (Cai et al. 2024, Medusa-1).
 
-The target reads the text once, and its hidden states are kept in a file; then only the
-heads are trained, which is quick on a CPU. Head k learns, from the state h_t that the
-token t + 1 is chosen by, what the target itself says k tokens later:
+The target reads a text and writes some of its own, and its hidden states are kept in
+files. Then only the heads are trained, which is quick on a CPU. Head k learns, from the state
+h_t that the token t + 1 is chosen by, what the target itself says k tokens later:
 
     sum over k of KL(target(. | h_{t+k}) || head_k(. | h_t)) / K
 
-Letters: K heads, R ranks, L tokens of a window, N of all windows, d width, V tokens.
+Letters: K heads, R ranks, L tokens of a window, S of a text, d width, V tokens.
 """
 
-import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from stree_jax.checkpoint import Model, load, without_tokenizer
-from stree_jax.cost import rank_of
-from stree_jax.heads_file import save_heads
 from stree_jax.models import Model as BareModel
-from stree_jax.models import (
-    chain_nodes,
-    forward_hidden,
-    init_state,
-    logits_of,
-    param_dtype,
-)
+from stree_jax.models import logits_of
 from stree_jax.models.heads import Heads, HeadsConfig, head_logits, head_of, init_heads
-from stree_jax.speculation.loop import generate_tokens
-from stree_jax.speculation.tree import chain
-from stree_jax.training.recipe import Job, prepare
+from stree_jax.sampling.ranks import rank_of
+from stree_jax.training.kept import (
+    PROMPT,
+    READ_AT_ONCE,
+    SPOKEN,
+    hidden_states,
+    keep_hidden,
+    keep_own_text,
+    spread_windows,
+)
+from stree_jax.training.recipe import Job, prepare_for
 from stree_jax.training.train import Batch, Examples, Params, TrainConfig, learn
 
-READ_AT_ONCE = 8  # windows that the target reads in a pass
 RANKS = 10  # R: the public code's trees have no more children
-HELD_OUT_WINDOWS = 64
-CALIBRATED = 64  # texts of the target that ranks are counted in
-SPOKEN = 128  # tokens of each, after a prompt of as many
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Text and the states that a target has after it, in files.
-
-    Attributes:
-      tokens: [windows, L + 1] uint16 or int32; a window's last is only a label.
-      hidden: [windows, L, d] bfloat16, of each window from an empty state.
-    """
-
-    tokens: np.ndarray
-    hidden: np.ndarray
-
-
-def hidden_states(model: BareModel, tokens: jax.Array) -> jax.Array:
-    """[B, L, d] float32 after each token of [B, L], from empty states."""
-    state = init_state(model.config, tokens.shape[0], 1, param_dtype(model.params))
-    batch, L = tokens.shape
-    nodes = chain_nodes(batch, L, model.config.conv_taps)
-    return forward_hidden(model, state, tokens, nodes)[0]
-
-
-_hidden_states = jax.jit(hidden_states)
-
-
-def keep_hidden(target: BareModel, windows: np.ndarray, folder: Path) -> Kept:
-    """The target's states in windows [n, L + 1], made where they are not yet there.
-
-    A run that was killed goes on behind the last pass that was written.
-
-    Raises:
-      ValueError: the folder has the states of another run.
-    """
-    n, L, d = len(windows), windows.shape[1] - 1, target.config.d_model
-    folder.mkdir(parents=True, exist_ok=True)
-    told, file = folder / "hidden.json", folder / "hidden.bin"
-    text = int(windows.astype(np.int64).sum())
-    wanted = {"target": repr(target.config), "windows": [n, L, d], "text": text}
-    done = 0
-    if told.is_file() and file.is_file():
-        found = json.loads(told.read_text())
-        done = found.pop("done")
-        if found != wanted:
-            raise ValueError(
-                f"{folder}: holds the states of another target or text; take another "
-                "--work, or delete it"
-            )
-    mode: Any = "r+" if file.is_file() and done else "w+"
-    shape = n, L, d
-    hidden = np.memmap(file, np.uint16, mode, shape=shape)
-    bar = tqdm(total=n * L, initial=done * L, unit="token", desc="hidden states")
-    with bar:
-        while done < n:
-            part = windows[done : done + READ_AT_ONCE, :L].astype(np.int32)
-            full = np.pad(part, ((0, READ_AT_ONCE - len(part)), (0, 0)))
-            states = np.asarray(_hidden_states(target, jnp.asarray(full)))
-            rounded = states[: len(part)].astype(ml_dtypes.bfloat16)
-            hidden[done : done + len(part)] = rounded.view(np.uint16)
-            done += len(part)
-            bar.update(len(part) * L)
-            if done % (64 * READ_AT_ONCE) == 0 or done == n:
-                hidden.flush()
-                told.write_text(json.dumps({**wanted, "done": done}))
-    return Kept(windows, hidden.view(ml_dtypes.bfloat16))
-
-
-def spread_windows(tokens: np.ndarray, length: int, count: int) -> np.ndarray:
-    """At most `count` windows [n, length + 1], evenly over a stream.
-
-    Raises:
-      ValueError: there is not one.
-    """
-    most = (len(tokens) - 1) // length
-    if most < 1:
-        raise ValueError(f"text: {len(tokens)} tokens; want {length + 1} at least")
-    starts = np.linspace(0, most - 1, min(most, count)).astype(int) * length
-    return np.stack([tokens[s : s + length + 1] for s in starts])
+HELD_OUT = 128  # windows, and texts that ranks are counted in
 
 
 @dataclass(frozen=True)
@@ -150,42 +65,36 @@ class HeadsSubject:
         return total / K
 
 
-def examples_of(train: TrainConfig, learnt: Kept, held: Kept) -> Examples:
-    """Stretches of `train.length` states of the windows, as batches."""
-    n, L, _ = learnt.hidden.shape
-    if L < train.length:
-        raise ValueError(f"length: windows have {L} tokens, got {train.length}")
+def examples_of(
+    train: TrainConfig, learnt: Sequence[np.ndarray], held: Sequence[np.ndarray]
+) -> Examples:
+    """Stretches of `train.length` states, from the sources in turn.
+
+    Args:
+      learnt, held: of sources, [n, L, d] each.
+
+    Raises:
+      ValueError: windows that are shorter than that.
+    """
+    T = train.length
+    if (shortest := min(source.shape[1] for source in learnt)) < T:
+        raise ValueError(f"--length: want at most {shortest} tokens, got {T}")
 
     def batches(step: int) -> Iterator[np.ndarray]:
         while True:
-            rng = np.random.default_rng([train.seed, step])
-            rows = rng.integers(0, n, train.batch)
-            starts = rng.integers(0, L - train.length + 1, train.batch)
-            pairs = zip(rows, starts, strict=True)
-            yield np.stack([learnt.hidden[r, s : s + train.length] for r, s in pairs])
+            rng, rows = np.random.default_rng([train.seed, step]), []
+            for i in range(train.batch):
+                source = learnt[i % len(learnt)]
+                row = rng.integers(0, source.shape[0])
+                start = rng.integers(0, source.shape[1] - T + 1)
+                rows.append(source[row, start : start + T])
+            yield np.stack(rows)
             step += 1
 
-    stretches = held.hidden[:, : train.length]
+    stretches = np.concatenate([np.asarray(source[:, -T:]) for source in held])
     count = max(len(stretches) // train.batch, 1)
-    heldout = [np.asarray(part) for part in np.array_split(stretches, count)]
-    settings = {"windows": list(learnt.hidden.shape)}
-    return Examples(batches, heldout, settings)
-
-
-def own_text(target: BareModel, prompts: np.ndarray, new_tokens: int) -> np.ndarray:
-    """Prompts [B, S] and what the target says after them, greedily, [B, S + new]."""
-    lengths = jnp.full((len(prompts),), prompts.shape[1], jnp.int32)
-    speak = jax.jit(
-        partial(
-            generate_tokens,
-            drafter=None,
-            tree=chain(0),
-            max_new_tokens=new_tokens,
-            stop_tokens=(),  # a row that ended would be padded
-        )
-    )
-    said = speak(target, prompts=jnp.asarray(prompts, jnp.int32), lengths=lengths)
-    return np.concatenate([prompts, np.asarray(said.tokens)], axis=1)
+    settings = {"sources": [list(source.shape) for source in learnt]}
+    return Examples(batches, np.array_split(stretches, count), settings)
 
 
 @jax.jit
@@ -227,18 +136,19 @@ def ranks_in(heads: Heads, target: BareModel, texts: np.ndarray, start: int) -> 
     for i in range(0, len(texts), READ_AT_ONCE):
         part = texts[i : i + READ_AT_ONCE].astype(np.int32)
         full = np.pad(part, ((0, READ_AT_ONCE - len(part)), (0, 0)))
-        hidden = _hidden_states(target, jnp.asarray(full[:, :-1]))
+        hidden = hidden_states(target, jnp.asarray(full[:, :-1]))
         ranks = np.asarray(head_ranks(heads, bare, hidden, jnp.asarray(full)))
         found.append(ranks[: len(part), start:].reshape(-1, ranks.shape[2]))
     return np.concatenate(found)
 
 
-def calibrated(heads: Heads, target: BareModel, heldout: np.ndarray) -> Heads:
-    """The heads with accuracies counted in what the target says after held-out text."""
-    windows = spread_windows(heldout, SPOKEN - 1, CALIBRATED)
-    texts = own_text(target, windows, SPOKEN)
-    ranks = ranks_in(heads, target, texts, SPOKEN - 1)
-    table = accuracy_table(ranks)
+def calibrated(heads: Heads, target: BareModel, texts: np.ndarray) -> Heads:
+    """The heads with accuracies counted in what the target says after prompts.
+
+    Args:
+      texts: as of `keep_own_text`, of text that was held out.
+    """
+    table = accuracy_table(ranks_in(heads, target, texts, PROMPT - 1))
     rows = tuple(tuple(float(p) for p in row) for row in table)
     return replace(heads, config=replace(heads.config, accuracy=rows))
 
@@ -251,48 +161,57 @@ def train_heads(
     own_output: bool = False,
     *,
     tokens: int = 2_000_000,
+    own_tokens: int = 400_000,
     window: int = 512,
+    dtype: str = "float32",
 ) -> Heads:
-    """Train heads on what a target says of a text, calibrate and write them.
+    """Train heads on what a target makes of a text, and count their accuracies.
+
+    Half of what they learn from is the text. The other half the target has written
+    itself, greedily: there the next token is the one that it thinks likeliest, so that
+    a head can tell what comes after that one.
 
     Args:
-      job: `work` takes the hidden states, 2 d bytes a token, and the saves.
+      job: `work` takes the hidden states, 2 d bytes a token, and the saves; `out` is
+        the caller's to write.
       heads, blocks, own_output: see `HeadsConfig`.
       tokens: of text that are read, spread evenly over all of it.
+      own_tokens: that the target writes; 0: it learns from text alone.
       window: tokens that the target reads from an empty state.
+      dtype: of the target meanwhile; a CPU is faster in float32. Heads are bfloat16.
     """
     job.check()
-    loaded = target if isinstance(target, Model) else load(target, dtype="bfloat16")
-    if loaded.tokenizer is None:
-        raise ValueError(f"{target}: training heads needs its tokenizer.json")
-    c = loaded.config
+    loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
+    data = prepare_for(job, loaded, str(target))
+    bare, c = without_tokenizer(loaded), loaded.config
     config = HeadsConfig(c.d_model, c.vocab_size, heads, blocks, own_output)
-    end = next(iter(c.stop_tokens), None)
-    data = prepare(job.text, loaded.tokenizer, end=end)
-    if data.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ValueError(f"{target}: its tokenizer is not the one of the prepared text")
-    bare = without_tokenizer(loaded)
-    count = max(math.ceil(tokens / window), 1)
-    job.work.mkdir(parents=True, exist_ok=True)
-    read = spread_windows(data.train, window, count)
-    learnt = keep_hidden(bare, read, job.work / "text")
-    read = spread_windows(data.heldout, window, HELD_OUT_WINDOWS)
-    held = keep_hidden(bare, read, job.work / "heldout")
+
+    def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Any]:
+        """What is learnt from, and the target's own texts."""
+        texts = spread_windows(stream, window, read)
+        kept = [keep_hidden(bare, texts, job.work / f"{name}.text")]
+        if own == 0:
+            return [*kept, None]
+        spoken = spread_windows(stream, window, own)
+        said = keep_own_text(bare, spoken, job.work / f"{name}.own")
+        return [*kept, keep_hidden(bare, said, job.work / f"{name}.own_states"), said]
+
+    count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / SPOKEN)
+    *learnt, _ = sources("train", data.train, *count)
+    *held, said = sources("heldout", data.heldout, HELD_OUT, HELD_OUT)
     params, _ = learn(
         HeadsSubject(config),
         job.train,
-        examples_of(job.train, learnt, held),
+        examples_of(job.train, learnt, held[: len(learnt)]),
         job.work / "saves",
         teacher=head_of(bare),
         minutes=job.minutes,
         save_minutes=job.save_minutes,
     )
-    dtype = param_dtype(bare.params)
-    trained = Heads(jax.tree.map(lambda leaf: leaf.astype(dtype), params), config)
-    trained = calibrated(trained, bare, data.heldout)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    trained = Heads(rounded, config)
+    trained = calibrated(trained, bare, np.asarray(said))
     for k, row in enumerate(trained.config.accuracy):
         shares = f"first guess {row[0]:.1%}, one of {len(row)} {sum(row):.1%}"
         print(f"stree-jax: head {k + 1}: {shares}", file=sys.stderr)
-    save_heads(trained, job.out, str(target) if not isinstance(target, Model) else "")
-    print(f"stree-jax: wrote {job.out}", file=sys.stderr)
     return trained

@@ -205,13 +205,23 @@ def distill_drafter(
     job.check()
     loaded = target if isinstance(target, Model) else load(target, dtype="bfloat16")
     config = drafter_config(loaded.config, width, layers)
-    if loaded.tokenizer is None:
-        raise ValueError(f"{target}: distillation needs its tokenizer.json")
-    end = next(iter(loaded.config.stop_tokens), None)
-    data = prepare(job.text, loaded.tokenizer, end=end)
-    if data.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ValueError(f"{target}: its tokenizer is not the one of the prepared text")
+    data = prepare_for(job, loaded, str(target))
     finish(job, data, config, distillation_loss, without_tokenizer(loaded))
+
+
+def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
+    """Text in a target's own tokens.
+
+    Raises:
+      ValueError: it has no tokenizer, or not that of the prepared text.
+    """
+    if target.tokenizer is None:
+        raise ValueError(f"{name}: training from text needs its tokenizer.json")
+    end = next(iter(target.config.stop_tokens), None)
+    data = prepare(job.text, target.tokenizer, end=end)
+    if data.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        raise ValueError(f"{name}: its tokenizer is not the one of the prepared text")
+    return data
 
 
 def finish(
