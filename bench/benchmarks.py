@@ -7,6 +7,7 @@ from typing import Any
 from stree_jax.bench import (
     cost,
     forward,
+    heads,
     kernels,
     others,
     profile,
@@ -18,8 +19,9 @@ from stree_jax.bench.method import Run, machine_line
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
-from stree_jax.bench.widen import widened
+from stree_jax.bench.widen import widened, widened_heads
 from stree_jax.checkpoint import Model, load
+from stree_jax.heads_file import load_heads
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.pair import load_pair
 
@@ -47,6 +49,24 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
                     aheads=tuple(args.ahead),
                     temperatures=tuple(args.temperatures),
                     top_k=args.top_k,
+                    max_new_tokens=args.max_new_tokens,
+                    batch=args.batch,
+                ),
+                run_of(args),
+            )
+        case "heads":
+            target, drafter = pair(args)
+            return heads.measure_heads(
+                target,
+                drafter,
+                widened_heads(load_heads(args.heads, args.dtype), args.widen),
+                None if args.ngrams is None else load_ngrams(args.ngrams),
+                read_prompts(args.prompts, args.count),
+                heads.Options(
+                    trees=tuple(args.trees),
+                    model_trees=tuple(args.model_trees),
+                    typical=args.typical,
+                    temperatures=tuple(args.temperatures),
                     max_new_tokens=args.max_new_tokens,
                     batch=args.batch,
                 ),
@@ -103,6 +123,7 @@ def table_of(report: dict[str, Any]) -> str:
     """The report as Markdown, what it was measured on below."""
     tables: dict[str, Callable[[dict[str, Any]], str]] = {
         "temperature": speculation.temperature_table,
+        "heads": heads.heads_table,
         "staged": staged.staged_table,
         "unrolled": unrolled.unrolled_table,
         "forward": forward.forward_table,

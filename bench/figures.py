@@ -67,6 +67,7 @@ def draw(report: dict[str, Any]) -> "Figure":
         "unrolled": draw_unrolled,
         "forward": draw_forward,
         "cost": draw_cost,
+        "heads": draw_heads,
         "staged": draw_staged,
     }
     if report["kind"] not in drawings:
@@ -169,6 +170,43 @@ def draw_staged(report: dict[str, Any]) -> "Figure":
         speeds.set(xlim=bytes_.get_xlim(), ylim=(0, None))
         speeds.set_xlabel("a point a prompt", fontsize=8)
     axes[0].legend(fontsize=7, frameon=False, ncols=2)
+    return figure
+
+
+def draw_heads(report: dict[str, Any]) -> "Figure":
+    """Accuracies by head and rank, tau by tree, and speed, a point a prompt set."""
+    temperatures = report["temperatures"]
+    figure, axes = panels(1 + 2 * len(temperatures), report, "Medusa heads")
+    sets = [name for name in report["accuracy"] if "," not in name]
+    for s, title in enumerate(sets):
+        for k, row in enumerate(report["accuracy"][title]):
+            ranks = list(range(1, len(row) + 1))
+            reached = [100 * sum(row[:r]) for r in ranks]
+            shown = style_of(s) | {"alpha": 1 - 0.2 * k, "markersize": 3}
+            label = title if k == 0 else None
+            axes[0].plot(ranks, reached, label=label, **shown)
+    axes[0].set(xlabel="among so many guesses", ylabel="token found, %", ylim=(0, 100))
+    axes[0].set_title("greedy text; paler: later heads", fontsize=10)
+    axes[0].legend(**LEGEND)
+    arms = [arm for arm in report["arms"] if arm != PLAIN]
+    for i, temperature in enumerate(temperatures):
+        rows = [r for r in report["results"] if r["temperature"] == temperature]
+        for ax, name in zip(axes[1 + 2 * i :], ("tau", "speed"), strict=False):
+            for s, title in enumerate(report["sets"]):
+                own = {r["arm"]: r for r in rows if r["set"] == title}
+                there = [arm for arm in arms if arm in own]
+                values = [
+                    own[a]["tau"] if name == "tau" else own[a]["speedup"]["median"]
+                    for a in there
+                ]
+                ax.plot(values, there, linestyle="", markersize=5, **style_of(s))
+            ax.invert_yaxis()
+            ax.axvline(1, **GUIDE)
+            ax.grid(axis="x", linewidth=0.5, alpha=0.4)
+            mode = "greedy" if temperature == 0 else f"T = {temperature:g}"
+            what = "tokens a call" if name == "tau" else "times plain"
+            ax.set_title(f"{what}, {mode}", fontsize=10)
+            ax.tick_params(axis="y", labelsize=7)
     return figure
 
 

@@ -30,6 +30,13 @@ ARMS = {
         "naive@A",
         "naive/coupled@A",
     ],
+    "heads": [
+        *(f"chain:{k}" for k in (1, 2, 3, 4)),
+        "cartesian:4x2x2",
+        "sparse:8",
+        "sparse:16",
+        "sparse:32",
+    ],
     "trees": ["leviathan@chain:4", *(f"mss@{tree}" for tree in "ABCDE")],
     "attention": ["leviathan@chain:4", "mss@A"],
     "cost": ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"],
@@ -128,6 +135,18 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--tree", str, "E", "that is drafted")
     add(b, "--ahead", int, (1, 2, 3), "levels that are guessed at a time", "+")
     add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
+    add(b, "--batch", int, 1, "prompts decoded together")
+
+    text = "Medusa heads beside other drafters; what typical acceptance does to texts"
+    b = benchmark("heads", text, 2)
+    add_prompts(b, 10)
+    add_temperatures(b, (0, 1))
+    add(b, "--heads", str, "demo-heads", "directory of the target's heads")
+    table = "n-grams of the drafter, for a staged arm (default: no such arm)"
+    b.add_argument("--ngrams", metavar="FILE", help=table)
+    add(b, "--trees", str, ARMS["heads"], "of the heads", "+")
+    add(b, "--model-trees", str, ("chain:4", "E", "auto"), "of the drafter", "+")
+    add(b, "--typical", str, "sparse:16", "tree of the heads, with rule typical")
     add(b, "--batch", int, 1, "prompts decoded together")
 
     b = benchmark("trees", "the static trees A to E (Table 3)", 2)

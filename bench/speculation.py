@@ -25,6 +25,7 @@ from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.generation import begin, encode_prompts
 from stree_jax.models import param_dtype
+from stree_jax.models.heads import Heads
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
@@ -50,8 +51,8 @@ class Arm:
       name: as in tables.
       tree: a name or parents, as `generate` takes them; None: plain decoding.
       rule: a name; None: the default.
-      drafting: who drafts: the model, "lookup" or n-grams alone, or n-grams for the
-        model ("staged").
+      drafting: who drafts: the model, "lookup", n-grams or heads alone, or n-grams for
+        the model ("staged").
       ahead: levels that they guess for it.
       verify: how trees are verified, see `stree_jax.speculation.step`.
     """
@@ -59,7 +60,7 @@ class Arm:
     name: str
     tree: str | tuple[int, ...] | None
     rule: str | None = None
-    drafting: Literal["model", "lookup", "ngrams", "staged"] = "model"
+    drafting: Literal["model", "lookup", "ngrams", "staged", "heads"] = "model"
     ahead: int = 0
     verify: Verify = packed
 
@@ -104,6 +105,7 @@ class Workload:
       batch: prompts decoded together.
       capacity: of the caches, so that all prompts share a program.
       ngrams: of the drafter, where an arm has them.
+      heads: of the target, likewise.
       top_k: of sampling; 0: off.
     """
 
@@ -114,9 +116,10 @@ class Workload:
     batch: int
     capacity: int
     ngrams: NGrams | None = None
+    heads: Heads | None = None
     top_k: int = 0
 
-    def drafter_of(self, arm: Arm) -> Model | Staged | NGrams | str | None:
+    def drafter_of(self, arm: Arm) -> Model | Heads | Staged | NGrams | str | None:
         """Who drafts in an arm."""
         if arm.tree is None:
             return None
@@ -125,6 +128,8 @@ class Workload:
                 return LOOKUP
             case "ngrams":
                 return self.ngrams
+            case "heads":
+                return self.heads
             case "staged":
                 return Staged(self.drafter, self.ngrams, arm.ahead)
             case _:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoint import Model
-from stree_jax.models import ModelConfig, init_params, param_dtype
+from stree_jax.models import ModelConfig, by_path, init_params, nest, param_dtype
+from stree_jax.models.heads import Heads, head_shapes
 
 KINDS = {"mamba", "attention", "mlp"}
 
@@ -60,6 +61,20 @@ def widened(model: Model, factor: int) -> Model:
 
     params = jax.tree_util.tree_map_with_path(place, shapes, model.params)
     return replace(model, params=params, config=config)
+
+
+def widened_heads(heads: Heads, factor: int) -> Heads:
+    """Medusa heads of a `widened` model, whose states have zeros behind the others."""
+    if factor == 1:
+        return heads
+    config = replace(heads.config, d_model=factor * heads.config.d_model)
+
+    def place(old: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.pad(old, [(0, n - m) for m, n in zip(old.shape, shape, strict=True)])
+
+    shapes = head_shapes(config)
+    old = by_path(heads.params)
+    return Heads(nest({path: place(old[path], shapes[path]) for path in old}), config)
 
 
 def wide_config(config: ModelConfig, factor: int) -> ModelConfig:

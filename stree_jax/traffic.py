@@ -13,8 +13,10 @@ from typing import Any
 import jax
 
 from stree_jax.models import Model, State
+from stree_jax.models.heads import Heads
 from stree_jax.models.state import AttentionState
 from stree_jax.speculation.adaptive_drafter import Looking
+from stree_jax.speculation.medusa import LastHidden, MedusaDrafter
 from stree_jax.speculation.model_drafter import Reading
 from stree_jax.speculation.ngrams import WAYS, NGrams
 from stree_jax.speculation.staged_drafter import StagedState
@@ -26,7 +28,7 @@ class Traffic:
     """Of one stage in a whole generation.
 
     Attributes:
-      stage: "target", "drafter", "inner drafter" or "n-gram".
+      stage: "target", "drafter", "inner drafter", "n-gram" or "heads".
       passes: of the model, or lookups of an n-gram table.
       weights: bytes read of them; what is read of a table.
       state: bytes read and written of states.
@@ -94,7 +96,7 @@ class Drafting:
     """
 
     stage: str
-    who: Model | NGrams
+    who: Model | NGrams | MedusaDrafter
     state: State | None
     passes: Any
     levels: int = 0
@@ -106,6 +108,8 @@ def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
         return [Drafting("drafter", drafter.model, drafting.state, drafting.passes)]
     if isinstance(drafting, Looking) and drafter.model is not None:
         return [Drafting("drafter", drafter.model, drafting.reading, drafting.passes)]
+    if isinstance(drafting, LastHidden):
+        return [Drafting("heads", drafter, None, drafting.passes)]
     if not isinstance(drafting, StagedState):
         return []
     own, *_ = drafting_stages(drafter, drafting.reading)
@@ -129,12 +133,29 @@ def traffic_of(
     stages = [of_passes("target", spec.target, state, calls, calls)]
     for d in drafting:
         passes = int(max(d.passes, default=0))
-        if isinstance(d.who, NGrams):
+        if isinstance(d.who, MedusaDrafter):
+            stages.append(_heads(d.who, passes, spec))
+        elif isinstance(d.who, NGrams):
             stages.append(_lookups(d.who, passes * d.levels, spec))
         elif d.state is not None:
             commits = min(calls, passes)
             stages.append(of_passes(d.stage, d.who, d.state, passes, commits))
     return tuple(stages)
+
+
+def _heads(drafter: MedusaDrafter, passes: int, spec: Spec) -> Traffic:
+    """Of drafting so often with as many heads as trees are deep."""
+    depth = max(tree.depth for tree in spec.policy.menu)
+    each = heads_read(drafter.heads, depth)
+    if not drafter.heads.config.own_output:
+        each += weights_read(drafter.output)
+    return Traffic("heads", passes, passes * each, 0, 0)
+
+
+def heads_read(heads: Heads, count: int) -> int:
+    """Bytes of the first `count` heads, without an output that is the model's."""
+    first = [heads.params[f"head_{k}"] for k in range(count)]
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(first))
 
 
 def _lookups(ngrams: NGrams, levels: int, spec: Spec) -> Traffic:

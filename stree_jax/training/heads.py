@@ -1,8 +1,8 @@
 """Training Medusa heads on a target that stays as it is (Cai et al. 2024, Medusa-1).
 
 The target reads a text and writes some of its own, and its hidden states are kept in
-files. Then only the heads are trained, which is quick on a CPU. Head k learns, from the state
-h_t that the token t + 1 is chosen by, what the target itself says k tokens later:
+files. Then only the heads are trained, which is quick on a CPU. Head k learns, from the
+state h_t that the token t + 1 is chosen by, what the target says k tokens later:
 
     sum over k of KL(target(. | h_{t+k}) || head_k(. | h_t)) / K
 
