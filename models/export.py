@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from jax import export
 
 from stree_jax.models.config_json import from_json, to_json
+from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.models.model import Model
 from stree_jax.models.nodes import Nodes
 from stree_jax.models.state import (
@@ -38,8 +41,18 @@ def register_for_export(
     )
 
 
+def _heads_config(fields: dict[str, Any]) -> HeadsConfig:
+    rows = tuple(map(tuple, fields.pop("accuracy")))
+    return HeadsConfig(**fields, accuracy=rows)
+
+
 register_for_export(
     Model, lambda fields: [to_json(fields[0])], lambda values: (from_json(values[0]),)
+)
+register_for_export(
+    Heads,
+    lambda fields: [asdict(fields[0])],
+    lambda values: (_heads_config(values[0]),),
 )
 register_for_export(Nodes)  # its `scan` is a string
 _NODES: list[type] = [State, MambaState, AttentionState, ParallelState]
