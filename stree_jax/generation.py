@@ -221,19 +221,22 @@ def tree_for(
 ) -> Topology:
     """The tree of this name; None: what suits the drafter and the rule.
 
-    That is "auto" for models and lookup, unless the rule wants a fixed tree; for heads
-    the sparse one of `SPARSE_NODES` nodes; for others `DEFAULT_TREE`. "sparse:N" is
-    the best tree of N nodes by the accuracies that came with heads.
+    That is "auto" for models, heads and lookup, unless the rule wants a fixed tree;
+    else the sparse one of `SPARSE_NODES` nodes for heads, and `DEFAULT_TREE` for
+    others. "sparse:N" is the best tree of N nodes by the accuracies that came with
+    heads.
     """
     kind, _, nodes = tree.partition(":") if isinstance(tree, str) else ("", "", "")
-    if isinstance(drafter, Heads) and (tree is None or kind == "sparse"):
-        return sparse_tree(drafter, nodes if tree else SPARSE_NODES)
     if kind == "sparse":
-        raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
+        if not isinstance(drafter, Heads):
+            raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
+        return sparse_tree(drafter, nodes)
     if tree is not None:
         return resolve_tree(tree)
     fixed = resolve_tree(DEFAULT_TREE)
-    if not isinstance(drafter, models.Model | str):
+    if isinstance(drafter, Heads):
+        fixed = sparse_tree(drafter, SPARSE_NODES)
+    if not isinstance(drafter, models.Model | Heads | str):
         return fixed
     try:
         resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())
@@ -294,8 +297,8 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         `NGrams` that guess for it; `NGrams` alone; or any `Drafter`.
       tree: "auto" (default: which nodes, and how many, is chosen at every step; none
         where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
-        default with n-grams; "chain:4", "binary:4", "beam:3x4"; with heads "sparse:16",
-        their default, or "cartesian:4x2x2") or parents.
+        default with n-grams; "chain:4", "binary:4", "beam:3x4"; with heads "sparse:16"
+        or "cartesian:4x2x2") or parents.
       times: of steps, for tree "auto"; None: measured when first needed, and kept in
         the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
@@ -347,7 +350,7 @@ def stream(
 
 def tune(
     model: Model,
-    drafter: models.Model | str = LOOKUP,
+    drafter: models.Model | Heads | str = LOOKUP,
     *,
     tree: Auto | str = "auto",
     batch: int = 1,

@@ -106,7 +106,9 @@ def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
     """Who drafted, the outermost first; what keeps no count is left out."""
     if isinstance(drafting, Reading):
         return [Drafting("drafter", drafter.model, drafting.state, drafting.passes)]
-    if isinstance(drafting, Looking) and drafter.model is not None:
+    if isinstance(drafting, Looking) and isinstance(drafting.reading, LastHidden):
+        return [Drafting("heads", drafter.model, None, drafting.passes)]
+    if isinstance(drafting, Looking) and isinstance(drafting.reading, State):
         return [Drafting("drafter", drafter.model, drafting.reading, drafting.passes)]
     if isinstance(drafting, LastHidden):
         return [Drafting("heads", drafter, None, drafting.passes)]
@@ -145,8 +147,8 @@ def traffic_of(
 
 def _heads(drafter: MedusaDrafter, passes: int, spec: Spec) -> Traffic:
     """Of drafting so often with as many heads as trees are deep."""
-    depth = max(tree.depth for tree in spec.policy.menu)
-    each = heads_read(drafter.heads, depth)
+    deepest = max(tree.depth for tree in spec.policy.menu)
+    each = heads_read(drafter.heads, min(deepest, drafter.heads.config.heads))
     if not drafter.heads.config.own_output:
         each += weights_read(drafter.output)
     return Traffic("heads", passes, passes * each, 0, 0)

@@ -23,6 +23,7 @@ import numpy as np
 
 from stree_jax.cache_folder import cache_folder
 from stree_jax.models import Model, ModelConfig, param_dtype
+from stree_jax.models.heads import heads_dtype
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive_policy import (
     AdaptivePolicy,
@@ -31,6 +32,7 @@ from stree_jax.speculation.adaptive_policy import (
 )
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.loop import advance_jit
+from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.version import __version__
 
@@ -134,7 +136,10 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
     return f"{shape}, {digest}"
 
 
-def _model(model: Model) -> str:
+def _model(model: Model | MedusaDrafter) -> str:
+    if isinstance(model, MedusaDrafter):
+        c = replace(model.heads.config, accuracy=())
+        return f"{c} {heads_dtype(model.heads.params)}"
     return f"{_config(model.config)} {param_dtype(model.params)}"
 
 

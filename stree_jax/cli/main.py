@@ -466,7 +466,6 @@ def run_ngrams(args: argparse.Namespace) -> None:
 
 def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.generation import tune
-    from stree_jax.models.heads import Heads
     from stree_jax.pair import load_pair
     from stree_jax.speculation.ngrams import NGrams
     from stree_jax.speculation.staged_drafter import Staged
@@ -477,8 +476,6 @@ def run_tune(args: argparse.Namespace) -> None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")
     if isinstance(drafter, NGrams | Staged):
         raise ValueError("--ngrams: they fill fixed trees; only tree auto is tuned")
-    if isinstance(drafter, Heads):
-        raise ValueError("--drafter: heads fill fixed trees; only tree auto is tuned")
     times = tune(
         target,
         drafter,

@@ -16,7 +16,14 @@ from flax import struct
 from stree_jax.models import Model, State, read_text
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.best_first import GoOn, best_first, catch_up
+from stree_jax.speculation.best_first import (
+    GoOn,
+    best_first,
+    by_depth,
+    by_model,
+    catch_up,
+    nothing_grown,
+)
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
 from stree_jax.speculation.lookup import (
@@ -25,6 +32,7 @@ from stree_jax.speculation.lookup import (
     begin_history,
     look_up,
 )
+from stree_jax.speculation.medusa import LastHidden, MedusaDrafter, drawn_alike
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.pool import (
     Pool,
@@ -45,48 +53,53 @@ class Looking:
 
     Attributes:
       history: the text.
-      reading: the model's state, behind the text or after all of it; None: no model.
-      passes: [B] int32, of the model since the prompts were read.
+      reading: the model's state, behind the text or after all of it; the heads'; None:
+        lookup alone.
+      passes: [B] int32, of the model or the heads since the prompts were read.
       draft: the largest tree; the next one is its first nodes.
     """
 
     history: History
-    reading: State | None
+    reading: State | LastHidden | None
     passes: jax.Array
     draft: Draft
 
 
 @struct.dataclass
 class AdaptiveDrafter:
-    """Lookup, with or without a model beside it.
+    """Lookup, with or without a model or heads beside it.
 
     Attributes:
-      model: drafts where the text does not repeat itself; None: lookup alone.
+      model: drafts where the text does not repeat itself; None: lookup alone. Heads are
+        one whose levels cost nothing after the first.
       width, depth: W and M, of the model's levels.
       largest: tree that is asked for; a looked-up continuation is as deep.
     """
 
-    model: Model | None
+    model: Model | MedusaDrafter | None
     width: int = struct.field(pytree_node=False, default=3)
     depth: int = struct.field(pytree_node=False, default=8)
     largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
 
     def init(self, prompts: Prompts, past: DraftState | None) -> Looking:
-        reading = None
-        if self.model is not None:
-            reading = read_text(
-                self.model,
-                prompts.token_ids,
-                prompts.lengths,
-                prompts.capacity,
-                model_state(past),
-            )
+        reading: State | LastHidden | None = None
+        match self.model:
+            case MedusaDrafter():
+                reading = self.model.init(prompts, past)
+            case Model():
+                text = prompts.token_ids, prompts.lengths, prompts.capacity
+                reading = read_text(self.model, *text, model_state(past))
         return Looking(
             history=begin_history(prompts),
             reading=reading,
             passes=jnp.zeros_like(prompts.lengths),
             draft=no_tree(prompts.lengths.shape[0], self.largest),
         )
+
+    @property
+    def hears_prompts(self) -> bool:
+        """Whether the target's hidden states are asked for."""
+        return isinstance(self.model, MedusaDrafter)
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
         """Candidates from the text, and room for the model's behind them."""
@@ -112,19 +125,27 @@ class AdaptiveDrafter:
           the state; the pool; how many levels the model has drafted, [] int32; their
           nodes' values [B, M, W].
         """
-        assert self.model is not None and state.reading is not None
-        model, history = self.model, state.history
-        chunk = min(READ_CHUNK, self.largest.depth + 1)  # what caches have room for
-        at_root, reading, passes = catch_up(model, state.reading, history, chunk)
-        shape = self.width, self.depth
-        own, levels = best_first(
-            model, reading, root, at_root, dist, rule, probability, *shape, go_on
-        )
+        batch, shape = root.shape[0], (self.width, self.depth)
+        reading = state.reading
+        if isinstance(self.model, MedusaDrafter):
+            assert isinstance(reading, LastHidden)
+            logits, passes = self.model.logits(reading, self.depth), jnp.int32(1)
+            guesser = by_depth(logits, drawn_alike(dist, rule))
+            start = nothing_grown(None, batch, *shape)
+        else:
+            assert self.model is not None and isinstance(reading, State)
+            chunk = min(READ_CHUNK, self.largest.depth + 1)  # what caches have room for
+            asked = self.model, reading, state.history, chunk
+            at_root, reading, passes = catch_up(*asked)
+            guesser = by_model(self.model, reading, at_root)
+            start = nothing_grown(self.model, batch, *shape)
+        own, levels = best_first(guesser, root, dist, rule, probability, start, go_on)
+        if isinstance(self.model, Model):
+            passes = passes + levels - 1  # the root was read with the text
         count = pool.tokens.shape[1] - own.tokens.shape[1]
         found = jax.tree.map(lambda x: x[:, :count], pool)
         values = own.value.reshape(-1, self.depth, self.width)
-        passes = state.passes + passes + levels - 1  # the root was read with the text
-        state = replace(state, reading=reading, passes=passes)
+        state = replace(state, reading=reading, passes=state.passes + passes)
         return state, merged(found, own), levels, values
 
     def propose(
@@ -145,6 +166,9 @@ class AdaptiveDrafter:
         return first_nodes(state.draft, tree), used_up
 
     def commit(self, state: Looking, news: News) -> Looking:
+        if isinstance(self.model, MedusaDrafter):
+            assert isinstance(state.reading, LastHidden)
+            state = replace(state, reading=self.model.commit(state.reading, news))
         return replace(state, history=add_to_history(state.history, news))
 
 

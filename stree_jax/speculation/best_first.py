@@ -1,4 +1,4 @@
-"""Drafting with a model, level by level, for as long as another level is worth it.
+"""Drafting level by level, for as long as another level is worth it.
 
 Each level holds the W continuations of the level above that are most likely to be
 accepted as whole paths (EAGLE-2). Which of all of them are verified is decided later.
@@ -107,40 +107,40 @@ class Frontier:
 
 
 def best_first(
-    model: Model,
-    state: State,
+    guesser: "Guesser",
     root: jax.Array,
-    at_root: jax.Array,
     dist: Distribution,
     rule: Rule,
     probability: jax.Array,
-    width: int,
-    depth: int,
+    start: Grown,
     go_on: GoOn,
 ) -> tuple[Pool, jax.Array]:
     """Candidates below the roots [B], and how many levels there are of them.
 
     Args:
-      state: of the model, after the root.
-      at_root: [B, 1, d] float32, the model's hidden state there.
+      guesser: says what may come next.
       probability: [Z] float32, of nodes by kind.
-      width, depth: W and M.
+      start: `nothing_grown`, of W nodes a level.
     """
-    batch, W, taps = root.shape[0], width, model.config.conv_taps
-    C = W * depth
+    batch, W = start.frontier.value.shape
+    C, taps = start.pool.tokens.shape[1], start.frontier.window.shape[2]
+    depth = C // W
     powers = path_powers(depth)
 
-    def add(grown: Grown, hidden: jax.Array) -> Grown:
-        """The next level, children of the frontier, hidden states [B, W, d]."""
+    def add(grown: Grown, logits: jax.Array) -> Grown:
+        """The next level, children of the frontier, from logits [B, W or 1, V]."""
         pool, d, above = grown.pool, grown.levels, grown.frontier
-        depths = jnp.broadcast_to(d, (1, W))
+        Q = logits.shape[1]
+        depths = jnp.broadcast_to(d, (1, Q))
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
-        scores = dist.scores(logits_of(model, hidden), depths, text)
+        scores = dist.scores(logits, depths, text[:, :Q])
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + dist.noise(d)[:, None]
-        best, guess = lax.top_k(scores, W)  # [B, W, W]
+        best, guess = lax.top_k(scores, W)
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        kind = model_kind(jnp.exp(best - total))
+        below = jnp.broadcast_to(best - total, (batch, W, W))
+        guess = jnp.broadcast_to(guess, (batch, W, W))
+        kind = model_kind(jnp.exp(below))
         value = above.value[..., None] * probability[kind]
         value, chosen = lax.top_k(value.reshape(batch, -1), W)
         parent = (chosen // W).astype(jnp.int32)
@@ -183,6 +183,31 @@ def best_first(
         )
         return Grown(pool, nodes, grown.records, level, d + 1)
 
+    def level(grown: Grown) -> Grown:
+        logits, grown = guesser(grown)
+        return add(grown, logits)
+
+    def wanted(grown: Grown) -> jax.Array:
+        more = go_on(grown.levels, grown.frontier.value)
+        return (grown.levels == 0) | ((grown.levels < depth) & more)
+
+    grown = lax.while_loop(wanted, level, start)
+    return grown.pool, grown.levels
+
+
+Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
+"""What may come after the frontier's nodes: logits [B, W, >= V], or [B, 1, >= V] where
+they are the same for all; and what has grown, with records of what was read."""
+
+
+def by_model(model: Model, state: State, at_root: jax.Array) -> Guesser:
+    """A model that reads the frontier.
+
+    Args:
+      state: of the model, after the root.
+      at_root: [B, 1, d] float32, its hidden state there.
+    """
+
     def run(carry: tuple) -> tuple:
         _, _, grown = carry
         rows = grown.frontier.rows
@@ -196,25 +221,42 @@ def best_first(
         )
         return jnp.bool_(False), hidden, replace(grown, records=records)
 
-    def level(grown: Grown) -> Grown:
+    def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         # A loop that runs once, if at all: the root's hidden states are there already.
-        start = grown.levels > 0, jnp.broadcast_to(at_root, hidden_shape), grown
+        shape = *grown.frontier.value.shape, at_root.shape[2]
+        start = grown.levels > 0, jnp.broadcast_to(at_root, shape), grown
         _, hidden, grown = lax.while_loop(lambda carry: carry[0], run, start)
-        return add(grown, hidden)
+        return logits_of(model, hidden), grown
 
-    def wanted(grown: Grown) -> jax.Array:
-        more = go_on(grown.levels, grown.frontier.value)
-        return (grown.levels == 0) | ((grown.levels < depth) & more)
-
-    hidden_shape = batch, W, at_root.shape[2]
-    start = nothing_grown(model, batch, width, depth)
-    grown = lax.while_loop(wanted, level, start)
-    return grown.pool, grown.levels
+    return guess
 
 
-def nothing_grown(model: Model, batch: int, width: int, depth: int) -> Grown:
-    """The root, and room for `depth` levels of `width` candidates."""
-    W, C, taps = width, width * depth, model.config.conv_taps
+def by_depth(logits: jax.Array, alike: bool) -> Guesser:
+    """Guesses that go by depth alone.
+
+    Args:
+      logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
+      alike: whether what is drawn depends on nothing else, either.
+    """
+
+    def guess(grown: Grown) -> tuple[jax.Array, Grown]:
+        own = lax.dynamic_index_in_dim(logits, grown.levels, axis=1)
+        shape = own.shape[0], 1 if alike else grown.frontier.value.shape[1]
+        return jnp.broadcast_to(own, (*shape, own.shape[2])), grown
+
+    return guess
+
+
+def nothing_grown(model: Model | None, batch: int, width: int, depth: int) -> Grown:
+    """The root, and room for `depth` levels of `width` candidates.
+
+    Args:
+      model: that reads them; None: nobody does.
+    """
+    W, C, taps = width, width * depth, 1 if model is None else model.config.conv_taps
+    records: Records = ()
+    if model is not None:
+        records = init_records(model.config, batch, C, param_dtype(model.params))
     last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # of the window after the root
     once = jnp.where(jnp.arange(W, dtype=jnp.int32) == 0, 1.0, 0.0)[None]
     root = Frontier(
@@ -231,7 +273,7 @@ def nothing_grown(model: Model, batch: int, width: int, depth: int) -> Grown:
             depth=jnp.zeros((batch, C), jnp.int32),
             window=jnp.zeros((batch, C, taps), jnp.int32),
         ),
-        records=init_records(model.config, batch, C, param_dtype(model.params)),
+        records=records,
         frontier=root,
         levels=jnp.int32(0),
     )

@@ -77,42 +77,60 @@ def make_spec(
     target = Model(target.params, target.config)  # whatever else an API's model has
     if isinstance(drafter, str) and drafter != LOOKUP:
         raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
-    if isinstance(drafter, Staged) and isinstance(tree, Auto):
-        drafter = drafter.model  # whose levels are drafted for as long as they pay
-    if isinstance(drafter, Heads):
-        tree = _as_deep(drafter, tree)
-        medusa = MedusaDrafter(drafter, head_of(target))
-        return Spec(target, medusa, FixedTree(tree), rule)
-    if isinstance(drafter, NGrams | Staged):
-        tree = _fillable(tree)
-    if isinstance(drafter, NGrams):
-        resolve_rule(rule, picked_tree(tree))  # they have no probabilities to test
-    model = None
-    if isinstance(drafter, Model):
-        model = Model(drafter.params, drafter.config)
     if isinstance(tree, Auto):
-        if model is None and not isinstance(drafter, str):
-            raise ValueError("tree: 'auto' wants a model or 'lookup' as the drafter")
-        times = assumed_times(tree, model is not None) if times is None else times
-        adaptive = AdaptiveDrafter(
-            model,
-            width=min(MODEL_WIDTH, target.config.num_tokens),
-            depth=min(MODEL_DEPTH, tree.depth),
-            largest=tree.menu[-1],
-        )
+        adaptive = _adaptive_drafter(target, drafter, tree)
+        if times is None:
+            times = assumed_times(tree, adaptive.model is not None)
         return Spec(target, adaptive, AdaptivePolicy(times, tree), rule)
-    if drafter is None:
-        return Spec(target, NoDrafter(), FixedTree(tree), rule)
-    if isinstance(drafter, NGrams | Staged):
-        return Spec(target, bare(drafter), FixedTree(tree), rule)
-    if isinstance(drafter, str):
-        return Spec(target, LookupDrafter(), FixedTree(picked_tree(tree)), rule)
-    if model is None:
-        assert not isinstance(drafter, Model)
-        return Spec(target, drafter, FixedTree(tree), rule)
-    if isinstance(tree, Beam):
-        return Spec(target, beam_drafter(model), FixedTree(tree), rule)
-    return Spec(target, ModelDrafter(model, fill_tree), FixedTree(tree), rule)
+    own: Drafter
+    match drafter:
+        case None:
+            own = NoDrafter()
+        case str():
+            own, tree = LookupDrafter(), picked_tree(tree)
+        case Heads():
+            own, tree = _on_target(drafter, target), _as_deep(drafter, tree)
+        case NGrams():
+            own, tree = drafter, _fillable(tree)
+            resolve_rule(rule, picked_tree(tree))  # they have no probabilities to test
+        case Staged():
+            own, tree = bare(drafter), _fillable(tree)
+        case Model():
+            model = Model(drafter.params, drafter.config)
+            beam = isinstance(tree, Beam)
+            own = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
+        case _:
+            own = drafter
+    return Spec(target, own, FixedTree(tree), rule)
+
+
+def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:
+    """Who drafts for tree "auto": lookup, and beside it a model or heads."""
+    guesser: Model | MedusaDrafter | None = None
+    levels = MODEL_DEPTH
+    match drafter:
+        case Staged():  # whose model's levels are drafted for as long as they pay
+            guesser = Model(drafter.model.params, drafter.model.config)
+        case Model():
+            guesser = Model(drafter.params, drafter.config)
+        case Heads():
+            guesser, levels = _on_target(drafter, target), drafter.config.heads
+        case NGrams():
+            _fillable(tree)
+        case str():
+            pass
+        case _:
+            raise ValueError("tree: 'auto' wants a model, heads or 'lookup' to draft")
+    return AdaptiveDrafter(
+        guesser,
+        width=min(MODEL_WIDTH, target.config.num_tokens),
+        depth=min(levels, tree.depth),
+        largest=tree.menu[-1],
+    )
+
+
+def _on_target(heads: Heads, target: Model) -> MedusaDrafter:
+    return MedusaDrafter(heads, head_of(target))
 
 
 def bare(drafter: Any) -> Any:
@@ -140,8 +158,8 @@ def _as_deep(heads: Heads, tree: Topology) -> Tree:
     count = heads.config.heads
     if not isinstance(tree, Tree):
         raise ValueError(
-            f"tree: heads fill a fixed tree, such as 'sparse:16' or 'chain:{count}'; "
-            "beams and 'auto' want a model"
+            f"tree: heads fill a fixed tree, such as 'chain:{count}', or 'auto'; "
+            "beams want a model"
         )
     if tree.depth > count:
         raise ValueError(

@@ -82,9 +82,13 @@ class MedusaDrafter:
         if tree.size == 1:
             return only_root(root), state
         assert isinstance(tree, Tree)  # `loop.make_spec` sees to it
-        logits = head_logits(self.heads, self.output, state.hidden, tree.depth)
+        logits = self.logits(state, tree.depth)
         draft = fill_by_depth(root, logits, tree, dist, rule)
         return draft, replace(state, passes=state.passes + 1)
+
+    def logits(self, state: LastHidden, depth: int) -> jax.Array:
+        """[B, depth, >= V] float32, of the tokens after the next root."""
+        return head_logits(self.heads, self.output, state.hidden, depth)
 
 
 def fill_by_depth(
@@ -99,7 +103,7 @@ def fill_by_depth(
 
     def level(draft: Draft, depth: jax.Array) -> tuple[Draft, None]:
         z = lax.dynamic_index_in_dim(logits, depth, axis=1)  # [B, 1, V]
-        if not _drawn_alike(dist, rule):
+        if not drawn_alike(dist, rule):
             z = jnp.broadcast_to(z, (z.shape[0], tree.inner, z.shape[2]))
             return draw_level(draft, z, depth, tree, levels, dist, rule), None
         scores, noise = dist.scores(z, depth[None, None]), None
@@ -115,7 +119,7 @@ def fill_by_depth(
     return lax.scan(level, draft, jnp.arange(tree.depth, dtype=jnp.int32))[0]
 
 
-def _drawn_alike(dist: Distribution, rule: Rule) -> bool:
+def drawn_alike(dist: Distribution, rule: Rule) -> bool:
     """Whether the children of all nodes of a level are the same tokens: neither do
     their probabilities depend on the path, nor has each node draws of its own."""
     if dist.seen is not None:

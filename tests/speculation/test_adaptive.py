@@ -20,7 +20,12 @@ from stree_jax.speculation.adaptive_policy import (
     Force,
     forced,
 )
-from stree_jax.speculation.best_first import best_first, catch_up
+from stree_jax.speculation.best_first import (
+    best_first,
+    by_model,
+    catch_up,
+    nothing_grown,
+)
 from stree_jax.speculation.calibration import PRIOR, count, no_counts
 from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import Draft
@@ -254,16 +259,14 @@ def test_levels_are_those_of_a_best_first_search(target, prompts):
     @jax.jit
     def run(state):
         hidden, state, _ = catch_up(plan.spec.target, state, history, 4)
+        drafter = plan.spec.target
         return best_first(
-            plan.spec.target,
-            state,
+            by_model(drafter, state, hidden),
             root,
-            hidden,
             dist,
             plan.spec.rule,
             jnp.asarray(PRIOR),
-            width,
-            depth,
+            nothing_grown(drafter, len(prompts), width, depth),
             lambda levels, frontier: jnp.bool_(True),
         )
 
