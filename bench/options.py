@@ -64,7 +64,7 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, beam:WxD or "
-        "parents:0,0,1; default: auto, with n-grams E",
+        "parents:0,0,1; default: auto, with n-grams or mtp E",
     )
 
 
@@ -73,7 +73,8 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
         "directory, hub id, demo, a file of n-grams, lookup (repeat what the text has "
-        "had before) or none (default: demo for the demo model, lookup for others)"
+        "had before), mtp (layers of the model itself) or none (default: demo for the "
+        "demo model, lookup for others)"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")

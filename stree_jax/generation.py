@@ -38,6 +38,7 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import (
     FOREVER,
     LOOKUP,
+    MTP,
     advance_jit,
     cache_capacity,
     deepest,
@@ -192,7 +193,7 @@ def _spec(
         )
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
-    lookup = isinstance(drafter, str)
+    lookup = drafter == LOOKUP
     if lookup and isinstance(shape, Beam):
         raise ValueError(
             "tree: a beam is searched by a model; give one, or take 'auto'"
@@ -207,7 +208,7 @@ def default_tree(
 ) -> Topology:
     """Tree "auto", unless the rule or a drafter of one's own wants a fixed one."""
     fixed = resolve_tree(DEFAULT_TREE)
-    if not isinstance(drafter, models.Model | str):
+    if not isinstance(drafter, models.Model | str) or drafter == MTP:
         return fixed
     try:
         resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())
@@ -245,11 +246,12 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt; by row.
       drafter: a model with the same tokenizer that fills the tree; "lookup", which
-        drafts what stood in the text before and needs no model; `Staged`, a model with
-        `NGrams` that guess for it; `NGrams` alone; or any `Drafter`.
+        drafts what stood in the text before and needs no model; "mtp", layers that the
+        target was loaded with (`load(mtp=True)`); `Staged`, a model with `NGrams` that
+        guess for it; `NGrams` alone; or any `Drafter`.
       tree: "auto" (default: which nodes, and how many, is chosen at every step; none
         where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
-        default with n-grams; "chain:4", "binary:4", "beam:3x4") or parents.
+        default with n-grams and "mtp"; "chain:4", "binary:4", "beam:3x4") or parents.
       times: of steps, for tree "auto"; None: measured when first needed, and kept in
         the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),

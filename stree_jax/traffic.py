@@ -16,6 +16,7 @@ from stree_jax.models import Model, State
 from stree_jax.models.state import AttentionState
 from stree_jax.speculation.adaptive_drafter import Looking
 from stree_jax.speculation.model_drafter import Reading
+from stree_jax.speculation.mtp_drafter import Heard
 from stree_jax.speculation.ngrams import WAYS, NGrams
 from stree_jax.speculation.staged_drafter import StagedState
 from stree_jax.speculation.step import Spec
@@ -102,7 +103,7 @@ class Drafting:
 
 def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
     """Who drafted, the outermost first; what keeps no count is left out."""
-    if isinstance(drafting, Reading):
+    if isinstance(drafting, Reading | Heard):
         return [Drafting("drafter", drafter.model, drafting.state, drafting.passes)]
     if isinstance(drafting, Looking) and drafter.model is not None:
         return [Drafting("drafter", drafter.model, drafting.reading, drafting.passes)]

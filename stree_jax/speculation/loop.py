@@ -21,8 +21,10 @@ from stree_jax.models import (
     State,
     commit,
     init_records,
+    mtp_model,
     param_dtype,
     read_aloud,
+    without_mtp,
 )
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
@@ -45,6 +47,7 @@ from stree_jax.speculation.drafter import (
 )
 from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
+from stree_jax.speculation.mtp_drafter import MTPDrafter
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.policy import FixedTree, Policy
 from stree_jax.speculation.staged_drafter import Staged
@@ -53,6 +56,7 @@ from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree, resol
 
 FOREVER = 2**31 - 1  # steps
 LOOKUP = "lookup"  # the drafter that needs no model
+MTP = "mtp"  # layers of the target itself
 MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
 
 
@@ -68,13 +72,15 @@ def make_spec(
     Args:
       drafter: a model fills static trees, or searches a beam; `NGrams` fill static
         trees, and for the model of a `Staged` ("auto" asks that model alone); "lookup"
-        looks the text's end up in the text, as does tree "auto" with any; None
-        drafts nothing.
+        looks the text's end up in the text, as does tree "auto" with any; "mtp" fills
+        static trees with the target's own layers for it; None drafts nothing.
       times: of steps, for tree "auto"; None: assumed ones.
     """
-    target = Model(target.params, target.config)  # whatever else an API's model has
+    if drafter == MTP:
+        return _mtp_spec(target, tree, rule)
+    target = without_mtp(target)  # and without what else an API's model has
     if isinstance(drafter, str) and drafter != LOOKUP:
-        raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
+        raise ValueError(f"drafter: want a model, 'lookup' or 'mtp', got {drafter!r}")
     if isinstance(drafter, Staged) and isinstance(tree, Auto):
         drafter = drafter.model  # whose levels are drafted for as long as they pay
     if isinstance(drafter, NGrams | Staged):
@@ -83,7 +89,7 @@ def make_spec(
         resolve_rule(rule, picked_tree(tree))  # they have no probabilities to test
     model = None
     if isinstance(drafter, Model):
-        model = Model(drafter.params, drafter.config)
+        model = without_mtp(drafter)
     if isinstance(tree, Auto):
         if model is None and not isinstance(drafter, str):
             raise ValueError("tree: 'auto' wants a model or 'lookup' as the drafter")
@@ -107,6 +113,19 @@ def make_spec(
     if isinstance(tree, Beam):
         return Spec(target, beam_drafter(model), FixedTree(tree), rule)
     return Spec(target, ModelDrafter(model, fill_tree), FixedTree(tree), rule)
+
+
+def _mtp_spec(target: Model, tree: Topology, rule: Rule) -> Spec:
+    """A target whose own layers draft for it; raises ValueError if it has none."""
+    if not target.config.mtp:
+        raise ValueError(
+            "drafter: 'mtp' wants a target loaded with its MTP layers: "
+            "stree_jax.load(path, mtp=True)"
+        )
+    if not isinstance(tree, Tree):
+        raise ValueError("tree: 'mtp' fills a fixed tree, such as 'E' or 'chain:4'")
+    drafter = MTPDrafter(mtp_model(target))
+    return Spec(without_mtp(target), drafter, FixedTree(tree), rule)
 
 
 def bare(drafter: Any) -> Any:
@@ -333,8 +352,8 @@ def generate_tokens(
 
     Args:
       target: verifies; what comes out is its own text.
-      drafter: proposes: a model or "lookup"; None for plain decoding (then `tree` is
-        `chain(0)`).
+      drafter: proposes: a model, "lookup" or "mtp"; None for plain decoding (then
+        `tree` is `chain(0)`).
       tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
       prompts: [B, S] int32, padded on the right.
       lengths: [B] int32, 1 .. S.
