@@ -135,9 +135,10 @@ def _nbytes(source: Source, row: Row) -> int:
 
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
     """A layer has at least one tensor: a config of more layers than that is wrong."""
-    if len(config.layers) > len(source.tensors):
+    count = len(config.layers) + len(config.mtp)
+    if count > len(source.tensors):
         raise CheckpointError(
-            f"{source.directory / 'config.json'}: {len(config.layers)} layers, "
+            f"{source.directory / 'config.json'}: {count} layers, "
             f"but the weights have only {len(source.tensors)} tensors"
         )
 
