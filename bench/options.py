@@ -72,7 +72,7 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "
         "beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, with n-grams "
-        "E",
+        "or mtp E",
     )
 
 
@@ -81,8 +81,9 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
         "directory of a model or of Medusa heads, hub id of a model, demo, demo-heads, "
-        "a file of n-grams, lookup (repeat what the text has had before) or none "
-        "(default: demo for the demo model, lookup for others)"
+        "a file of n-grams, lookup (repeat what the text has had before), mtp (layers "
+        "of the model itself) or none (default: demo for the demo model, lookup for "
+        "others)"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")

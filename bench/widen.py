@@ -83,6 +83,7 @@ def wide_config(config: ModelConfig, factor: int) -> ModelConfig:
         raise ValueError(f"--widen: want a power of four, got {factor}")
     m, a, f = config.mamba, config.attention, config.mlp
     wrong = not KINDS.issuperset(config.layers) or config.norm != "rms"
+    wrong |= config.mtp != ()
     if m is not None:
         wrong |= (m.n_groups, m.norm_groups, m.x_heads, m.d_mlp) != (1, 1, None, 0)
         wrong |= m.D_per_channel

@@ -89,8 +89,13 @@ def open_checkpoint(
     dtype: Any = None,
     dt_floor: bool = False,
     warn: Warn | None = None,
+    mtp: bool | None = False,
 ) -> Checkpoint:
     """Check every name, shape and dtype of a PyTorch or safetensors directory.
+
+    Args:
+      dtype: to load the weights in; None: see `source_dtype`.
+      dt_floor, warn, mtp: see `configs.read_config`.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
@@ -101,7 +106,7 @@ def open_checkpoint(
         raise CheckpointError(f"{directory}: is in our format already")
     source = open_source(directory)
     tokenizer_files(directory)
-    format, config = read_config(directory, source.tensors, dt_floor, warn)
+    format, config = read_config(directory, source.tensors, dt_floor, warn, mtp)
     _check_layer_count(source, config)
     rows = rows_of(NAMES[format], config)
     check_tensors(source, rows, config)
@@ -130,9 +135,10 @@ def _nbytes(source: Source, row: Row) -> int:
 
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
     """A layer has at least one tensor: a config of more layers than that is wrong."""
-    if len(config.layers) > len(source.tensors):
+    count = len(config.layers) + len(config.mtp)
+    if count > len(source.tensors):
         raise CheckpointError(
-            f"{source.directory / 'config.json'}: {len(config.layers)} layers, "
+            f"{source.directory / 'config.json'}: {count} layers, "
             f"but the weights have only {len(source.tensors)} tensors"
         )
 
@@ -147,6 +153,8 @@ def convert_checkpoint(
 ) -> None:
     """Write a checkpoint as one of our directories, self-contained and atomically.
 
+    With its MTP layers, if it has some; `load` reads them when it is asked to.
+
     In memory are the parameters in the new dtype and one tensor in its old one.
 
     Args:
@@ -155,14 +163,15 @@ def convert_checkpoint(
       dtype: "float32" or "bfloat16"; None: see `source_dtype`.
       dt_floor: see `configs.read_config`.
       warn: called with one line for what is odd but kept: a weight that is not finite,
-        a stop token that is none, the remains of a conversion that was killed.
+        a stop token that is none, MTP layers that are left out, the remains of a
+        conversion that was killed.
 
     Raises:
       CheckpointError: one line saying what is wrong and where; dst is not made.
     """
     with atomic_directory(dst, warn) as temporary:
         read_tokenizer(src)  # a bad one is refused before the weights are read
-        checkpoint = open_checkpoint(src, dtype, dt_floor, warn)
+        checkpoint = open_checkpoint(src, dtype, dt_floor, warn, mtp=None)
         config, kept = checkpoint.config, checkpoint.dtype
         check_space(dst, config, kept)
         copy_tokenizer(src, temporary)  # before its checksum is taken

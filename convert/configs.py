@@ -9,7 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.families import EXPORTERS, PARSERS, mambainllama
+from stree_jax.convert.families import (
+    EXPORTERS,
+    MTP_PARSERS,
+    PARSERS,
+    mambainllama,
+)
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
@@ -48,6 +53,7 @@ def read_config(
     tensors: Mapping[str, TensorInfo],
     dt_floor: bool = False,
     warn: Warn | None = None,
+    mtp: bool | None = False,
 ) -> tuple[str, ModelConfig]:
     """The format and architecture of a checkpoint directory.
 
@@ -57,12 +63,15 @@ def read_config(
     Args:
       dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
         transformers up to 5.23 does; their authors' code follows `time_step_limit`.
-      warn: called with one line if a stop token is none that can be generated.
+      warn: called with one line if a stop token is none that can be generated, or MTP
+        layers cannot be kept.
+      mtp: whether to read the layers that predict further tokens; None: if there are
+        some that can be read.
     """
     fields = ConfigFields.read(directory / "config.json", tensors)
     format = detect(fields)
     try:
-        config = PARSERS[format](fields)
+        config = _parse(fields, format, mtp, warn)
         param_shapes(config)  # sizes that fit no parameter are found here
     except CheckpointError:
         raise
@@ -85,6 +94,34 @@ def read_config(
         )
     real = tuple(i for i in stops if i < config.vocab_size)
     return format, replace(config, stop_tokens=real)
+
+
+def _parse(
+    fields: ConfigFields, format: str, mtp: bool | None, warn: Warn | None
+) -> ModelConfig:
+    """The architecture by the format's family; arguments as of `read_config`."""
+    if mtp is False or format not in MTP_PARSERS:
+        config = PARSERS[format](fields)
+    else:
+        try:
+            config = MTP_PARSERS[format](fields)
+        except CheckpointError as error:
+            if mtp:
+                raise
+            config = PARSERS[format](fields)  # what is wrong is not the MTP layers'
+            if warn is not None:
+                warn(f"{error}; its MTP layers are left out")
+    if mtp:
+        check_mtp(fields.file.parent, config)
+    return config
+
+
+def check_mtp(directory: Path, config: ModelConfig) -> None:
+    """Raises CheckpointError if there are no MTP layers, where they are asked for."""
+    if not config.mtp:
+        raise CheckpointError(
+            f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' want"
+        )
 
 
 def _generation_stops(directory: Path) -> tuple[int, ...]:
@@ -111,7 +148,7 @@ def export_format(config: ModelConfig) -> str:
     Raises:
       CheckpointError: no class has them.
     """
-    layers, kinds = config.layers, set(config.layers)
+    layers, kinds = config.layers, set(config.layers + config.mtp)
     second = set(layers[1::2])
     turns = len(layers) % 2 == 0 and len(second) == 1 and second <= {"mlp", "moe"}
     mixers = set(layers[::2])

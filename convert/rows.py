@@ -6,7 +6,13 @@ from typing import Literal
 
 import numpy as np
 
-from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models import (
+    AttentionConfig,
+    LayerKind,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from stree_jax.models.params import Path
 
 How = Literal["copy", "concat", "swap", "conv", "stack"]
@@ -130,6 +136,7 @@ class Names:
       attention_rows, mlp_rows: of such a module: our path, its name, its options.
       moe_rows: of a mixture of experts: our path, the layer's prefix, its options.
       shared_rows: what layers of kind "shared" share.
+      mtp_rows: of the layers that predict further tokens.
       one_each: an MLP is a layer of its own number, not part of its mixer's.
     """
 
@@ -147,6 +154,7 @@ class Names:
     mlp_rows: Callable[[Path, str, MLPConfig], Iterator[Row]] = mlp_rows
     moe_rows: Callable[[Path, str, MoEConfig], Iterator[Row]] | None = None
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
+    mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     one_each: bool = False
 
 
@@ -154,30 +162,39 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     """Rows of all parameters that options may switch on."""
     yield Row(("embedding",), (f"{names.embedding}.weight",))
     yield Row(("lm_head",), ("lm_head.weight",))
-    yield from _norm_rows((), names.norm)
+    yield from norm_rows(("norm",), names.norm)
     if names.shared_rows is not None:
         yield from names.shared_rows(names, config)
+    if names.mtp_rows is not None:
+        yield from names.mtp_rows(names, config)
     number = -1
     for j, kind in enumerate(config.layers):
-        ours, mlp = f"layers_{j}", kind in ("mlp", "moe")
-        number += names.one_each or not mlp  # else it belongs to its mixer's layer
+        # An MLP without a number of its own belongs to its mixer's layer.
+        number += names.one_each or kind not in ("mlp", "moe")
         prefix = names.layer.format(i=number)
-        if kind == "shared":
-            yield Row((ours, "linear"), (f"{prefix}linear.weight",))
-            prefix += "mamba_decoder."
-        norm = names.mlp_norm if mlp else names.mixer_norm
-        yield from _norm_rows((ours,), prefix + norm)
-        if kind in ("mamba", "parallel", "shared"):
-            yield from mamba_rows((ours, "mamba"), prefix + names.mamba)
-        if kind in ("attention", "parallel") and config.attention is not None:
-            path, theirs = (ours, "attention"), prefix + names.attention
-            yield from names.attention_rows(path, theirs, config.attention)
-        if kind == "mlp" and config.mlp is not None:
-            yield from names.mlp_rows((ours, kind), prefix + names.mlp, config.mlp)
-        if kind == "moe" and config.moe is not None and names.moe_rows is not None:
-            yield from names.moe_rows((ours, kind), prefix, config.moe)
+        yield from layer_rows(names, config, (f"layers_{j}",), prefix, kind)
 
 
-def _norm_rows(ours: Path, theirs: str) -> Iterator[Row]:
-    yield Row((*ours, "norm", "scale"), (f"{theirs}.weight",))
-    yield Row((*ours, "norm", "bias"), (f"{theirs}.bias",))
+def layer_rows(
+    names: Names, config: ModelConfig, ours: Path, prefix: str, kind: LayerKind
+) -> Iterator[Row]:
+    """Rows of one residual layer, whose names begin with `prefix`."""
+    if kind == "shared":
+        yield Row((*ours, "linear"), (f"{prefix}linear.weight",))
+        prefix += "mamba_decoder."
+    norm = names.mlp_norm if kind in ("mlp", "moe") else names.mixer_norm
+    yield from norm_rows((*ours, "norm"), prefix + norm)
+    if kind in ("mamba", "parallel", "shared"):
+        yield from mamba_rows((*ours, "mamba"), prefix + names.mamba)
+    if kind in ("attention", "parallel") and config.attention is not None:
+        path, theirs = (*ours, "attention"), prefix + names.attention
+        yield from names.attention_rows(path, theirs, config.attention)
+    if kind == "mlp" and config.mlp is not None:
+        yield from names.mlp_rows((*ours, kind), prefix + names.mlp, config.mlp)
+    if kind == "moe" and config.moe is not None and names.moe_rows is not None:
+        yield from names.moe_rows((*ours, kind), prefix, config.moe)
+
+
+def norm_rows(ours: Path, theirs: str) -> Iterator[Row]:
+    yield Row((*ours, "scale"), (f"{theirs}.weight",))
+    yield Row((*ours, "bias"), (f"{theirs}.bias",))

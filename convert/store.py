@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,11 +330,15 @@ def _size(config: Path, file: Path, entry: Any) -> int:
     return entry["bytes"]
 
 
-def read_params(directory: Path, config: ModelConfig, dtype: np.dtype | None) -> Any:
+def read_params(
+    directory: Path, config: ModelConfig, dtype: np.dtype | None, mtp: bool = True
+) -> Any:
     """The parameters of one of our directories, on the default device.
 
     Args:
+      config: of the directory.
       dtype: to read them in; None: all is checked but their numbers, and none is read.
+      mtp: whether to read those of MTP layers as well.
 
     Raises:
       CheckpointError: a file, also the tokenizer's, is not the one that was written.
@@ -353,14 +358,27 @@ def read_params(directory: Path, config: ModelConfig, dtype: np.dtype | None) ->
             stored = checkpointer.metadata(plain / "params").item_metadata.tree
             _check_shapes(folder, shapes, stored)  # says more than a checksum
             check_config(directory / "config.json")
-            if dtype is not None:
+            if dtype is not None and (mtp or not config.mtp):
                 wanted = _abstract(shapes, dtype)
                 return checkpointer.restore(plain / "params", wanted)
+            if dtype is not None:
+                shapes = param_shapes(replace(config, mtp=()))
+                return _restore_some(plain / "params", _abstract(shapes, dtype))
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"{folder}: cannot be restored ({reason})") from error
+
+
+def _restore_some(folder: Path, wanted: Any) -> Any:
+    """Those parameters of a folder that `wanted` has; the others are not read."""
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        placed = ocp.checkpoint_utils.construct_restore_args(wanted)
+        some = ocp.args.PyTreeRestore(wanted, restore_args=placed, partial_restore=True)
+        return checkpointer.restore(folder, args=some)
 
 
 def _abstract(shapes: Mapping[ParamPath, tuple[int, ...]], dtype: np.dtype) -> Any:

@@ -22,6 +22,8 @@ from stree_jax.models.model import init_params as init_params
 from stree_jax.models.model import logits_of as logits_of
 from stree_jax.models.model import param_dtype as param_dtype
 from stree_jax.models.model import param_shapes as param_shapes
+from stree_jax.models.mtp import mtp_model as mtp_model
+from stree_jax.models.mtp import without_mtp as without_mtp
 from stree_jax.models.nodes import Nodes as Nodes
 from stree_jax.models.nodes import chain_nodes as chain_nodes
 from stree_jax.models.nodes import tree_nodes as tree_nodes

@@ -219,6 +219,9 @@ class ModelConfig:
         generated.
       d_model: width of the residual stream.
       layers: kind of each residual layer.
+      mtp: kinds of the layers that predict the token after the next one (multi-token
+        prediction); they draft and have no part in the model's own text. Any but
+        "shared".
       mamba, attention, mlp, moe: options of each kind that occurs; a parallel layer
         has those of mamba and attention, a shared one those of mamba, attention, mlp.
       shared: how shared layers share.
@@ -246,6 +249,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     stop_tokens: tuple[int, ...] = ()
+    mtp: tuple[LayerKind, ...] = ()
 
     def __post_init__(self):
         options: dict[str, list[Any]] = {
@@ -256,7 +260,9 @@ class ModelConfig:
             "mlp": [self.mlp],
             "moe": [self.moe],
         }
-        for kind in dict.fromkeys(self.layers):
+        if "shared" in self.mtp:
+            raise ValueError("mtp: layers of kind 'shared' are not supported")
+        for kind in dict.fromkeys(self.layers + self.mtp):
             if kind not in options:
                 raise ValueError(
                     f"layers: unknown kind {kind!r}; known: {', '.join(options)}"

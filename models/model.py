@@ -1,9 +1,10 @@
 """The hybrid stack and its pure functions: a pass over a tree, and its logits."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import cycle
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from stree_jax.models.params import (
     by_path,
     declare,
     model_params,
+    mtp_params,
     shared_params,
 )
 from stree_jax.models.shared import Adapters, SharedBlock
@@ -138,8 +140,74 @@ def _part(
     return replace(pass_, pending=pending), of(state), own_record
 
 
+def through(
+    layers: Sequence[ResidualLayer],
+    blocks: Sequence[SharedBlock | None],
+    h: jax.Array,
+    nodes: Nodes,
+    state: State,
+    records: Records | None,
+    rows: jax.Array | None,
+    pending: Pending | None,
+) -> tuple[jax.Array, Records, State]:
+    """The residual stream h [B, Tq, d] after all layers; as `forward_hidden`.
+
+    Args:
+      blocks: the block that each layer shares, or None.
+    """
+    length = state.length if pending is None else state.length + pending.length
+    out_records, out_states, embedding = [], [], h
+    for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
+        shared = None if block is None else (block, embedding)
+        last = None if pending is None else pending.layer(i)
+        record = None if records is None else records[i]
+        pass_ = Pass(nodes, rows, last, length)
+        h, record, layer_state = layer(h, pass_, state.layers[i], record, shared)
+        out_records.append(record)
+        out_states.append(layer_state)
+    return h, tuple(out_records), State(tuple(out_states), length)
+
+
+class MTPLayers(nn.Module):
+    """Layers that read a token and the hidden state it was chosen by, and predict what
+    follows it: norm(layers(eh_proj [enorm(embedding), hnorm(hidden state)])).
+
+    Multi-token prediction, as DeepSeek-V3 (2024, section 2.2) and Nemotron-H have it.
+    """
+
+    config: ModelConfig
+    dtype: Any
+
+    def setup(self):
+        c = self.config
+        norm = partial(Norm, c.norm, c.norm_eps, self.dtype)
+        self.enorm = norm()
+        self.hnorm = norm()
+        self.eh_proj = declare(self, mtp_params(c.d_model), self.dtype)["eh_proj"]
+        self.layers = [ResidualLayer(c, kind, self.dtype) for kind in c.mtp]
+        self.norm = norm()
+
+    def __call__(
+        self,
+        embedding: jax.Array,
+        previous: jax.Array,
+        nodes: Nodes,
+        state: State,
+        records: Records | None = None,
+        rows: jax.Array | None = None,
+        pending: Pending | None = None,
+    ) -> tuple[jax.Array, Records, State]:
+        """As `forward_hidden`, of embeddings and hidden states [B, Tq, d] float32."""
+        both = [self.enorm(embedding), self.hnorm(previous)]
+        h = linear(jnp.concatenate(both, axis=-1), self.eh_proj)
+        blocks = [None] * len(self.layers)
+        args = (nodes, state, records, rows, pending)
+        h, out, state = through(self.layers, blocks, h, *args)
+        return self.norm(h), out, state
+
+
 class LanguageModel(nn.Module):
-    """Embedding, residual layers, final norm, head."""
+    """Embedding, residual layers, final norm, head; maybe MTP layers beside them."""
 
     config: ModelConfig
     dtype: Any = jnp.float32
@@ -153,6 +221,13 @@ class LanguageModel(nn.Module):
         blocks = 0 if c.shared is None else c.shared.blocks
         self.shared = [SharedBlock(c, self.dtype) for _ in range(blocks)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
+        if c.mtp:
+            self.mtp = MTPLayers(c, self.dtype)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """What the layers read of tokens [B, T]: [B, T, d] float32."""
+        h = self.embedding[tokens].astype(jnp.float32)
+        return h * self.config.embedding_multiplier
 
     def __call__(
         self,
@@ -164,23 +239,19 @@ class LanguageModel(nn.Module):
         pending: Pending | None = None,
     ) -> tuple[jax.Array, Records, State]:
         """As `forward_hidden`."""
-        c = self.config
-        h = self.embedding[tokens].astype(jnp.float32) * c.embedding_multiplier
-        length = state.length if pending is None else state.length + pending.length
-        out_records, out_states = [], []
-        embedding, calls = h, 0
-        for i, layer in enumerate(self.layers):
-            shared = None
-            if c.layers[i] == "shared":
-                shared = (self.shared[calls % len(self.shared)], embedding)
-                calls += 1
-            last = None if pending is None else pending.layer(i)
-            record = None if records is None else records[i]
-            pass_ = Pass(nodes, rows, last, length)
-            h, record, layer_state = layer(h, pass_, state.layers[i], record, shared)
-            out_records.append(record)
-            out_states.append(layer_state)
-        return self.norm(h), tuple(out_records), State(tuple(out_states), length)
+        in_turn = cycle(self.shared)
+        blocks = [
+            next(in_turn) if kind == "shared" else None for kind in self.config.layers
+        ]
+        args = (nodes, state, records, rows, pending)
+        h, out, state = through(self.layers, blocks, self.embed(tokens), *args)
+        return self.norm(h), out, state
+
+    def predict(
+        self, tokens: jax.Array, previous: jax.Array, *args: Any
+    ) -> tuple[jax.Array, Records, State]:
+        """As `forward_hidden`, of the MTP layers alone: `state` is theirs."""
+        return self.mtp(self.embed(tokens), previous, *args)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., d]."""
@@ -189,7 +260,12 @@ class LanguageModel(nn.Module):
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
         """Touches every parameter, for `init`."""
-        return self.head(self(tokens, nodes, state)[0])
+        hidden = self(tokens, nodes, state)[0]
+        if self.config.mtp:
+            of_mtp = replace(self.config, layers=self.config.mtp)
+            empty = init_state(of_mtp, tokens.shape[0], 1, self.dtype)
+            hidden = self.predict(tokens, hidden, nodes, empty)[0]
+        return self.head(hidden)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
@@ -210,25 +286,41 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
 
     Layers of a kind are alike, so one of each is traced, however deep the model is.
     """
-    kinds = tuple(dict.fromkeys(config.layers))
     _check_widths(config)
-    one = replace(config, layers=kinds)
+    one = replace(config, layers=_kinds(config.layers), mtp=_kinds(config.mtp))
     tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
     flat = {path: leaf.shape for path, leaf in by_path(tree).items()}
-    traced = {f"layers_{i}": kind for i, kind in enumerate(kinds)}
-    shapes = {path: shape for path, shape in flat.items() if path[0] not in traced}
+    shapes = {
+        path: shape
+        for path, shape in flat.items()
+        if not any(name.startswith("layers_") for name in path)
+    }
     if config.shared is not None:  # one layer traces one of the shared blocks
         used = min(config.shared.blocks, config.layers.count("shared"))
         block = {path[1:]: shapes[path] for path in flat if path[0] == "shared_0"}
         for b in range(used):
             shapes |= {(f"shared_{b}", *path): shape for path, shape in block.items()}
-    for j, kind in enumerate(config.layers):
-        shapes |= {
-            (f"layers_{j}", *path[1:]): shape
-            for path, shape in flat.items()
-            if traced.get(path[0]) == kind
-        }
+    for within, layers in (((), config.layers), (("mtp",), config.mtp)):
+        shapes |= _all_layers(flat, within, layers)
     return MappingProxyType(shapes)
+
+
+def _kinds(layers: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """One layer of each kind, in order."""
+    return tuple(dict.fromkeys(layers))
+
+
+def _all_layers(
+    flat: Mapping[Path, tuple[int, ...]], within: Path, layers: Sequence[LayerKind]
+) -> dict[Path, tuple[int, ...]]:
+    """Shapes of all layers at a path, from those `flat` of one of each kind."""
+    kinds, n = _kinds(layers), len(within)
+    return {
+        (*within, f"layers_{j}", *path[n + 1 :]): shape
+        for j, kind in enumerate(layers)
+        for path, shape in flat.items()
+        if path[: n + 1] == (*within, f"layers_{kinds.index(kind)}")
+    }
 
 
 def _check_widths(config: ModelConfig) -> None:
@@ -254,6 +346,7 @@ def forward_hidden(
     records: Records | None = None,
     rows: jax.Array | None = None,
     pending: Pending | None = None,
+    previous: jax.Array | None = None,
 ) -> tuple[jax.Array, Records, State]:
     """Run the nodes of a tree in one packed pass.
 
@@ -264,6 +357,8 @@ def forward_hidden(
       records, rows: to add nodes level by level: records of the nodes so far and the
         rows [Tq] of the new ones among T (rows >= T are dropped).
       pending: last step's accepted path, replayed first (Algorithm 1).
+      previous: of `mtp.mtp_model` alone, [B, Tq, d] float32: the hidden states that
+        the tokens were chosen by.
 
     Returns:
       hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
@@ -274,8 +369,11 @@ def forward_hidden(
     """
     if rows is not None and pending is not None:
         raise ValueError("rows: of a state without a pending path; commit it first")
-    args = (tokens, nodes, state, records, rows, pending)
-    return model.module.apply({"params": model.params}, *args)
+    module, variables = model.module, {"params": model.params}
+    args = (nodes, state, records, rows, pending)
+    if previous is None:
+        return module.apply(variables, tokens, *args)
+    return module.apply(variables, tokens, previous, *args, method="predict")
 
 
 def logits_of(model: Model, hidden: jax.Array) -> jax.Array:

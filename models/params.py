@@ -119,6 +119,11 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
     return table
 
 
+def mtp_params(d_model: int) -> Table:
+    """What makes one width of two: a token's embedding and a hidden state."""
+    return {"eh_proj": Param((d_model, 2 * d_model))}
+
+
 def norm_params(kind: str, width: int) -> Table:
     biases = {} if kind == "rms" else {"bias": Param((width,), ZEROS)}
     return {"scale": Param((width,), ONES)} | biases

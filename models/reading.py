@@ -24,19 +24,21 @@ def extend(
     state: State,
     tokens: jax.Array,
     length: jax.Array,
+    previous: jax.Array | None = None,
 ) -> tuple[jax.Array, State]:
     """Feed plain tokens: a chain whose first `length` nodes are all accepted.
 
     Args:
       tokens: [B, T] int32, padded on the right.
       length: [B] int32, how many of them are real; 0 leaves a row as it was.
+      previous: as of `forward_hidden`.
 
     Returns:
       hidden states [B, T, d] and the state after the tokens.
     """
     batch, T = tokens.shape
     nodes = chain_nodes(batch, T, model.config.conv_taps)
-    hidden, records, _ = forward_hidden(model, state, tokens, nodes)
+    hidden, records, _ = forward_hidden(model, state, tokens, nodes, previous=previous)
     path = nodes.depth  # row j of a chain is its j-th token
     return hidden, commit(state, records, path, length)
 

@@ -11,9 +11,10 @@ from stree_jax.checkpoint import Model
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
 from stree_jax.result import Past
-from stree_jax.speculation.loop import LOOKUP, bare
+from stree_jax.speculation.loop import LOOKUP, MTP, bare
 from stree_jax.speculation.medusa import LastHidden
 from stree_jax.speculation.model_drafter import model_state
+from stree_jax.speculation.mtp_drafter import Heard
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
 from stree_jax.speculation.tree import DEEPEST
@@ -80,11 +81,12 @@ def check_drafter(target: Model, drafter: Any) -> None:
         return
     if all(hasattr(drafter, name) for name in ("init", "propose", "commit")):
         return  # a `Drafter` that knows its business
-    if drafter == LOOKUP:
+    if drafter in (LOOKUP, MTP):
         return
     if isinstance(drafter, str):
         raise ValueError(
-            f"drafter: got a string; give stree_jax.load({drafter!r}), or 'lookup'"
+            f"drafter: got a string; give stree_jax.load({drafter!r}), 'lookup' or "
+            "'mtp'"
         )
     check_model("drafter", drafter)
     _check_vocabulary(target, "drafter", drafter.config.num_tokens)
@@ -162,6 +164,9 @@ def continued(
         raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
     _check_state("past: of another target", model, past.target, len(new))
     _check_drafter_past(drafter, past.drafter, len(new))
+    if drafter == MTP and isinstance(past.drafter, Heard):
+        layers = models.mtp_model(model)
+        _check_state("past: of other MTP layers", layers, past.drafter.state, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]
 
 

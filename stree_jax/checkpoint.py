@@ -2,7 +2,9 @@
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -13,7 +15,7 @@ from flax import struct
 from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import open_checkpoint, source_dtype
-from stree_jax.convert.configs import read_config
+from stree_jax.convert.configs import check_mtp, read_config
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import (
     atomic_directory,
@@ -89,7 +91,11 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
 
 
 def load(
-    path_or_hub_id: str | Path, dtype: Any = None, *, dt_floor: bool = False
+    path_or_hub_id: str | Path,
+    dtype: Any = None,
+    *,
+    dt_floor: bool = False,
+    mtp: bool = False,
 ) -> Model:
     """Load a model from our own directory or a supported PyTorch/safetensors one.
 
@@ -100,6 +106,7 @@ def load(
         always); None keeps bfloat16 and makes float32 of anything else.
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
+      mtp: whether to read the layers that predict further tokens, for drafter "mtp".
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
@@ -108,9 +115,12 @@ def load(
     if is_ours(directory):
         config, kept = config_from_json(directory / "config.json")
         kept = kept if dtype is None else dtype_named(dtype)
-        params = read_params(directory, config, kept)
+        if mtp:
+            check_mtp(directory, config)
+        params = read_params(directory, config, kept, mtp)
+        config = config if mtp else replace(config, mtp=())
     else:
-        checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn)
+        checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn, mtp)
         config, params = checkpoint.config, checkpoint.read()
     return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
 
@@ -136,7 +146,10 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, from its config and headers; no weights are read."""
+    """What a checkpoint holds, from its config and headers; no weights are read.
+
+    Parameters and bytes are those that `load` reads, but where they are called MTP's.
+    """
     directory = resolve(path_or_hub_id)
     if is_ours(directory):
         format = "stree-jax"
@@ -144,20 +157,23 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         check_config(directory / "config.json")
     else:
         source = open_source(directory)
-        format, config = read_config(directory, source.tensors)
+        format, config = read_config(directory, source.tensors, mtp=None)
         dtype = source_dtype(source)
-    counts = {kind: config.layers.count(kind) for kind in dict.fromkeys(config.layers)}
+    whole, config = config, replace(config, mtp=())
+    weights = weight_bytes(config, dtype)
     one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
     return {
         "path": str(directory),
         "format": format,
-        "layers": counts,
+        "layers": dict(Counter(config.layers)),
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
         "num_tokens": config.num_tokens,
         "parameters": sum(map(math.prod, param_shapes(config).values())),
         "dtype": dtype.name,
-        "weight_bytes": weight_bytes(config, dtype),
+        "weight_bytes": weights,
+        "mtp_layers": list(whole.mtp),
+        "mtp_weight_bytes": weight_bytes(whole, dtype) - weights,
         "state_bytes_per_sequence": 2 * one - two,
         "cache_bytes_per_token": two - one,
         "tied_head": config.tie_embeddings,

@@ -40,6 +40,7 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import (
     FOREVER,
     LOOKUP,
+    MTP,
     advance_jit,
     cache_capacity,
     deepest,
@@ -204,7 +205,7 @@ def _spec(
         )
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
-    lookup = isinstance(drafter, str)
+    lookup = drafter == LOOKUP
     if lookup and isinstance(shape, Beam):
         raise ValueError(
             "tree: a beam is searched by a model; give one, or take 'auto'"
@@ -236,7 +237,7 @@ def tree_for(
     fixed = resolve_tree(DEFAULT_TREE)
     if isinstance(drafter, Heads):
         fixed = sparse_tree(drafter, SPARSE_NODES)
-    if not isinstance(drafter, models.Model | Heads | str):
+    if not isinstance(drafter, models.Model | Heads | str) or drafter == MTP:
         return fixed
     try:
         resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())
@@ -293,12 +294,13 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       max_new_tokens: most new tokens per prompt; by row.
       drafter: a model with the same tokenizer that fills the tree; "lookup", which
         drafts what stood in the text before and needs no model; `Heads` of the target
-        (`load_heads`); `Staged`, a model with
-        `NGrams` that guess for it; `NGrams` alone; or any `Drafter`.
+        (`load_heads`); "mtp", layers that the target was loaded with
+        (`load(mtp=True)`); `Staged`, a model with `NGrams` that guess for it; `NGrams`
+        alone; or any `Drafter`.
       tree: "auto" (default: which nodes, and how many, is chosen at every step; none
         where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
-        default with n-grams; "chain:4", "binary:4", "beam:3x4"; with heads "sparse:16"
-        or "cartesian:4x2x2") or parents.
+        default with n-grams and "mtp"; "chain:4", "binary:4", "beam:3x4"; with heads
+        "sparse:16" or "cartesian:4x2x2") or parents.
       times: of steps, for tree "auto"; None: measured when first needed, and kept in
         the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),

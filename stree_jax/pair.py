@@ -6,7 +6,7 @@ from stree_jax.checkpoint import BUNDLED, Model, load, resolve
 from stree_jax.heads_file import is_heads, load_heads
 from stree_jax.models.heads import Heads
 from stree_jax.ngram_file import load_ngrams
-from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.staged_drafter import AHEAD, Staged
 
@@ -20,15 +20,15 @@ def load_pair(
     ngrams: str | None = None,
     ahead: int | None = None,
 ) -> tuple[Model, Model | Heads | NGrams | Staged | str | None]:
-    """The target and what drafts for it: a model, heads, n-grams, stages, "lookup", or
+    """The target and what drafts for it: a model, heads, n-grams, stages, a name, or
     None.
 
     Args:
       target: a directory, a hub id or "demo", the bundled target.
       drafter: likewise ("demo" is the bundled drafter), a directory of Medusa heads
-        ("demo-heads" are the bundled ones), a file of n-grams, "lookup" or "none";
-        None, or "auto", is the bundled one beside the bundled target, and lookup
-        beside others.
+        ("demo-heads" are the bundled ones), a file of n-grams, "lookup", "mtp" (the
+        target is loaded with those layers) or "none"; None, or "auto", is the bundled
+        one beside the bundled target, and lookup beside others.
       dtype: "float32" or "bfloat16".
       ngrams: a file of n-grams that guess for the drafter, or None.
       ahead: levels that they guess; None: as many as is usual.
@@ -37,17 +37,17 @@ def load_pair(
         drafter = DEMO if target == DEMO else LOOKUP
     if ngrams is None and ahead is not None:
         raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
-    if ngrams is not None and drafter in (LOOKUP, NO_DRAFTER):
+    if ngrams is not None and drafter in (LOOKUP, MTP, NO_DRAFTER):
         raise ValueError(
             "--ngrams: they guess for a drafting model; give one with --drafter "
             "(for n-grams alone: --drafter FILE)"
         )
     table = None if ngrams is None else load_ngrams(ngrams)
-    model = load(target, dtype=dtype)
+    model = load(target, dtype=dtype, mtp=drafter == MTP)
     if drafter == NO_DRAFTER:
         return model, None
-    if drafter == LOOKUP:
-        return model, LOOKUP
+    if drafter in (LOOKUP, MTP):
+        return model, drafter
     if Path(str(drafter)).is_file():
         if table is not None:
             raise ValueError("--ngrams: n-grams need no others to guess for them")

@@ -18,6 +18,7 @@ from stree_jax.models.state import AttentionState
 from stree_jax.speculation.adaptive_drafter import Looking
 from stree_jax.speculation.medusa import LastHidden, MedusaDrafter
 from stree_jax.speculation.model_drafter import Reading
+from stree_jax.speculation.mtp_drafter import Heard
 from stree_jax.speculation.ngrams import WAYS, NGrams
 from stree_jax.speculation.staged_drafter import StagedState
 from stree_jax.speculation.step import Spec
@@ -104,7 +105,7 @@ class Drafting:
 
 def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
     """Who drafted, the outermost first; what keeps no count is left out."""
-    if isinstance(drafting, Reading):
+    if isinstance(drafting, Reading | Heard):
         return [Drafting("drafter", drafter.model, drafting.state, drafting.passes)]
     if isinstance(drafting, Looking) and isinstance(drafting.reading, LastHidden):
         return [Drafting("heads", drafter.model, None, drafting.passes)]

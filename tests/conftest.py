@@ -56,6 +56,7 @@ LONGEST = [
     "speculation/test_staged.py",
     "speculation/test_staged_text.py",
     "convert/test_convert.py",
+    "speculation/test_mtp.py",
 ]
 
 

@@ -38,6 +38,10 @@ PARSERS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
     **{name: family.parse for name, family in _ALL.items()},
     "mamba2-embedding": mamba2.parse,
 }
+# With the layers that predict further tokens; see `configs.read_config`.
+MTP_PARSERS: dict[str, Callable[[ConfigFields], ModelConfig]] = {
+    nemotron_h.FORMAT: nemotron_h.parse_with_mtp,
+}
 EXPORTERS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     name: family.export for name, family in _WRITTEN.items()
 }

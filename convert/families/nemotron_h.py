@@ -1,6 +1,10 @@
-"""NemotronHForCausalLM: one mixer, MLP or mixture of experts a layer; no rotary."""
+"""NemotronHForCausalLM: one mixer, MLP or mixture of experts a layer; no rotary.
 
-from collections.abc import Iterator
+Some have layers that predict further tokens (MTP) beside them. transformers drops them;
+their names are those of `nemotron_h_mtp.py` of vLLM and SGLang.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +18,22 @@ from stree_jax.convert.families.table import (
     write_fields,
 )
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Path, Row, module_rows
+from stree_jax.convert.rows import (
+    Names,
+    Path,
+    Row,
+    layer_rows,
+    module_rows,
+    norm_rows,
+)
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
 from stree_jax.models.config import LayerKind
 
 FORMAT = "nemotron_h"
+MTP = "mtp."  # of the names of MTP tensors
+MTP_COUNT = "num_nextn_predict_layers"
+MTP_LAYERS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+MTP_DEFAULT = ["attention", "moe"]  # of transformers
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
@@ -40,6 +55,19 @@ def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
         yield Row((*ours, param), tuple(each), "stack")
 
 
+def mtp_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
+    """What is before the first layer is stored with it, and the norm with the last."""
+    if not config.mtp:
+        return
+    prefixes = [f"{MTP}layers.{i}." for i in range(len(config.mtp))]
+    for norm in ("enorm", "hnorm"):
+        yield from norm_rows(("mtp", norm), prefixes[0] + norm)
+    yield Row(("mtp", "eh_proj"), (f"{prefixes[0]}eh_proj.weight",))
+    yield from norm_rows(("mtp", "norm"), f"{prefixes[-1]}final_layernorm")
+    for i, (kind, prefix) in enumerate(zip(config.mtp, prefixes, strict=True)):
+        yield from layer_rows(names, config, ("mtp", f"layers_{i}"), prefix, kind)
+
+
 NAMES = replace(
     mamba2.NAMES,
     attention="mixer",
@@ -47,6 +75,7 @@ NAMES = replace(
     mlp="mixer",
     mlp_rows=mlp_rows,
     moe_rows=moe_rows,
+    mtp_rows=mtp_rows,
     one_each=True,
 )
 LETTERS: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -108,32 +137,62 @@ FORM = ("gated", "activation")  # of MLP, experts and the MLP beside them alike
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
+    return _parse(fields, ())
+
+
+def parse_with_mtp(fields: ConfigFields) -> ModelConfig:
+    """With the MTP layers, if there are any.
+
+    Raises:
+      CheckpointError: the config promises others than the tensors are, or several: one
+        serves at every depth.
+    """
+    count = fields.size(MTP_COUNT, 0, low=0)
+    stored = any(name.startswith(MTP) for name in fields.tensors)
+    if count > 1:
+        raise fields.error(MTP_COUNT, f"{count} is not supported (want 1)")
+    if stored != (count == 1):
+        there = "has" if stored else "has no"
+        raise fields.error(MTP_COUNT, f"{count}, but the checkpoint {there} mtp.*")
+    return _parse(fields, _layers(fields, MTP_LAYERS, MTP_DEFAULT) if count else ())
+
+
+def _parse(fields: ConfigFields, mtp: hf.Layers) -> ModelConfig:
     model = hf.read_model(MODEL, fields, NAMES)
-    layers = _layers(fields)
+    layers = _layers(fields, LAYERS)
+    kinds = layers + mtp
     act = fields.choice("mlp_hidden_act", "relu2", ("relu2", "silu", "gelu"))
     form: dict[str, Any] = {"gated": False, "activation": act}
     attention = mamba = mlp = moe = None
-    if "mamba" in layers:
+    if "mamba" in kinds:
         mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
-    if "attention" in layers:
+    if "attention" in kinds:
         attention = AttentionConfig(**read_fields(ATTENTION, fields))
     dense = MLPConfig(**read_fields(MLP, fields), **form)
-    if "mlp" in layers:
+    if "mlp" in kinds:
         mlp = dense
-    if "moe" in layers:
+    if "moe" in kinds:
         shared = MLPConfig(**read_fields(SHARED, fields), **form)
         options = read_fields(MOE, fields)
         moe = MoEConfig(**options, shared=shared, router="sigmoid", **form)
     return ModelConfig(
-        **model, layers=layers, mamba=mamba, attention=attention, mlp=mlp, moe=moe
+        **model,
+        layers=layers,
+        mamba=mamba,
+        attention=attention,
+        mlp=mlp,
+        moe=moe,
+        mtp=mtp,
     )
 
 
-def _layers(fields: ConfigFields) -> hf.Layers:
-    """From `layers_block_type`, `layer_types` or the letters of the older pattern."""
-    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+
+
+def _layers(fields: ConfigFields, names: Sequence[str], *default: Any) -> hf.Layers:
+    """From the first of these fields that there is: a list, or letters."""
     named = next((n for n in names if fields.get(n, None) is not None), names[0])
-    plan = fields.get(named)
+    plan = fields.get(named, *default)
     if not isinstance(plan, str | list) or not plan:
         raise fields.wants(named, "a list of layer types or a pattern", plan)
     return hf.named_layers(fields, named, KINDS, plan)
@@ -147,11 +206,13 @@ def export(config: ModelConfig) -> dict[str, Any]:
     require(FORMAT, {"activations": len(acts) == 1, "gates": ungated})
     values: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM"],
-        **hf.write_model(FORMAT, MODEL, config),
+        **hf.write_model(FORMAT, MODEL, replace(config, mtp=())),
         "layers_block_type": list(config.layers),
         "num_hidden_layers": len(config.layers),
         "mlp_hidden_act": acts.pop(),
     }
+    if config.mtp:
+        values |= {MTP_COUNT: 1, MTP_LAYERS[0]: list(config.mtp)}
     if mlp is not None:
         values |= write_fields(FORMAT, MLP, mlp, FORM)
     if c is not None:

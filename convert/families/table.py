@@ -13,6 +13,7 @@ Read = Callable[[ConfigFields, str, Any], Any]
 _LABELS = {AttentionConfig: "attention ", MLPConfig: "MLP "}
 _WORDS = {
     (ModelConfig, "norm"): "norm 'layer'",
+    (ModelConfig, "mtp"): "MTP layers",
     (MambaConfig, "norm"): "norm order",
     (MLPConfig, "activation"): "activation",
     (MLPConfig, "gated"): "MLP without a gate",

@@ -429,11 +429,11 @@ def tell(text: str) -> None:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoint import load, resolve
+    from stree_jax.checkpoint import info, load, resolve
     from stree_jax.convert.export import export_hf
 
     src = resolve(args.src)
-    model = load(src, dtype=args.dtype)
+    model = load(src, dtype=args.dtype, mtp=bool(info(src)["mtp_layers"]))
     export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
     tell(f"wrote {args.dst}")
 

@@ -21,8 +21,10 @@ from stree_jax.models import (
     State,
     commit,
     init_records,
+    mtp_model,
     param_dtype,
     read_aloud,
+    without_mtp,
 )
 from stree_jax.models.heads import Heads, head_of
 from stree_jax.sampling import logprobs
@@ -47,6 +49,7 @@ from stree_jax.speculation.drafter import (
 from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
+from stree_jax.speculation.mtp_drafter import MTPDrafter
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.policy import FixedTree, Policy
 from stree_jax.speculation.staged_drafter import Staged
@@ -55,6 +58,7 @@ from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree, resol
 
 FOREVER = 2**31 - 1  # steps
 LOOKUP = "lookup"  # the drafter that needs no model
+MTP = "mtp"  # layers of the target itself
 MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
 
 
@@ -71,12 +75,15 @@ def make_spec(
       drafter: a model fills static trees, or searches a beam; `Heads` fill static trees
         that are no deeper than there are heads; `NGrams` fill static trees, and for the
         model of a `Staged` ("auto" asks that model alone); "lookup" looks the text's
-        end up in the text, as does tree "auto" with any; None drafts nothing.
+        end up in the text, as does tree "auto" with any; "mtp" fills static trees with
+        the target's own layers for it; None drafts nothing.
       times: of steps, for tree "auto"; None: assumed ones.
     """
-    target = Model(target.params, target.config)  # whatever else an API's model has
+    if drafter == MTP:
+        return _mtp_spec(target, tree, rule)
+    target = without_mtp(target)  # and without what else an API's model has
     if isinstance(drafter, str) and drafter != LOOKUP:
-        raise ValueError(f"drafter: want a model or 'lookup', got {drafter!r}")
+        raise ValueError(f"drafter: want a model, 'lookup' or 'mtp', got {drafter!r}")
     if isinstance(tree, Auto):
         adaptive = _adaptive_drafter(target, drafter, tree)
         if times is None:
@@ -96,7 +103,7 @@ def make_spec(
         case Staged():
             own, tree = bare(drafter), _fillable(tree)
         case Model():
-            model = Model(drafter.params, drafter.config)
+            model = without_mtp(drafter)
             beam = isinstance(tree, Beam)
             own = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
         case _:
@@ -110,9 +117,9 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
     levels = MODEL_DEPTH
     match drafter:
         case Staged():  # whose model's levels are drafted for as long as they pay
-            guesser = Model(drafter.model.params, drafter.model.config)
+            guesser = without_mtp(drafter.model)
         case Model():
-            guesser = Model(drafter.params, drafter.config)
+            guesser = without_mtp(drafter)
         case Heads():
             guesser, levels = _on_target(drafter, target), drafter.config.heads
         case NGrams():
@@ -131,6 +138,19 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
 
 def _on_target(heads: Heads, target: Model) -> MedusaDrafter:
     return MedusaDrafter(heads, head_of(target))
+
+
+def _mtp_spec(target: Model, tree: Topology, rule: Rule) -> Spec:
+    """A target whose own layers draft for it; raises ValueError if it has none."""
+    if not target.config.mtp:
+        raise ValueError(
+            "drafter: 'mtp' wants a target loaded with its MTP layers: "
+            "stree_jax.load(path, mtp=True)"
+        )
+    if not isinstance(tree, Tree):
+        raise ValueError("tree: 'mtp' fills a fixed tree, such as 'E' or 'chain:4'")
+    drafter = MTPDrafter(mtp_model(target))
+    return Spec(without_mtp(target), drafter, FixedTree(tree), rule)
 
 
 def bare(drafter: Any) -> Any:
@@ -371,7 +391,7 @@ def generate_tokens(
 
     Args:
       target: verifies; what comes out is its own text.
-      drafter: proposes: a model, heads of the target, or "lookup"; None for plain
+      drafter: proposes: a model, heads of the target, "lookup" or "mtp"; None for plain
         decoding (then `tree` is `chain(0)`).
       tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
       prompts: [B, S] int32, padded on the right.

@@ -182,10 +182,16 @@ def fill_tree(
     tree: Tree,
     dist: Distribution,
     rule: Rule,
+    *,
+    hands_down: bool = False,
 ) -> Draft:
-    """Fill a static tree with a model's guesses; see `Fill`."""
+    """Fill a static tree with a model's guesses; see `Fill`.
+
+    Args:
+      hands_down: beside its token, each node reads its parent's hidden state (MTP).
+    """
     batch, T, config = root.shape[0], tree.size, model.config
-    levels = tree_levels(tree)
+    levels, parents = tree_levels(tree), jnp.asarray(tree.parents, jnp.int32)
     nodes = below_root(tree.rows(batch), config.conv_taps)
 
     def draw(draft: Draft, hidden: jax.Array, depth: jax.Array) -> Draft:
@@ -193,17 +199,31 @@ def fill_tree(
         return draw_level(draft, logits, depth, tree, levels, dist, rule)
 
     def level(carry: tuple, depth: jax.Array) -> tuple[tuple, None]:
-        draft, records = carry
-        above = levels.inner[depth]
+        draft, records, handed = carry
+        above, previous = levels.inner[depth], None
+        if hands_down:
+            previous = handed[:, parents[above]]
         hidden, records, _ = forward_hidden(
-            model, state, draft.tokens[:, above], nodes, records=records, rows=above
+            model,
+            state,
+            draft.tokens[:, above],
+            nodes,
+            records=records,
+            rows=above,
+            previous=previous,
         )
-        return (draw(draft, hidden, depth), records), None
+        if hands_down:
+            handed = handed.at[:, above].set(hidden, mode="drop")
+        return (draw(draft, hidden, depth), records, handed), None
 
+    handed: Any = None
+    if hands_down:  # [B, T, d], of the nodes that were read
+        handed = jnp.zeros((batch, T, config.d_model), jnp.float32)
+        handed = handed.at[:, :1].set(at_root)
     draft = draw(empty_draft(root, tree, dist, rule), at_root, jnp.int32(0))
     records = init_records(config, batch, T, param_dtype(model.params))
     depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
-    (draft, _), _ = lax.scan(level, (draft, records), depths)
+    (draft, _, _), _ = lax.scan(level, (draft, records, handed), depths)
     return draft
 
 

@@ -1,0 +1,428 @@
+"""A target's own layers draft: what the equations say, and the text stays exact."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import stree_jax
+from stree_jax import models
+from stree_jax.generation import begin
+from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
+from stree_jax.sampling.settings import Sampling
+from stree_jax.speculation import loop, model_drafter, step
+from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.mtp_drafter import Heard, MTPDrafter
+from stree_jax.speculation.tree import resolve_tree
+from tests.support import mtp
+from tests.support.tiny import REAL, tiny
+
+NEW, LENGTHS = 20, [3, 1, 70]  # of which one is heard in two chunks
+TREE = resolve_tree([-1, 0, 0, 1, 1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return mtp.write(tmp_path_factory.mktemp("nemotron") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def target(source):
+    return stree_jax.load(source, mtp=True)
+
+
+@pytest.fixture(scope="module")
+def recomputed(source):
+    return mtp.Recomputed(source)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return mtp.prompts(LENGTHS)
+
+
+def close(ours, theirs):
+    np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=2e-5)
+
+
+def test_states_and_logits_are_those_of_the_equations(target, recomputed):
+    """A text, read in two parts, and then a whole tree of given states below it."""
+    rng = np.random.default_rng(4)
+    text = rng.integers(0, mtp.VOCAB, 17).tolist()
+    layers = models.mtp_model(target)
+    tokens, previous = recomputed.pairs(text)
+    heard = jnp.asarray(previous, jnp.float32)[None]
+    state = init_state(target.config, 1, 24, jnp.float32)
+    ids = jnp.asarray([text[:-1]], jnp.int32)
+    hidden, _ = extend(target, state, ids, jnp.asarray([16], jnp.int32))
+    close(hidden[0], previous)  # what drafters are told is behind the final norm
+
+    state, found = init_state(layers.config, 1, 24, jnp.float32), []
+    for part in (slice(0, 5), slice(5, 16)):
+        ids = jnp.asarray([tokens[part]], jnp.int32)
+        length = jnp.asarray([ids.shape[1]], jnp.int32)
+        hidden, state = extend(layers, state, ids, length, heard[:, part])
+        found.append(hidden[0])
+    close(jnp.concatenate(found), recomputed.states(tokens, previous))
+
+    parents = [-1, -1, 0, 0, 2, 1]
+    nodes = tree_nodes(jnp.asarray([parents], jnp.int32), layers.config.conv_taps)
+    drafted = rng.integers(0, mtp.VOCAB, len(parents))
+    beside = rng.normal(size=(len(parents), mtp.D))
+    hidden, _, _ = forward_hidden(
+        layers,
+        state,
+        jnp.asarray(drafted[None], jnp.int32),
+        nodes,
+        previous=jnp.asarray(beside[None], jnp.float32),
+    )
+    for node, parent in enumerate(parents):
+        path = [node]
+        while parent >= 0:
+            path, parent = [parent, *path], parents[parent]
+        along = recomputed.states(
+            [*tokens, *drafted[path]], np.concatenate([previous, beside[path]])
+        )
+        close(hidden[0, node], along[-1])
+        logits = models.logits_of(layers, hidden[0, node])
+        close(logits, recomputed.logits(along[-1]))
+
+
+@struct.dataclass
+class Watched:
+    """A drafter, and the tokens of the tree that it filled last."""
+
+    inner: MTPDrafter
+    hears_prompts = True
+
+    def init(self, prompts, past):
+        blank = jnp.zeros((prompts.lengths.shape[0], TREE.size), jnp.int32)
+        return self.inner.init(prompts, past), blank
+
+    def propose(self, state, root, tree, dist, rule):
+        draft, inner = self.inner.propose(state[0], root, tree, dist, rule)
+        return draft, (inner, draft.tokens)
+
+    def commit(self, state, news):
+        return self.inner.commit(state[0], news), state[1]
+
+
+def drafted(target, prompts, change=lambda drafter: drafter):
+    """By step and running row: the text so far, and the tree drafted below its end."""
+    begun, plan = begin(target, [[3]], max_new_tokens=1, drafter="mtp", tree=TREE)
+    spec = replace(plan.spec, drafter=Watched(change(plan.spec.drafter)))
+    begun, _ = begin(target, prompts, max_new_tokens=NEW, stop_tokens=())
+    padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    d = loop.init_decoding(
+        spec,
+        jnp.asarray(padded),
+        jnp.asarray([len(ids) for ids in prompts], jnp.int32),
+        begun.requests,
+        max_new_tokens=NEW,
+    )
+    advance, found = jax.jit(lambda *args: loop.advance(*args)), []  # traced anew
+    while (running := np.flatnonzero(np.asarray(d.finish) == 0)).size:
+        before = [
+            ids + np.asarray(d.tokens[b, : d.length[b]]).tolist()
+            for b, ids in enumerate(prompts)
+        ]
+        d = advance(spec, d, jnp.int32(1))
+        trees = np.asarray(d.drafting[1])
+        found += [(before[b], trees[b].tolist()) for b in running]
+    return found, np.asarray(d.gained)
+
+
+def wrong(found, recomputed):
+    """How many of the drafted trees are not what the equations say."""
+    heard = [(text, tree) for text, tree in found if len(text) > 1]
+    said = [recomputed.tree(text, TREE.parents) for text, _ in heard]
+    return sum(tree != own for (_, tree), own in zip(heard, said, strict=True))
+
+
+@pytest.fixture(scope="module")
+def decoded(target, prompts):
+    return drafted(target, prompts)
+
+
+def test_drafts_are_those_of_the_equations(decoded, recomputed):
+    """Along whole decodings, in which paths of several lengths were accepted."""
+    found, gained = decoded
+    assert wrong(found, recomputed) == 0
+    assert (gained[:, 1:4].sum(axis=0) > 0).all()
+
+
+def previous_token(drafter, patch, target):
+    """Pairs are off by one: each token with the state before the one that chose it."""
+    commit = MTPDrafter.commit
+
+    def late(self, state, news):
+        return commit(self, state, replace(news, hidden=jnp.roll(news.hidden, 1, 1)))
+
+    patch.setattr(MTPDrafter, "commit", late)
+    return drafter
+
+
+def rows_of_the_tree(drafter, patch, target):
+    """The first nodes' states instead of those along the accepted path."""
+    right = step.news_of
+
+    def news_of(accepted, finish, hidden):
+        news = right(accepted, finish, hidden)
+        return replace(news, hidden=hidden[:, : news.tokens.shape[1]])
+
+    patch.setattr(step, "news_of", news_of)
+    return drafter
+
+
+def last_of_the_news(drafter, patch, target):
+    """The state at the end of the news, of which not all may count."""
+
+    def commit(self, state, news):
+        args = (self.model, state.state, news.tokens, news.length, news.hidden)
+        hidden, after = extend(*args)
+        return replace(state, state=after, hidden=hidden[:, -1:])
+
+    patch.setattr(MTPDrafter, "commit", commit)
+    return drafter
+
+
+def before_the_norm(drafter, patch, target):
+    """The target's states before its final norm, but for a factor that hnorm undoes."""
+    scale, commit = row(target.params["norm"]["scale"]), MTPDrafter.commit
+
+    def early(self, state, news):
+        return commit(self, state, replace(news, hidden=news.hidden / scale))
+
+    patch.setattr(MTPDrafter, "commit", early)
+    return drafter
+
+
+def row(scale):
+    return scale.reshape(1, 1, -1)
+
+
+def between_levels(change):
+    """Another state than the parent's is handed down."""
+
+    def plant(drafter, patch, target):
+        def forward(*args, previous, **options):
+            previous = change(previous, target.params["mtp"])
+            return forward_hidden(*args, previous=previous, **options)
+
+        patch.setattr(model_drafter, "forward_hidden", forward)
+        return drafter
+
+    return plant
+
+
+def swapped_norms(drafter, patch, target):
+    params, layers = drafter.model.params, dict(drafter.model.params["mtp"])
+    layers |= {"enorm": layers["hnorm"], "hnorm": layers["enorm"]}
+    return replace(
+        drafter, model=drafter.model.replace(params=params | {"mtp": layers})
+    )
+
+
+def rotary(drafter, patch, target):
+    config = drafter.model.config
+    turned = replace(config.attention, rope=Rope(1e4, mtp.HEAD_DIM))
+    config = replace(config, attention=turned)
+    return replace(drafter, model=drafter.model.replace(config=config))
+
+
+PLANTED = {
+    "previous token": previous_token,
+    "rows of the tree": rows_of_the_tree,
+    "last of the news": last_of_the_news,
+    "before the norm": before_the_norm,
+    "handed down before the norm": between_levels(
+        lambda states, params: states / row(params["norm"]["scale"])
+    ),
+    "handed down by a neighbour": between_levels(
+        lambda states, params: jnp.roll(states, 1, 1)
+    ),
+    "swapped norms": swapped_norms,
+    "rotary": rotary,
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkeypatch):
+    """Only the drafts are others, and the test above would say so."""
+    change = partial(PLANTED[mistake], patch=monkeypatch, target=target)
+    found, _ = drafted(target, prompts, change)
+    assert wrong(found, recomputed) > 0
+
+
+@pytest.fixture(scope="module")
+def generate(target, prompts):
+    return partial(
+        stree_jax.generate, target, prompts, max_new_tokens=NEW, stop_tokens=()
+    )
+
+
+def test_greedy_text_is_plain_text(generate):
+    """The default tree; who drafted, and what the passes read, is told."""
+    plain, result = generate(), generate(drafter="mtp")
+    assert result.tokens == plain.tokens
+    assert result.tree_sizes == (resolve_tree("E").size,)
+    assert set(np.concatenate(result.origins)) == {0, 1}
+    own, stage = result.traffic
+    assert (own.stage, stage.stage) == ("target", "drafter")
+    assert stage.passes == own.passes * resolve_tree("E").depth
+    assert plain.traffic[0].weights // plain.traffic[0].passes == (
+        own.weights // own.passes
+    )
+
+
+def test_layers_that_are_not_asked_read_nothing(source, target, generate, prompts):
+    """Plain decoding of a target with and without them is the same program."""
+    bare = stree_jax.load(source)
+    assert bare.config.mtp == () and "mtp" not in bare.params
+    before = loop.advance_jit._cache_size()
+    options = dict(max_new_tokens=NEW, stop_tokens=())
+    first = stree_jax.generate(bare, prompts, **options)
+    after = loop.advance_jit._cache_size()
+    assert generate().tokens == first.tokens
+    assert loop.advance_jit._cache_size() == after <= before + 1
+
+
+def test_sampled_text_is_plain_text(generate):
+    options = dict(n=2, sampling=Sampling(temperature=0.8, top_p=0.9))
+    coupled = generate(drafter="mtp", tree=TREE, **options)
+    assert coupled.tokens == generate(**options).tokens
+    assert (coupled.acceptance_length > 1).any()
+
+
+def test_draws_come_with_the_probabilities_they_were_drawn_with(
+    target, recomputed, prompts
+):
+    """For the rules that test p / q: q is the layers' softmax after each inner node."""
+    text, warm = prompts[0], 0.7
+    begun, plan = begin(
+        target,
+        [text],
+        max_new_tokens=4,
+        drafter="mtp",
+        tree=TREE,
+        rule="recursive",
+        sampling=Sampling(temperature=warm),
+    )
+    dist = begun.distribution(target.config.num_tokens)
+    rule = resolve_rule("recursive", TREE)
+    drafter = plan.spec.drafter
+    propose = jax.jit(
+        lambda state, root, dist: drafter.propose(state, root, TREE, dist, rule)[0]
+    )
+    draft = propose(begun.drafting, begun.root, dist)
+    pairs, tokens = recomputed.pairs(text), draft.tokens[0].tolist()
+    for node in sorted(set(TREE.parents[1:])):
+        path, up = [], node
+        while up:
+            path, up = [tokens[up], *path], TREE.parents[up]
+        scores = recomputed.logits(recomputed.along(pairs, path)[-1]) / warm
+        p = np.exp(scores - scores.max())
+        close(draft.q[0, node], p / p.sum())
+
+
+@pytest.mark.parametrize("rule", ["naive", "leviathan", "mss", "recursive"])
+def test_all_rules_run(generate, rule):
+    tree = "chain:3" if rule == "leviathan" else TREE
+    sampling = Sampling(temperature=0.8)
+    result = generate(drafter="mtp", tree=tree, rule=rule, sampling=sampling)
+    assert result.lengths.tolist() == [NEW] * len(LENGTHS)
+    if rule == "naive":
+        assert result.tokens == generate(sampling=sampling).tokens
+
+
+def test_stop_tokens_end_rows_alone(target, prompts, generate):
+    """A finished row hears nothing more, and the others go on."""
+    plain = generate()
+    stop = plain.tokens[0][6]
+    options = dict(max_new_tokens=NEW, stop_tokens=[[stop], [], []])
+    result = stree_jax.generate(
+        target, prompts, drafter="mtp", tree=TREE, keep_past=True, **options
+    )
+    assert result.tokens == stree_jax.generate(target, prompts, **options).tokens
+    assert result.lengths[0] < NEW == result.lengths[2]
+    heard, read = result.past.drafter.state.length, result.past.target.length
+    assert isinstance(result.past.drafter, Heard)
+    behind = np.asarray(read - heard)  # at most the last step's tokens
+    assert (0 < behind).all() and (behind <= TREE.depth + 1).all()
+
+
+@pytest.mark.parametrize("first", ["mtp", None])
+def test_a_conversation_goes_on(target, prompts, first):
+    """From a past that has heard the text, and from one that has not."""
+    shape = {} if first is None else dict(tree=TREE)
+    options = dict(max_new_tokens=9, stop_tokens=(), keep_past=True)
+    one = stree_jax.generate(target, prompts, drafter=first, **shape, **options)
+    more = [[5, 6], [], list(range(30))]
+    two = stree_jax.generate(
+        target, more, drafter="mtp", tree=TREE, past=one.past, **options
+    )
+    whole = [a + b + c for a, b, c in zip(prompts, one.tokens, more, strict=True)]
+    options |= dict(keep_past=False)
+    assert two.tokens == stree_jax.generate(target, whole, **options).tokens
+    heard = two.past.drafter.state.length - two.past.target.length
+    if first is None:
+        unheard = [len(a) + 9 - 1 for a in prompts]
+        assert (np.asarray(-heard) >= unheard).all()
+
+
+def test_in_bfloat16_with_a_tied_head(prompts):
+    """Caches are in the target's dtype; embedding and head are its very array."""
+    base = tiny(1).config
+    config = replace(base, embedding_multiplier=2.0, mtp=("attention", "mlp"))
+    params = models.init_params(config, jax.random.key(0), jnp.bfloat16)
+    target = stree_jax.Model(params, config)
+    assert models.mtp_model(target).params["embedding"] is params["embedding"]
+    options = dict(max_new_tokens=6, drafter="mtp", tree=TREE, keep_past=True)
+    short = [[token % REAL for token in prompt] for prompt in prompts]
+    heard = stree_jax.generate(target, short, **options).past.drafter
+    assert heard.state.layers[0].k.dtype == jnp.bfloat16
+    assert heard.hidden.dtype == jnp.float32
+
+
+def test_arguments_that_do_not_fit(source, target):
+    bare = stree_jax.load(source)
+    cases = [
+        (bare, {}, r"drafter: 'mtp' wants a target .*mtp=True"),
+        (target, {"tree": "auto"}, "tree: 'mtp' fills a fixed tree"),
+        (target, {"tree": "beam:2x2"}, "tree: 'mtp' fills a fixed tree"),
+    ]
+    for model, options, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            stree_jax.generate(model, [[1]], max_new_tokens=1, drafter="mtp", **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="tree: 'mtp' fills a fixed tree"):
+        stree_jax.tune(target, "mtp")
+    with pytest.raises(ValueError, match="mtp=True"):
+        models.mtp_model(bare)
+
+
+def test_inside_jit(target, generate, prompts):
+    """As a part of one's own program."""
+    ids = jnp.asarray([prompts[0]], jnp.int32)
+    program = jax.jit(
+        lambda target: (
+            loop.generate_tokens(
+                target,
+                "mtp",
+                TREE,
+                ids,
+                jnp.asarray([3], jnp.int32),
+                max_new_tokens=NEW,
+                stop_tokens=(),
+            ).tokens
+        )
+    )
+    assert program(models.Model(target.params, target.config)).tolist() == [
+        generate().tokens[0]
+    ]
