@@ -53,7 +53,9 @@ class MoE(nn.Module):
             logits = linear(x, p["router"])
             chosen, weight = route(logits, p.get("router_bias"), c)
             if c.d_latent:
-                x = linear(x, p["latent_in"])
+                # Or XLA:CPU takes the transpose that ends it into the experts' product,
+                # and then has no code for it in bfloat16.
+                x = lax.optimization_barrier(linear(x, p["latent_in"]))
             y = self._experts(x, chosen, weight, p["into"], p["down"])
             if c.d_latent:
                 y = linear(y, p["latent_out"])
