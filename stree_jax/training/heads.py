@@ -66,7 +66,10 @@ class HeadsSubject:
 
 
 def examples_of(
-    train: TrainConfig, learnt: Sequence[np.ndarray], held: Sequence[np.ndarray]
+    config: HeadsConfig,
+    train: TrainConfig,
+    learnt: Sequence[np.ndarray],
+    held: Sequence[np.ndarray],
 ) -> Examples:
     """Stretches of `train.length` states, from the sources in turn.
 
@@ -93,7 +96,8 @@ def examples_of(
 
     stretches = np.concatenate([np.asarray(source[:, -T:]) for source in held])
     count = max(len(stretches) // train.batch, 1)
-    settings = {"sources": [list(source.shape) for source in learnt]}
+    shapes = [list(source.shape) for source in learnt]
+    settings = {"heads": repr(config), "sources": shapes}
     return Examples(batches, np.array_split(stretches, count), settings)
 
 
@@ -202,7 +206,7 @@ def train_heads(
     params, _ = learn(
         HeadsSubject(config),
         job.train,
-        examples_of(job.train, learnt, held[: len(learnt)]),
+        examples_of(config, job.train, learnt, held[: len(learnt)]),
         job.work / "saves",
         teacher=head_of(bare),
         minutes=job.minutes,
