@@ -80,10 +80,9 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
     add(p, "--model", str, "demo", "directory, hub id or demo")
     where = (
-        "directory of a model or of Medusa heads, hub id of a model, demo, demo-heads, "
-        "a file of n-grams, lookup (repeat what the text has had before), mtp (layers "
-        "of the model itself) or none (default: demo for the demo model, lookup for "
-        "others)"
+        "directory or hub id of a model or of Medusa heads, demo, demo-heads, a file "
+        "of n-grams, lookup (repeat what the text has had before), mtp (layers of the "
+        "model itself) or none (default: demo for the demo model, lookup for others)"
     )
     p.add_argument("--drafter", help=where)
     add_dtype(p, "float32")

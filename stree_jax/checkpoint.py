@@ -78,7 +78,7 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        wanted = ["config.json", *files] if files else HUB_FILES
+        wanted = list(files) or HUB_FILES
         directory = Path(snapshot_download(name, allow_patterns=wanted))
         if not files and not any(directory.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["*.bin"])

@@ -62,7 +62,7 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     Raises:
       CheckpointError: one line saying what is wrong and where.
     """
-    directory = resolve(path_or_hub_id, FILES)
+    directory = resolve(path_or_hub_id, ("config.json", *FILES))
     file = next((directory / n for n in FILES if is_file(directory / n)), None)
     if file is None:
         raise CheckpointError(

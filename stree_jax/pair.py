@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stree_jax.checkpoint import BUNDLED, Model, load, resolve
+from stree_jax.checkpoint import Model, load, resolve
 from stree_jax.heads_file import is_heads, load_heads
 from stree_jax.models.heads import Heads
 from stree_jax.ngram_file import load_ngrams
@@ -63,9 +63,7 @@ def load_pair(
 
 
 def _are_heads(drafter: str) -> bool:
-    """Whether a name is of Medusa heads; a hub id is asked for what it has."""
-    if drafter == DEMO:
+    """Whether a name is of Medusa heads; of a hub id, the config says so."""
+    if drafter in (DEMO, "demo-drafter"):
         return False
-    if drafter in BUNDLED or Path(drafter).exists():
-        return is_heads(resolve(drafter))
-    return False
+    return is_heads(resolve(drafter, ("config.json",)))
