@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_training_options(p, steps=2000, learning_rate=2e-3, batch=16, length=128)
     p.epilog = HEADS_NOTES
     option(p, "--heads", int, 4, "how many: tokens that are guessed at once")
-    option(p, "--blocks", int, 1, "residual blocks of each")
+    option(p, "--blocks", int, 3, "residual blocks of each")
     p.add_argument(
         "--own-output",
         action="store_true",

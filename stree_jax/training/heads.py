@@ -161,7 +161,7 @@ def train_heads(
     job: Job,
     target: str | Path | Model,
     heads: int = 4,
-    blocks: int = 1,
+    blocks: int = 3,
     own_output: bool = False,
     *,
     tokens: int = 2_000_000,
