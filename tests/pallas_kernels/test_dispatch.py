@@ -11,6 +11,7 @@ import pytest
 from stree_jax import pallas_kernels
 from stree_jax.pallas_kernels import Replayed, ScanInputs, attention, ops, scan
 from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
+from tests.support.lowering import lowered
 
 B, T, H, P, N = 1, 5, 2, 16, 16
 MASK = jnp.tril(jnp.ones((B, T, T), bool))
@@ -46,20 +47,6 @@ OPS = {
 all_ops = pytest.mark.parametrize("name", OPS)
 
 
-def lowered(function, args, platform):
-    """The program for a platform, which need not be there."""
-    jitted = jax.jit(function)
-    version = tuple(map(int, jax.__version__.split(".")[:2]))
-    if platform == "cpu" or version < (0, 11):
-        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    abstract = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=None, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-
-
 def called(op, **options):
     """The op with its static arguments bound, and the others."""
     function, _, make = OPS[op]
@@ -83,6 +70,7 @@ def test_the_cpu_runs_the_definition(name):
 def test_a_gpu_program_has_the_kernel(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         text = lowered(*called(name), "cuda")
         plain = lowered(*called(name, implementation="xla"), "cuda")
     assert "__gpu$xla.gpu.triton" in text
