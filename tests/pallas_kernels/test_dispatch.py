@@ -77,6 +77,18 @@ def test_a_gpu_program_has_the_kernel(name):
     assert "__gpu$xla.gpu.triton" not in plain
 
 
+def test_a_token_after_a_token_is_left_to_xla():
+    h0, past, inputs, _ = replay_args()
+    *tokens, D = inputs
+    one = ScanInputs(*(z[:, :1] for z in tokens), D)
+    args = h0, past._replace(path=past.path[:, :1]), one, jnp.ones((B, 1, 1), bool)
+    for named, kernel in ((None, False), ("triton", True)):
+        run = partial(ops.replay_tree_scan, implementation=named)
+        assert ("__gpu$xla.gpu.triton" in lowered(run, args, "cuda")) == kernel
+    longer = h0, past, one, jnp.ones((B, 1, 1), bool)
+    assert "__gpu$xla.gpu.triton" in lowered(ops.replay_tree_scan, longer, "cuda")
+
+
 @all_ops
 def test_an_unknown_implementation_is_refused(name):
     function, args = called(name, implementation="cutlass")
