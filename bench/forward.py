@@ -30,7 +30,7 @@ from stree_jax.cost import fit_pass_time, fit_quality
 from stree_jax.models import ModelConfig
 from stree_jax.models.memory import weight_bytes
 
-DISPATCH = 32  # passes a dispatch, but on a CPU: see `measure_forward`
+DISPATCH = 128  # passes a dispatch, but on a CPU: see `measure_forward`
 
 
 def measure_forward(
@@ -40,8 +40,9 @@ def measure_forward(
 
     A pass replays a whole path of the last tree, verifies T nodes, and takes the argmax
     of their logits; attention layers read CONTEXT committed tokens, whatever the size.
-    On a GPU a dispatch runs DISPATCH passes: handing over the arrays of all layers
-    takes as long as a pass. State and records are donated; trees are data.
+    On a GPU a dispatch runs DISPATCH passes: handing over the arrays of all layers and
+    preparing CUDA graphs takes as long as several. State and records are donated; trees
+    are data.
 
     Units: "allocator" (where the backend has statistics; first, as peaks only rise),
     "bandwidth", "sizes" (all sizes packed, taking turns), and "binary:L" a level (the

@@ -115,11 +115,13 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
 
     def run(params: Any, carry: Carry, draft: Draft) -> Carry:
         def once(_: jax.Array, carry: Carry) -> Carry:
-            state, pending, _ = carry
+            # Or the first layers' products with the draft, which no pass changes,
+            # would be done once, before the loop.
+            (state, pending, _), drafted = lax.optimization_barrier((carry, draft))
             # Every pass reads a context of the same length.
             state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
             here = replace(model, params=params)
-            seen = case.verify(here, state, draft, pending)
+            seen = case.verify(here, state, drafted, pending)
             best = jnp.argmax(seen.logits, axis=-1).astype(jnp.int32)
             return seen.state, replace(pending, records=seen.records), best
 

@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ PARTS = {
     "norms": ("norm",),
 }
 STAGES = ("choose", "draft", "verify", "accept")
+COPIES = ("memcpy", "MemcpyD2D")  # of a GPU, where no operation of the program is named
 CONTAINERS = ("while", "call", "conditional")  # their events hold those of others
 
 
@@ -125,6 +126,25 @@ def traced(call: Any) -> tuple[list[dict[str, Any]], float]:
     return events, max(e["ts"] + e["dur"] for e in events) - began
 
 
+def finder(operations: dict[str, Operation]) -> Callable[[dict[str, Any]], str | None]:
+    """What gives the operation of an event, None where it is not known.
+
+    In a CUDA graph an event names the graph and its kernel. A kernel is called like
+    the operation that it was made of, or one just like it; Pallas's have own names.
+    """
+    kernels: dict[str, str] = {}
+    for name, operation in operations.items():
+        kernels[re.sub(r"[.\-]", "_", name)] = name
+        if operation.kind == "custom-call":
+            kernels.setdefault(name.split(".")[0], name)
+
+    def operation_of(event: dict[str, Any]) -> str | None:
+        name = event["args"]["hlo_op"]
+        return name if name in operations else kernels.get(event["name"])
+
+    return operation_of
+
+
 def profile_step(
     target: Model, drafter: Model | None, prompt: Prompt, tree: str | None
 ) -> list[dict[str, Any]]:
@@ -149,9 +169,14 @@ def profile_step(
         lambda: jax.block_until_ready(loop.advance_jit(spec, decoding, steps))
     )
     spent: dict[tuple[str, str], list[float]] = {}
+    operation_of = finder(operations)
     for event in events:
-        name = event["args"]["hlo_op"]
-        if name in operations and operations[name].kind not in CONTAINERS:
+        name = operation_of(event)
+        if name is None and event["name"].startswith(COPIES):
+            spent.setdefault(("between", "copies"), []).append(event["dur"])
+        elif name is None:
+            spent.setdefault(("between", "unknown"), []).append(event["dur"])
+        elif operations[name].kind not in CONTAINERS:
             place = stage_and_part(scopes.get(name, ""))
             if str(target.config.vocab_size) in operations[name].shape:
                 place = (place[0], "head" if place[1] in PARTS else place[1])

@@ -78,9 +78,20 @@ def config_of(shape: str) -> ModelConfig:
 
 
 def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
-    """Random weights, made on the device in the dtype that they are kept in."""
-    make = jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))
-    return Model(params=make(jax.random.key(seed)), config=config)
+    """Random weights, made on the device in the dtype that they are kept in.
+
+    One layer of each kind is compiled, and drawn anew for every layer.
+    """
+    kinds = tuple(dict.fromkeys(config.layers))
+    one = partial(init_params, replace(config, layers=kinds), dtype=jnp.dtype(dtype))
+    names = [f"layers_{i}" for i in range(len(kinds))]
+    layers = jax.jit(lambda key: [one(key)[name] for name in names])
+    rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k not in names})
+    first, *keys = jax.random.split(jax.random.key(seed), 1 + len(config.layers))
+    params = rest(first)
+    for i, (kind, key) in enumerate(zip(config.layers, keys, strict=True)):
+        params[f"layers_{i}"] = layers(key)[kinds.index(kind)]
+    return Model(params=params, config=config)
 
 
 def random_pair(target: str, drafter: str, dtype: Any) -> tuple[Model, Model]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 SKINNY = 64  # rows up to which a product is bound by reading the weight
+GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 1 to 3
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -24,7 +25,11 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         y = _product("tk,mk->tm", rows, weight)
     else:
         y = jax.lax.platform_dependent(
-            rows, weight, cpu=_skinny_cpu, default=partial(_product, "tk,mk->tm")
+            rows,
+            weight,
+            cpu=_skinny_cpu,
+            cuda=_skinny_gpu,
+            default=partial(_product, "tk,mk->tm"),
         )
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
@@ -40,6 +45,19 @@ def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """rows [t, k] @ weight.T for few rows, in the form XLA:GPU streams fastest.
+
+    Of one row XLA makes a product of a matrix and a vector, which it tiles badly: 22.7
+    us where 16 rows take 16.8 (10576 x 2560, bfloat16, an H200), 1.3 times the pass.
+    """
+    count = rows.shape[0]
+    if count >= 4 or weight.dtype.itemsize != 2:
+        return _product("tk,mk->tm", rows, weight)
+    rows = jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0)))
+    return _product("tk,mk->tm", rows, weight)[:count]
 
 
 def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:

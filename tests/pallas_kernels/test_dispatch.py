@@ -11,6 +11,7 @@ import pytest
 from stree_jax import pallas_kernels
 from stree_jax.pallas_kernels import Replayed, ScanInputs, attention, ops, scan
 from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
+from tests.support.lowering import lowered
 
 B, T, H, P, N = 1, 5, 2, 16, 16
 MASK = jnp.tril(jnp.ones((B, T, T), bool))
@@ -46,20 +47,6 @@ OPS = {
 all_ops = pytest.mark.parametrize("name", OPS)
 
 
-def lowered(function, args, platform):
-    """The program for a platform, which need not be there."""
-    jitted = jax.jit(function)
-    version = tuple(map(int, jax.__version__.split(".")[:2]))
-    if platform == "cpu" or version < (0, 11):
-        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    abstract = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=None, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-
-
 def called(op, **options):
     """The op with its static arguments bound, and the others."""
     function, _, make = OPS[op]
@@ -83,10 +70,23 @@ def test_the_cpu_runs_the_definition(name):
 def test_a_gpu_program_has_the_kernel(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         text = lowered(*called(name), "cuda")
         plain = lowered(*called(name, implementation="xla"), "cuda")
     assert "__gpu$xla.gpu.triton" in text
     assert "__gpu$xla.gpu.triton" not in plain
+
+
+def test_a_token_after_a_token_is_left_to_xla():
+    h0, past, inputs, _ = replay_args()
+    *tokens, D = inputs
+    one = ScanInputs(*(z[:, :1] for z in tokens), D)
+    args = h0, past._replace(path=past.path[:, :1]), one, jnp.ones((B, 1, 1), bool)
+    for named, kernel in ((None, False), ("triton", True)):
+        run = partial(ops.replay_tree_scan, implementation=named)
+        assert ("__gpu$xla.gpu.triton" in lowered(run, args, "cuda")) == kernel
+    longer = h0, past, one, jnp.ones((B, 1, 1), bool)
+    assert "__gpu$xla.gpu.triton" in lowered(ops.replay_tree_scan, longer, "cuda")
 
 
 @all_ops

@@ -26,6 +26,9 @@ from tests.support.scans import Shape, definition, masks_of, normal, replay_inpu
 INTERPRET = os.environ.get("STREE_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings(
+        "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+    ),
     pytest.mark.skipif(
         jax.default_backend() != "gpu" and not INTERPRET, reason="wants a GPU"
     ),
