@@ -222,12 +222,12 @@ def tree_for(
     """The tree of this name; None: what suits the drafter and the rule.
 
     That is "auto" for models and lookup, unless the rule wants a fixed tree; for heads
-    the sparse one of `SPARSE_NODES` nodes; for others `DEFAULT_TREE`. "sparse:N" is
+    the sparse one of `usual_nodes`; for others `DEFAULT_TREE`. "sparse:N" is
     the best tree of N nodes by the accuracies that came with heads.
     """
     kind, _, nodes = tree.partition(":") if isinstance(tree, str) else ("", "", "")
     if isinstance(drafter, Heads) and (tree is None or kind == "sparse"):
-        return sparse_tree(drafter, nodes if tree else SPARSE_NODES)
+        return sparse_tree(drafter, nodes if tree else usual_nodes(drafter))
     if kind == "sparse":
         raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
     if tree is not None:
@@ -249,6 +249,12 @@ def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
     if not 1 < size <= MAX_NODES:
         raise ValueError(f"tree: sparse:N wants N in 2..{MAX_NODES}, got {nodes!r}")
     return greedy_tree(Acceptance(np.array(accuracy_of(heads))), size)
+
+
+def usual_nodes(heads: Heads) -> int:
+    """Of the default tree: few heads or ranks have no more combinations."""
+    levels, ranks = np.shape(accuracy_of(heads))
+    return min(SPARSE_NODES, sum(ranks**depth for depth in range(levels + 1)))
 
 
 def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:
