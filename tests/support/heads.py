@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from tests.support.tiny import perturbed
+from tests.support.tiny import perturbed, tiny
+
+
+def repeating():
+    """A target that soon repeats itself, as small ones do."""
+    model = tiny(1, layers=("mamba", "attention"))
+    return model.replace(params=perturbed(model.params, 0.3, 3))
 
 
 def random_heads(model, seed=0, scale=0.2, dtype=jnp.float32, **options):
