@@ -10,6 +10,7 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import _spec
+from stree_jax.result import promise_of
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
@@ -334,10 +335,9 @@ def test_what_is_promised(target, heads, prompts):
         ("typical", "nothing"),
         (Rule("typical", "top_k", Typical(0.5)), "nothing"),
     ):
-        plan = begin(target, prompts[:1], sampling=Sampling(1.0), rule=rule, **options)[
-            1
-        ]
-        assert plan.spec.rule.promise == promise
+        spec = _spec(target, heads, "chain:2", rule, None)
+        assert promise_of(spec.rule, True) == promise
+        assert promise_of(spec.rule, False) == "tokens"
     assert {n for n, a in ACCEPTANCES.items() if a.promise == "nothing"} == {"typical"}
 
 
