@@ -107,7 +107,7 @@ def filled(
       ValueError: the file was made from other facts.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    told, done = file.with_suffix(".json"), 0
+    told, done = file.with_name(f"{file.name}.json"), 0
     wanted = {**facts, "shape": list(shape)}
     if told.is_file() and file.is_file():
         found = json.loads(told.read_text("utf-8"))
