@@ -153,6 +153,23 @@ def calibrated(heads: Heads, target: BareModel, texts: np.ndarray) -> Heads:
     return replace(heads, config=replace(heads.config, accuracy=rows))
 
 
+def check_sizes(
+    length: int, heads: int, tokens: int, own_tokens: int, window: int
+) -> None:
+    """Refuse what could not be learnt from, before the target reads anything."""
+    if tokens < 1:
+        raise ValueError(f"--tokens: want at least 1, got {tokens}")
+    if own_tokens < 0:
+        raise ValueError(f"--own-tokens: want at least 0, got {own_tokens}")
+    if window < PROMPT:
+        raise ValueError(f"window: want at least {PROMPT} tokens, got {window}")
+    most = min(window, PROMPT + SPOKEN - 1) if own_tokens else window
+    if not heads < length <= most:
+        raise ValueError(
+            f"--length: want {heads + 1}..{most} tokens for {heads} heads, got {length}"
+        )
+
+
 def train_heads(
     job: Job,
     target: str | Path | Model,
@@ -181,6 +198,7 @@ def train_heads(
       dtype: of the target meanwhile; a CPU is faster in float32. Heads are bfloat16.
     """
     job.check()
+    check_sizes(job.train.length, heads, tokens, own_tokens, window)
     loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
     data = prepare_for(job, loaded, str(target))
     bare, c = without_tokenizer(loaded), loaded.config
