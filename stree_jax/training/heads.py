@@ -217,10 +217,12 @@ def train_heads(
     count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / SPOKEN)
     *learnt, _ = sources("train", data.train, *count)
     *held, said = sources("heldout", data.heldout, HELD_OUT, HELD_OUT)
+    examples = examples_of(job.train, learnt, held[: len(learnt)])
+    settings = examples.settings | {"heads": repr(config)}
     params, _ = learn(
         HeadsSubject(config),
         job.train,
-        examples_of(job.train, learnt, held[: len(learnt)]),
+        replace(examples, settings=settings),
         job.work / "saves",
         teacher=head_of(bare),
         minutes=job.minutes,
