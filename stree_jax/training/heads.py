@@ -215,8 +215,9 @@ def train_heads(
         return [*kept, keep_hidden(bare, said, job.work / f"{name}.own_states"), said]
 
     count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / SPOKEN)
-    *learnt, _ = sources("train", data.train, *count)
+    # The shorter stream first, so that too little text is told of before the long work.
     *held, said = sources("heldout", data.heldout, HELD_OUT, HELD_OUT)
+    *learnt, _ = sources("train", data.train, *count)
     examples = examples_of(job.train, learnt, held[: len(learnt)])
     settings = examples.settings | {"heads": repr(config)}
     params, _ = learn(
