@@ -63,7 +63,7 @@ def load_pair(
 
 
 def _are_heads(drafter: str) -> bool:
-    """Whether a name is of Medusa heads; a hub id is asked for what it has."""
+    """Whether a name is of Medusa heads; a hub id is taken for a model's."""
     if drafter == DEMO:
         return False
     if drafter in BUNDLED or Path(drafter).exists():
