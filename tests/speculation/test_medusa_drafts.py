@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import stree_jax
 from stree_jax import Sampling
@@ -14,6 +16,7 @@ from stree_jax.generation import begin
 from stree_jax.speculation import loop, medusa, step
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import RUNNING
+from stree_jax.speculation.draft import only_root
 from stree_jax.speculation.drafter import News
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.tree import resolve_tree
@@ -270,6 +273,48 @@ def test_a_past_that_is_read_on_is_heard(target, heads, prompts):
     texts = [old + new for old, new in zip(first.past.tokens, more, strict=True)]
     d, _ = begin(target, more, past=first.past, **options)
     np.testing.assert_allclose(d.drafting.hidden, states_of(target, texts), atol=1e-5)
+
+
+@struct.dataclass
+class Ear:
+    """Keeps what it is told, and says nothing."""
+
+    model: stree_jax.models.Model
+    hears_prompts: ClassVar[bool] = True
+
+    def init(self, prompts, past):
+        batch = prompts.lengths.shape[0]
+        room = jnp.zeros((batch, WIDTH), jnp.int32)
+        return past or (room, room[:, 0], jnp.zeros((batch, WIDTH, 32), jnp.float32))
+
+    def commit(self, state, news):
+        tokens, length, hidden = state
+        index = jnp.arange(news.tokens.shape[1], dtype=jnp.int32)[None]
+        place = jnp.where(index < news.length[:, None], length[:, None] + index, WIDTH)
+        row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+        return (
+            tokens.at[row, place].set(news.tokens, mode="drop"),
+            length + news.length,
+            hidden.at[row, place].set(news.hidden, mode="drop"),
+        )
+
+    def propose(self, state, root, tree, dist, rule):
+        return only_root(root), state
+
+
+def test_every_token_is_told_of_with_the_state_that_it_follows(target, prompts):
+    """Of prompts, chunk by chunk, and of what comes after; but for what ends a row."""
+    ear = Ear(stree_jax.models.Model(target.params, target.config))
+    options = dict(drafter=ear, tree="chain:0", stop_tokens=(), keep_past=True)
+    result = stree_jax.generate(target, prompts, max_new_tokens=5, **options)
+    tokens, length, hidden = map(np.asarray, result.past.drafter)
+    for b, text in enumerate(result.past.tokens):
+        told = text[1:-1]
+        assert tokens[b, : length[b]].tolist() == told
+        for n in {1, 60, 64, 65, len(told)}:
+            if n <= len(told):
+                want = states_of(target, [text[: n + 1]])[0]
+                np.testing.assert_allclose(hidden[b, n - 1], want, atol=1e-5)
 
 
 # Rules that ask what drafts were drawn with

@@ -451,7 +451,10 @@ WRONG = {
         dict(config=replace(TRAIN, length=K)),
         "--length: want .*, got 3",
     ),
-    "a text that is too short": (dict(window=1500), "text: 1500 tokens; want 1501"),
+    "a text that is too short": (
+        dict(window=500),
+        "text: 400 tokens; want 501 at least",
+    ),
 }
 
 
@@ -468,10 +471,16 @@ def test_what_cannot_be_trained_is_told_before_anything_is_read(
 
 
 def test_text_alone_is_enough(target, text, tmp_path):
-    heads = train(
-        target, text, tmp_path, own_tokens=0, config=replace(TRAIN, steps=3, warmup=0)
+    """For heads with outputs of their own, too."""
+    config = replace(TRAIN, steps=3, warmup=0)
+    options = dict(own_tokens=0, own_output=True, heads=2, config=config)
+    heads = train(target, text, tmp_path, **options)
+    assert heads.config.accuracy and heads.config.own_output
+    assert heads.params["head_1"]["output"]["weight"].shape == (
+        target.config.vocab_size,
+        32,
     )
-    assert heads.config.accuracy and not (tmp_path / "work" / "train.own").exists()
+    assert not (tmp_path / "work" / "train.own").exists()
 
 
 def test_windows_are_spread_over_the_text():
