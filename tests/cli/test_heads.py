@@ -1,6 +1,7 @@
 """`stree-jax heads`, and what drafts with its directory."""
 
 import dataclasses
+import io
 import json
 
 import jax
@@ -118,6 +119,15 @@ def test_typical_text_is_said_not_to_be_the_targets(folder, capsys):
     assert code == 0 and "not the target's" not in out
 
 
+@pytest.mark.parametrize(("rule", "said"), [("typical", True), ("naive", False)])
+def test_a_chat_says_so_too(folder, capsys, monkeypatch, rule, said):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    pair = ["--model", folder / "target", "--drafter", folder / "heads"]
+    code, _, err = run(capsys, "chat", *pair, "--temperature", 1, "--rule", rule)
+    assert code == 0
+    assert ("rule typical: answers are not the model's own text" in err) is said
+
+
 def refused(capsys, *args):
     code, out, err = run(capsys, *args)
     assert (code, out, err.count("\n")) == (2, "", 1), err
@@ -139,6 +149,8 @@ def refused(capsys, *args):
         (["--blocks", "0"], "blocks: 0 of them, and no outputs"),
         (["--steps", "0"], "steps: want at least 1, got 0"),
         (["--batch", "0"], "batch: want at least 1, got 0"),
+        (["--minutes", "0"], "minutes: want more than 0, got 0"),
+        (["--save-minutes", "-1"], "save_minutes: want more than 0, got -1"),
         (["--target", "/nowhere"], "/nowhere: no such directory"),
         (["--out", "/nowhere/at/all"], "/nowhere/at: no such directory"),
     ],
