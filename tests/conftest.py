@@ -56,6 +56,10 @@ LONGEST = [
     "speculation/test_staged.py",
     "speculation/test_staged_text.py",
     "convert/test_convert.py",
+    "sampling/test_heads.py",
+    "speculation/test_typical.py",
+    "bench/test_heads.py",
+    "speculation/test_medusa_drafts.py",
 ]
 
 
