@@ -67,7 +67,7 @@ def generate(folder, *options):
 
 def test_heads_are_trained_and_written(folder):
     heads = stree_jax.load_heads(folder / "heads")
-    assert (heads.config.heads, heads.config.blocks) == (2, 1)
+    assert (heads.config.heads, heads.config.blocks) == (2, 3)
     assert not heads.config.own_output
     assert np.shape(heads.config.accuracy) == (2, training.RANKS)
     fields = json.loads((folder / "heads" / "config.json").read_text())
@@ -189,7 +189,6 @@ def test_the_work_of_other_heads_is_refused(folder, capsys, tmp_path):
     [
         (["--ngrams", "N"], "they guess for a model, and these are heads"),
         (["--ahead", "2"], "--ahead: levels that n-grams guess"),
-        (["--tree", "auto"], "heads fill a fixed tree"),
         (["--tree", "beam:2x2"], "heads fill a fixed tree"),
         (["--tree", "E"], "5 levels want as many heads, and there are 2"),
         (["--tree", "sparse:0"], "sparse:N wants N in 2..1024, got '0'"),
@@ -217,7 +216,7 @@ def test_what_does_not_go_with_heads_is_one_line(folder, capsys, options, proble
 
 
 def test_heads_are_no_model(folder, capsys, tmp_path):
-    """Where one is wanted: to describe, convert, export, and to tune."""
+    """Where one is wanted: to describe, convert, export, and to count."""
     heads = folder / "heads"
     for command in (
         ["info", heads],
@@ -226,6 +225,4 @@ def test_heads_are_no_model(folder, capsys, tmp_path):
         ["ngrams", "--drafter", heads, "--out", tmp_path / "n"],
     ):
         assert str(heads) in refused(capsys, *command)
-    err = refused(capsys, "tune", "--model", folder / "target", "--drafter", heads)
-    assert "heads fill fixed trees; only tree auto is tuned" in err
     assert not any(tmp_path.iterdir())

@@ -12,7 +12,14 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.cost import Acceptance, expected_tau
 from stree_jax.generation import ASSUMED_RANKS, accuracy_of, sparse_tree, tree_for
-from stree_jax.speculation.tree import cartesian, make_tree, resolve_tree
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.sampling.requests import Requests
+from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.adaptive_policy import assumed_times
+from stree_jax.speculation.best_first import best_first, by_depth, nothing_grown
+from stree_jax.speculation.calibration import PRIOR, model_kind
+from stree_jax.speculation.draft import DRAFTER
+from stree_jax.speculation.tree import Auto, cartesian, make_tree, resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.heads import random_heads, repeating
 from tests.support.tiny import REAL, tiny
@@ -58,6 +65,66 @@ def test_the_text_is_plain_decodings(target, heads, prompts, name):
     assert result.promise == "tokens"
     most = 0.95 if name == "penalty" else 0.9
     assert result.target_calls.sum() < most * plain.target_calls.sum()
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "penalty"])
+def test_auto_asks_heads_beside_lookup(target, heads, prompts, name):
+    """With times by which they pay; a past hears on."""
+    times = assumed_times(Auto(), True)
+    options = dict(max_new_tokens=NEW, **SETTINGS[name])
+    asked = dict(drafter=heads, tree="auto", times=times)
+    plain = stree_jax.generate(target, prompts, **options)
+    result = stree_jax.generate(target, prompts, **asked, **options)
+    assert result.tokens == plain.tokens and result.tree_sizes == Auto().sizes
+    (drafted,) = (t for t in result.traffic if t.stage == "heads")
+    assert drafted.passes > 0 and drafted.weights > 0
+    assert any((row == DRAFTER).any() for row in result.origins)
+    if name == "greedy":
+        first = stree_jax.generate(
+            target, prompts, **asked, max_new_tokens=10, keep_past=True
+        )
+        rest = dict(max_new_tokens=NEW - 10, past=first.past)
+        more = stree_jax.generate(target, [[]] * len(prompts), **asked, **rest)
+        joined = [a + b for a, b in zip(first.tokens, more.tokens, strict=True)]
+        assert joined == plain.tokens
+
+
+def test_auto_has_the_best_paths_of_guesses_that_go_by_depth():
+    """Of each level, by the product of what guesses of their probability hold."""
+    W, M, V = 3, 3, 12
+    rng = np.random.default_rng(5)
+    logits = (3 * rng.standard_normal((1, M, V))).astype(np.float32)
+    limit, none = jnp.full((1,), 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32)
+    requests = Requests(limit, None, none, None, None)
+    dist = Distribution(requests, jnp.zeros((1,), jnp.int32), None, V)
+    pool, levels = best_first(
+        by_depth(jnp.asarray(logits), True),
+        jnp.zeros((1,), jnp.int32),
+        dist,
+        resolve_rule("naive", Auto()),
+        jnp.asarray(PRIOR),
+        nothing_grown(None, 1, W, M),
+        lambda levels, frontier: jnp.bool_(True),
+    )
+    assert int(levels) == M
+    p = np.asarray(jax.nn.softmax(logits[0], axis=-1))
+    worth = np.asarray(PRIOR)[np.asarray(model_kind(jnp.asarray(p)))]
+    tokens, parents = np.asarray(pool.tokens[0]), np.asarray(pool.parents[0])
+    paths = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], int(token)))
+    value = {(): 1.0}
+    for d in range(M):
+        mine = slice(1 + d * W, 1 + (d + 1) * W)
+        values = np.asarray(pool.value[0, d * W : (d + 1) * W])
+        best = np.argsort(-p[d], kind="stable")[:W]
+        above = list(value.items())[-W:]
+        all_ = [v * worth[d, t] for _, v in above for t in best]
+        np.testing.assert_allclose(np.sort(values), np.sort(all_)[-W:], rtol=1e-5)
+        value = dict(zip(paths[mine], values.tolist(), strict=True))
+        for path, own in value.items():
+            each = [worth[i, t] for i, t in enumerate(path)]
+            assert own == pytest.approx(np.prod(each), rel=1e-5)
 
 
 def test_stop_tokens_end_it_where_plain_decoding_ends(target, heads, prompts):
@@ -231,14 +298,14 @@ def test_sparse_trees_gain_most_of_all(target, seed):
 
 
 def test_trees_by_name_and_by_default(target, heads):
-    """16 nodes, by what was measured, or by assumed accuracies that fall."""
-    assert tree_for(heads, None, None).size == 16
+    """Auto, or 16 nodes by what was measured, or by assumed accuracies that fall."""
+    assert tree_for(heads, None, None) == Auto()
     assert tree_for(heads, None, "mss").size == 16
     assumed = np.array(accuracy_of(heads))
     assert assumed.shape == (4, ASSUMED_RANKS) and (np.diff(assumed) < 0).all()
     assert (assumed.sum(axis=1) <= 1).all() and (np.diff(assumed, axis=0) < 0).all()
     parents = sparse_tree(heads, 16).parents
-    assert tree_for(heads, None, None).parents.tolist() == parents.tolist()
+    assert tree_for(heads, None, "mss").parents.tolist() == parents.tolist()
     sure = measured(target, [[0.9, 0.05]] * 4)
     assert sparse_tree(sure, 5).parents.tolist() == [-1, 0, 1, 2, 3]
     unsure = measured(target, [[0.3, 0.3, 0.3]] + [[0.01, 0, 0]] * 3)
@@ -250,7 +317,7 @@ def test_few_heads_or_ranks_have_a_default_tree_all_the_same(target, shape):
     """Of all the nodes that there are."""
     few = measured(target, np.full(shape, 0.09))
     nodes = sum(shape[1] ** d for d in range(shape[0] + 1))
-    assert tree_for(few, None, None).size == min(nodes, 16)
+    assert tree_for(few, None, "mss").size == min(nodes, 16)
 
 
 def refused(target, drafter, match, **options):
@@ -267,8 +334,6 @@ def refused(target, drafter, match, **options):
         ("cartesian:1x1x1x1x1", "tree: 5 levels want as many heads"),
         ([-1, 0, 1, 2, 3, 4], "tree: 5 levels want as many heads"),
         ("beam:2x2", "tree: heads fill a fixed tree"),
-        ("auto", "tree: heads fill a fixed tree"),
-        ("auto:1,4", "tree: heads fill a fixed tree"),
         ("sparse:0", "tree: sparse:N wants N in 2..1024, got '0'"),
         ("sparse:1", "tree: sparse:N wants N in 2..1024, got '1'"),
         ("sparse:1025", "tree: sparse:N wants N in 2..1024, got '1025'"),
@@ -312,7 +377,6 @@ def test_what_else_does_not_go_with_heads(target, heads):
     times = stree_jax.speculation.adaptive_policy.assumed_times(
         resolve_tree("auto"), False
     )
-    refused(target, heads, "times: only tree 'auto' asks for them", times=times)
+    asked = {"times": times, "tree": "chain:2"}
+    refused(target, heads, "times: only tree 'auto' asks for them", **asked)
     refused(target, heads, "rule: leviathan is for chains", rule="leviathan")
-    with pytest.raises(ValueError, match="tree: heads fill a fixed tree"):
-        stree_jax.tune(target, heads)
