@@ -11,10 +11,9 @@ transformers (`FineGrainedFP8Config`, `FbgemmFp8Config`).
 import fnmatch
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from stree_jax.convert.dequantize import Part, Scheme
 from stree_jax.convert.errors import CheckpointError
@@ -32,6 +31,7 @@ FP8 = Scheme("fp8", "F8_E4M3")
 INT8 = Scheme("int8", "I8")
 NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
 CHANNEL = (1, 0)  # a scale for each row
+INVERSE = "weight_scale_inv"  # a factor all the same, the inverse of the writer's
 MODELOPT = {
     "FP8": FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": replace(FP8, block=CHANNEL),
@@ -131,7 +131,7 @@ def logical(source: Source) -> Source:
       CheckpointError: the method is not known, or a quantized tensor is not as its
         config and its shape want it; the tensor's name and file are in it.
     """
-    recipe = _recipe(source.directory)
+    recipe = _recipe(source)
     if recipe is None:
         return source
     stored = source.tensors
@@ -239,11 +239,11 @@ def _check_part(
 # Config files
 
 
-def _recipe(directory: Path) -> Recipe | None:
+def _recipe(source: Source) -> Recipe | None:
     """What config.json says, or Model Optimizer's own file; None: nothing."""
-    config = ConfigFields.read(directory / "config.json")
+    config = ConfigFields.read(source.directory / "config.json", source.tensors)
     if config.get(CONFIG, None) is None:
-        file = directory / MODELOPT_FILE
+        file = source.directory / MODELOPT_FILE
         return _modelopt(ConfigFields.read(file)) if is_file(file) else None
     fields = config.object(CONFIG)
     method = fields.get("quant_method")
@@ -320,10 +320,12 @@ def _fine_grained(fields: ConfigFields) -> Recipe:
     fields.choice("scale_fmt", "float", ("float",))
     fields.choice("expert_dtype", "fp8", ("fp8",))
     ignored = _modules(fields, "modules_to_not_convert", "ignored_layers")
-    if fields.get("weight_block_size", None) is None:  # as AutoFP8 wrote it
-        return Recipe(fields.file, default=FP8, ignored=ignored)
-    block = _block(fields, "weight_block_size")
-    scheme = replace(FP8, block=block, scale="weight_scale_inv")
+    scheme = FP8  # as AutoFP8 wrote it
+    if fields.get("weight_block_size", None) is not None:
+        block = _block(fields, "weight_block_size")
+        scheme = replace(FP8, block=block, scale=INVERSE)
+    elif fields.has_tensor(f".{INVERSE}"):  # as transformers does
+        scheme = replace(FP8, scale=INVERSE)
     return Recipe(fields.file, default=scheme, ignored=ignored)
 
 
@@ -390,30 +392,25 @@ def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
         if scheme != INT8:
             raise weights.error("symmetric", f"false is not supported for {format}")
         scheme = replace(scheme, zero_point="weight_zero_point")
-    size = weights.get("group_size", None)
-    if type(size) is not int or size == 0 or not -1 <= size <= 2**20:
-        if size is not None:
-            raise weights.wants("group_size", "a positive integer or -1", size)
+    return replace(scheme, block=_shared(weights, scheme))
+
+
+def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns that share a scale, by the strategy of a group's weights."""
+    size = weights.get("group_size", None)  # -1: all of a row
+    if size not in (None, -1):
+        size = weights.size("group_size")
     guess = "tensor" if size is None else "channel" if size == -1 else "group"
-    known: Iterable[str] = ("tensor", "channel", "group", "block")
-    known = ("tensor_group", "group") if scheme.global_scale else known
-    strategy = weights.choice("strategy", guess, tuple(known))
-    return replace(scheme, block=_blocks(weights, strategy, scheme, size))
-
-
-def _blocks(
-    weights: ConfigFields, strategy: str, scheme: Scheme, size: Any
-) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    match strategy:
+    strategies: tuple[str, ...] = ("tensor", "channel", "group", "block")
+    if scheme.global_scale:
+        strategies = ("tensor_group", "group")
+    match weights.choice("strategy", guess, strategies):
         case "tensor":
             return 0, 0
         case "channel":
             return CHANNEL
         case "block":
             return _block(weights, "block_structure")
-    if size is None or size < 1:
-        raise weights.wants("group_size", "a positive integer", size)
     if scheme.global_scale and size != scheme.block[1]:
         raise weights.wants("group_size", f"{scheme.block[1]}", size)
-    return 1, size
+    return 1, weights.size("group_size")

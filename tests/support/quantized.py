@@ -185,6 +185,11 @@ def fine_grained(module, w):
     return {"weight": stored, "weight_scale_inv": scale}, exact
 
 
+def per_tensor(module, w):
+    stored, scale, exact = fp8(w, w.shape)
+    return {"weight": stored, "weight_scale_inv": scale.reshape(())}, exact
+
+
 def compressed_config(format, weights, **others):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
@@ -263,6 +268,10 @@ SPELLINGS = {
     "fp8 by tensor": (
         modelopt_fp8,
         {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
+    "fp8 by tensor, inverse": (
+        per_tensor,
+        {"quant_method": "fp8", "weight_block_size": None},
     ),
     "fbgemm_fp8": (compressed_channel, {"quant_method": "fbgemm_fp8"}),
 }
