@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -11,12 +11,19 @@ from safetensors.numpy import save_file
 import stree_jax
 from stree_jax import parity
 from stree_jax.checkpoint import info
-from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert import (
+    CheckpointError,
+    convert_checkpoint,
+    dequantize,
+    quantized,
+)
+from stree_jax.convert import source as source_module
 from stree_jax.convert.export import export_hf
 from tests.support import hf_checkpoints as hf
 from tests.support.checkpoints import assert_same
 from tests.support.quantized import (
     BF16,
+    E4M3,
     LINEAR,
     SPELLINGS,
     load_file,
@@ -216,43 +223,65 @@ def test_odd_weights_are_told(plain, tmp_path):
     assert len(told) == 1 and f"{name} holds NaN" in told[0]
 
 
-# Mistakes that the comparison must find
+# Mistakes in the reader, which the comparison must find
 
 
-def nibbles(name, tensor):
-    return tensor >> 4 | tensor << 4
+def swap_nibbles(patch):
+    patch.setattr(dequantize, "E2M1_OF_BYTE", dequantize.E2M1_OF_BYTE[:, ::-1])
 
 
-def upside_down(name, tensor):
-    return (1 / tensor.astype(np.float64)).astype(tensor.dtype)
+def multiply_by_reciprocal(patch):
+    key = ("nvfp4-pack-quantized", "float", 4)
+    wrong = replace(quantized.COMPRESSED[key], reciprocal=False)
+    patch.setitem(quantized.COMPRESSED, key, wrong)
 
 
-def block_axis(name, tensor):
-    return tensor.T.reshape(tensor.shape)
+def other_axis(patch):
+    """The grid of scales read column by column."""
+    right = dequantize._spread
+
+    def wrong(values, *where):
+        return right(values.T.reshape(values.shape), *where)
+
+    patch.setattr(dequantize, "_spread", wrong)
+
+
+def fold(patch):
+    """The global scale into those of E4M3."""
+
+    def wrong(scheme, arrays, dtype):
+        if "global_scale" in arrays:
+            factor = arrays["global_scale"].astype(np.float32).reshape(())
+            scale = arrays["scale"].astype(np.float32)
+            scale = scale / factor if scheme.reciprocal else scale * factor
+            one = np.ones((), np.float32)
+            arrays = {**arrays, "scale": scale.astype(E4M3), "global_scale": one}
+        return dequantize.dequantize(scheme, arrays, dtype)
+
+    patch.setattr(source_module, "dequantize", wrong)
 
 
 MISTAKES = {
-    "nibbles": ("modelopt nvfp4", "in_proj.weight", nibbles),
-    "reciprocal": ("compressed nvfp4", "weight_global_scale", upside_down),
-    "axis of groups": ("modelopt nvfp4", "in_proj.weight_scale", block_axis),
-    "axis of blocks": ("fp8", "in_proj.weight_scale_inv", block_axis),
+    "nibbles swapped": ("modelopt nvfp4", swap_nibbles),
+    "reciprocal multiplied": ("compressed nvfp4", multiply_by_reciprocal),
+    "axis of groups": ("modelopt nvfp4", other_axis),
+    "axis of blocks": ("fp8", other_axis),
+    "axis of int8 groups": ("compressed int8 by group", other_axis),
+    "global scale folded": ("modelopt nvfp4", fold),
+    "reciprocal folded": ("compressed nvfp4", fold),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted_mistakes_are_found(plain, tmp_path, mistake):
-    """Files that would be right if the reader were wrong are not."""
-    spelling, ending, change = MISTAKES[mistake]
-    write(plain("mamba2"), tmp_path / "in", spelling)
-    right = stree_jax.load(tmp_path / "in")
-    file = tmp_path / "in" / "model.safetensors"
-    tensors = load_file(file)
-    for name in [n for n in tensors if n.endswith(ending)]:
-        tensors[name] = np.ascontiguousarray(change(name, tensors[name]))
-    save_file(tensors, file)
-    wrong = stree_jax.load(tmp_path / "in")
-    a, b = (m.params["layers_0"]["mamba"]["in_proj"] for m in (right, wrong))
-    assert not jnp.array_equal(a, b)
+def test_planted_mistakes_are_found(plain, tmp_path, monkeypatch, mistake):
+    spelling, plant = MISTAKES[mistake]
+    exact = write(plain("llama"), tmp_path / "in", spelling)
+    path = dequantized(plain("llama"), tmp_path / "out", exact, np.dtype(BF16))
+    right = stree_jax.load(path)
+    assert_same(stree_jax.load(tmp_path / "in"), right)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(stree_jax.load(tmp_path / "in"), right)
 
 
 def test_what_is_quantized(plain, tmp_path):
