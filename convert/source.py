@@ -214,7 +214,7 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
                     start = starts[name]
                 shape = tuple(part.get_shape())
                 found[name] = TensorInfo(file, shape, DTYPES.get(dtype, dtype), start)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
         raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from (
             error
         )

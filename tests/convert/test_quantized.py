@@ -25,27 +25,13 @@ from tests.support.quantized import (
     BF16,
     E4M3,
     LINEAR,
+    MODELS,
     SPELLINGS,
     load_file,
     nearest,
     write,
 )
 
-# Widths of whole groups of 16, and not of whole blocks of 24 x 20.
-MODELS = {
-    "mamba2": lambda: hf.mamba2(hidden_size=32, num_heads=8, n_groups=2),
-    "llama": lambda: hf.llama(hidden_size=32, head_dim=8, intermediate_size=48),
-    "granite": lambda: hf.granite(shared_intermediate_size=48),
-    "nemotron-h": lambda: hf.nemotron(
-        **hf.NEMOTRON_MOE
-        | {
-            "head_dim": 8,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 48,
-            "n_routed_experts": 6,
-        }
-    ),
-}
 SCHEMES = {"fp8": "fp8", "nvfp4": "nvfp4", "int8": "int8", "mixed": "fp8+nvfp4"}
 
 

@@ -11,8 +11,7 @@ from safetensors.numpy import save_file
 
 from stree_jax.checkpoint import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
-from tests.support import hf_checkpoints as hf
-from tests.support.quantized import E4M3, compressed_config, load_file, write
+from tests.support.quantized import E4M3, MODELS, compressed_config, load_file, write
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -24,8 +23,7 @@ def quantized(tmp_path_factory):
 
     def make(spelling):
         if not (root / "plain").exists():
-            model = hf.llama(hidden_size=32, head_dim=8, intermediate_size=48)
-            model.bfloat16().save_pretrained(root / "plain")
+            MODELS["llama"]().bfloat16().save_pretrained(root / "plain")
         if not (root / spelling).exists():
             write(root / "plain", root / spelling, spelling)
         return root / spelling

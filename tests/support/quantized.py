@@ -14,6 +14,23 @@ import safetensors.torch
 import torch
 from safetensors.numpy import save_file
 
+from tests.support import hf_checkpoints as hf
+
+# Widths of whole groups of 16, and not of whole blocks of 24 x 20.
+MODELS = {
+    "mamba2": lambda: hf.mamba2(hidden_size=32, num_heads=8, n_groups=2),
+    "llama": lambda: hf.llama(hidden_size=32, head_dim=8, intermediate_size=48),
+    "granite": lambda: hf.granite(shared_intermediate_size=48),
+    "nemotron-h": lambda: hf.nemotron(
+        **hf.NEMOTRON_MOE
+        | {
+            "head_dim": 8,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "n_routed_experts": 6,
+        }
+    ),
+}
 LINEAR = re.compile(
     r".*\.(in_proj|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj"
     r"|input_linear|output_linear)|lm_head"
