@@ -197,6 +197,11 @@ def compressed_packed(module, w):
     }, exact
 
 
+def compressed_mixed(module, w):
+    by_pattern = re.match(r".*\.(in|out|[qkvo])_proj$", module)
+    return (compressed_channel if by_pattern else compressed_nvfp4)(module, w)
+
+
 def fine_grained(module, w):
     stored, scale, exact = fp8(w, (24, 20))
     return {"weight": stored, "weight_scale_inv": scale}, exact
@@ -277,6 +282,26 @@ SPELLINGS = {
     "compressed int8 packed": (
         compressed_packed,
         compressed_config("pack-quantized", INT8 | {"group_size": 16}),
+    ),
+    "compressed mixed": (
+        compressed_mixed,
+        compressed_config(
+            "mixed-precision",
+            None,
+            config_groups={
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": FLOAT4 | {"group_size": 16},
+                    "format": "nvfp4-pack-quantized",
+                },
+                "group_1": {
+                    "targets": ["re:.*\\.(in|out|[qkvo])_proj$"],
+                    "weights": FLOAT8 | CHANNEL,
+                    "format": "float-quantized",
+                },
+                "cache": {"targets": ["LlamaAttention"], "weights": None},
+            },
+        ),
     ),
     "fp8": (
         fine_grained,
