@@ -16,6 +16,7 @@ from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import open_checkpoint, source_dtype
 from stree_jax.convert.configs import check_mtp, read_config
+from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import (
     atomic_directory,
@@ -103,7 +104,8 @@ def load(
       path_or_hub_id: a directory, a Hugging Face hub id, or "demo" / "demo-drafter",
         the bundled pair.
       dtype: "float32" or "bfloat16" of the weights (A_log, dt_bias and D are float32
-        always); None keeps bfloat16 and makes float32 of anything else.
+        always); None keeps bfloat16, makes it of quantized weights, and float32 of
+        anything else.
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
@@ -148,15 +150,17 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     """What a checkpoint holds, from its config and headers; no weights are read.
 
-    Parameters and bytes are those that `load` reads, but where they are called MTP's.
+    Parameters and bytes are those that `load` reads, but where they are called MTP's;
+    "quantized" is how the file stores them, such as "nvfp4", or None.
     """
     directory = resolve(path_or_hub_id)
     if is_ours(directory):
-        format = "stree-jax"
+        format, quantized = "stree-jax", None
         config, dtype = config_from_json(directory / "config.json")
         check_config(directory / "config.json")
     else:
-        source = open_source(directory)
+        source = logical(open_source(directory))
+        quantized = scheme_names(source)
         format, config = read_config(directory, source.tensors, mtp=None)
         dtype = source_dtype(source)
     whole, config = config, replace(config, mtp=())
@@ -171,6 +175,7 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         "num_tokens": config.num_tokens,
         "parameters": sum(map(math.prod, param_shapes(config).values())),
         "dtype": dtype.name,
+        "quantized": quantized,
         "weight_bytes": weights,
         "mtp_layers": list(whole.mtp),
         "mtp_weight_bytes": weight_bytes(whole, dtype) - weights,
