@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from stree_jax.bench.method import Run
@@ -87,6 +88,7 @@ def measure_heads(
         for temperature in options.temperatures
         if temperature > 0
     ]
+    jax.clear_caches()  # of many programs, a process runs out of memory maps
     report = measure_arms("heads", {"": work}, prompts, options.temperatures, run)
     report["accuracy"], report["texts"] = accuracy, texts
     report["bytes"] = bytes_beside(work)
