@@ -145,21 +145,26 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         write_directory(temporary, model.config, dtype, model.params)
 
 
+def described(directory: Path) -> tuple[str, models.ModelConfig, Any]:
+    """Format, architecture (layers for MTP included) and NumPy dtype of a checkpoint,
+    from its config and headers."""
+    if is_ours(directory):
+        config, dtype = config_from_json(directory / "config.json")
+        check_config(directory / "config.json")
+        return "stree-jax", config, dtype
+    source = open_source(directory)
+    format, config = read_config(directory, source.tensors, mtp=None)
+    return format, config, source_dtype(source)
+
+
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     """What a checkpoint holds, from its config and headers; no weights are read.
 
     Parameters and bytes are those that `load` reads, but where they are called MTP's.
     """
     directory = resolve(path_or_hub_id)
-    if is_ours(directory):
-        format = "stree-jax"
-        config, dtype = config_from_json(directory / "config.json")
-        check_config(directory / "config.json")
-    else:
-        source = open_source(directory)
-        format, config = read_config(directory, source.tensors, mtp=None)
-        dtype = source_dtype(source)
-    whole, config = config, replace(config, mtp=())
+    format, whole, dtype = described(directory)
+    config = replace(whole, mtp=())
     weights = weight_bytes(config, dtype)
     one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
     return {
