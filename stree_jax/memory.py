@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from stree_jax.models import Model, ModelConfig, nest, param_shapes, stored_dtype
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.memory import size_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
@@ -30,7 +31,6 @@ from stree_jax.temporaries import (
     drafting_models,
     heads_of,
     reading_at_most,
-    size_of,
     temporaries_of,
 )
 

@@ -28,6 +28,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.config import LayerKind, given
 from stree_jax.models.linear import SKINNY
+from stree_jax.models.memory import size_of
 from stree_jax.models.state import AttentionState, MambaState, ParallelState
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
@@ -58,11 +59,6 @@ class Temporaries:
     @property
     def total(self) -> int:
         return sum(self.held.values()) + self.phases[self.largest]
-
-
-def size_of(tree: Any) -> int:
-    """Bytes of arrays, or of what stands for them."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def temporaries_of(spec: Spec, batch: int, capacity: int) -> Temporaries:
