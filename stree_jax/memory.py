@@ -162,7 +162,7 @@ def abstract_program(
     return spec, jax.eval_shape(begin, spec, *_texts(room, 2))
 
 
-def _sizes(room: Room) -> dict[str, int]:
+def _sizes(room: Room) -> dict[str, Any]:
     return {"max_new_tokens": room.max_new_tokens, "capacity": room.capacity}
 
 
@@ -170,10 +170,10 @@ def _texts(room: Room, width: int) -> tuple[Any, Any, Any]:
     """Token ids, lengths and requests of greedy text, abstract."""
     rows = room.batch
 
-    def ids(*shape: int) -> jax.ShapeDtypeStruct:
+    def ids(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    requests: Any = Requests(ids(rows), None, ids(rows, STOPS), None, None)
+    requests = Requests(ids(rows), None, ids(rows, STOPS), None, None)
     return ids(rows, width), ids(rows), requests
 
 
