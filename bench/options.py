@@ -36,6 +36,7 @@ ARMS = {
         "sparse:8",
         "sparse:16",
         "sparse:32",
+        "auto",
     ],
     "trees": ["leviathan@chain:4", *(f"mss@{tree}" for tree in "ABCDE")],
     "attention": ["leviathan@chain:4", "mss@A"],

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from stree_jax.convert.configs import Warn, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
+from stree_jax.convert.quantized import logical
 from stree_jax.convert.rows import Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
@@ -40,7 +41,10 @@ def source_dtype(source: Source) -> np.dtype:
     """The dtype to load in when none is asked for: bfloat16 stays, all else is float32.
 
     float16 becomes float32, because its range is too small for the residual stream.
+    Quantized weights become bfloat16, and with them what is beside them.
     """
+    if source.quantized:
+        return DTYPES["bfloat16"]
     matrices = {info.dtype for info in source.tensors.values() if len(info.shape) == 2}
     return DTYPES["bfloat16" if matrices == {"bfloat16"} else "float32"]
 
@@ -104,7 +108,7 @@ def open_checkpoint(
         raise CheckpointError(f"{directory}: no such directory")
     if is_ours(directory):
         raise CheckpointError(f"{directory}: is in our format already")
-    source = open_source(directory)
+    source = logical(open_source(directory))
     tokenizer_files(directory)
     format, config = read_config(directory, source.tensors, dt_floor, warn, mtp)
     _check_layer_count(source, config)

@@ -29,8 +29,6 @@ MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
 
 def detect(fields: ConfigFields) -> str:
     """The format of a checkpoint directory, by its config files."""
-    if fields.get("quantization_config", None) is not None:
-        raise fields.error("quantization_config", "quantized weights are not supported")
     if is_file(fields.file.with_name(mambainllama.FILE)):
         return "mambainllama"
     model_type = fields.get("model_type", None)

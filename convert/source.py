@@ -1,6 +1,7 @@
 """Reading the tensors of a PyTorch or safetensors checkpoint, one at a time."""
 
 import json
+import math
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import ml_dtypes  # and with it, NumPy and safetensors know bfloat16
 import numpy as np
 
+from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
 
 DTYPES = {
@@ -21,16 +23,30 @@ DTYPES = {
 }
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PICKLED = (".bin", ".pt")
+F8 = "F8_E4M3"
 MAX_NAME = 255  # characters of a file's name
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it looks like, without its numbers."""
+    """Where a tensor is and what it looks like, without its numbers.
+
+    Attributes:
+      start: where its bytes begin in the file, if safetensors has no array for them.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The tensors that one matrix is stored in: names and infos."""
+
+    scheme: Scheme
+    parts: Mapping[Part, tuple[str, TensorInfo]]
 
 
 @dataclass(frozen=True)
@@ -38,17 +54,41 @@ class Source:
     """A checkpoint directory: every tensor's info, by name.
 
     Attributes:
+      tensors: those of the model. A quantized matrix is one of them, its scales are
+        not; its shape is [out, in], and its dtype what it is read in by default.
       opened: the `.bin` file read last and its tensors (memory-mapped), one at most:
         the pages that were read count as memory for as long as it is open.
+      quantized: how the quantized ones are stored, by their names in `tensors`.
     """
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
     opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes)."""
-        info = self.tensors[name]
+    def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
+
+        Args:
+          dtype: float32 or bfloat16, in place of a quantized tensor's own.
+
+        Raises:
+          CheckpointError: it cannot be read, or a scale is none.
+        """
+        if name not in self.quantized:
+            return self._stored(name, self.tensors[name])
+        stored = self.quantized[name]
+        arrays = {part: self._stored(*where) for part, where in stored.parts.items()}
+        if (found := problem(stored.scheme, arrays)) is not None:
+            part, what = found
+            tensor, info = stored.parts[part]
+            raise CheckpointError(f"{info.file}: {tensor}: {what}")
+        return dequantize(stored.scheme, arrays, np.dtype(dtype))
+
+    def _stored(self, name: str, info: TensorInfo) -> np.ndarray:
+        """A tensor as it is in its file."""
+        if info.dtype == F8:  # which safetensors does not give to NumPy
+            return _read_bytes(name, info).view(ml_dtypes.float8_e4m3fn)
         if info.file.suffix in PICKLED:
             if info.file not in self.opened:
                 self.opened.clear()
@@ -61,6 +101,18 @@ class Source:
                 return opened.get_tensor(name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
+
+
+def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:
+    """The bytes of a tensor of one byte a number, in its shape."""
+    count = math.prod(info.shape)
+    try:
+        read = np.fromfile(info.file, np.uint8, count, offset=info.start)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{info.file}: {name}: {error}") from error
+    if read.size != count:
+        raise CheckpointError(f"{info.file}: {name}: the file ends before it does")
+    return read.reshape(info.shape)
 
 
 def is_file(path: Path) -> bool:
@@ -151,19 +203,31 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     from safetensors import SafetensorError, safe_open
 
     found = {}
+    starts: dict[str, int] = {}
     try:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():
                 part = opened.get_slice(name)
-                dtype = part.get_dtype()
-                found[name] = TensorInfo(
-                    file, tuple(part.get_shape()), DTYPES.get(dtype, dtype)
-                )
-    except (SafetensorError, OSError, ValueError) as error:
+                dtype, start = part.get_dtype(), 0
+                if dtype == F8:
+                    starts = starts or _starts(file)
+                    start = starts[name]
+                shape = tuple(part.get_shape())
+                found[name] = TensorInfo(file, shape, DTYPES.get(dtype, dtype), start)
+    except (SafetensorError, OSError, ValueError, LookupError) as error:
         raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from (
             error
         )
     return found
+
+
+def _starts(file: Path) -> dict[str, int]:
+    """Where each tensor begins, by a header that safetensors has found to be whole."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + v["data_offsets"][0] for name, v in header.items()}
 
 
 def _load_bin(file: Path) -> dict[str, Any]:

@@ -86,5 +86,7 @@ def _check_dtype(name: str, info: TensorInfo) -> None:
 
 def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:
     """A row's parameter in `dtype`, or float32 where that is the rule."""
-    param = join(row, [source.read(name) for name in row.sources])
-    return param.astype(stored_dtype(row.path[-1], dtype))
+    kept = stored_dtype(row.path[-1], dtype)
+    read = (source.read(name, kept) for name in row.sources)
+    # Of one dtype, as NumPy joins no bfloat16 with float16.
+    return join(row, [tensor.astype(kept, copy=False) for tensor in read]).astype(kept)

@@ -55,6 +55,10 @@ class HeadsConfig:
             raise ValueError(f"heads: want 1..{MOST_HEADS}, got {self.heads}")
         if not 0 <= self.blocks <= MOST_BLOCKS:
             raise ValueError(f"blocks: want 0..{MOST_BLOCKS}, got {self.blocks}")
+        if self.blocks == 0 and not self.own_output:
+            raise ValueError(
+                "blocks: 0 of them, and no outputs, leave nothing to learn"
+            )
         if self.accuracy and len(self.accuracy) != self.heads:
             raise ValueError(
                 f"accuracy: {len(self.accuracy)} rows for {self.heads} heads"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import struct
 
@@ -16,6 +16,7 @@ from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import open_checkpoint, source_dtype
 from stree_jax.convert.configs import check_mtp, read_config
+from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import (
     atomic_directory,
@@ -103,7 +104,8 @@ def load(
       path_or_hub_id: a directory, a Hugging Face hub id, or "demo" / "demo-drafter",
         the bundled pair.
       dtype: "float32" or "bfloat16" of the weights (A_log, dt_bias and D are float32
-        always); None keeps bfloat16 and makes float32 of anything else.
+        always); None keeps bfloat16, makes it of quantized weights, and float32 of
+        anything else.
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
@@ -145,25 +147,42 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         write_directory(temporary, model.config, dtype, model.params)
 
 
-def described(directory: Path) -> tuple[str, models.ModelConfig, Any]:
-    """Format, architecture (layers for MTP included) and NumPy dtype of a checkpoint,
-    from its config and headers."""
+class Described(NamedTuple):
+    """What a checkpoint's config and headers say.
+
+    Attributes:
+      format: its family, or "stree-jax".
+      quantized: how the file stores its weights, or None.
+      config: the architecture, with the layers for MTP.
+      dtype: NumPy's, of the weights as `load` reads them.
+    """
+
+    format: str
+    quantized: Any
+    config: models.ModelConfig
+    dtype: Any
+
+
+def described(directory: Path) -> Described:
+    """Of a local directory; no weights are read."""
     if is_ours(directory):
         config, dtype = config_from_json(directory / "config.json")
         check_config(directory / "config.json")
-        return "stree-jax", config, dtype
-    source = open_source(directory)
+        return Described("stree-jax", None, config, dtype)
+    source = logical(open_source(directory))
+    quantized = scheme_names(source)
     format, config = read_config(directory, source.tensors, mtp=None)
-    return format, config, source_dtype(source)
+    return Described(format, quantized, config, source_dtype(source))
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     """What a checkpoint holds, from its config and headers; no weights are read.
 
-    Parameters and bytes are those that `load` reads, but where they are called MTP's.
+    Parameters and bytes are those that `load` reads, but where they are called MTP's;
+    "quantized" is how the file stores them, such as "nvfp4", or None.
     """
     directory = resolve(path_or_hub_id)
-    format, whole, dtype = described(directory)
+    format, quantized, whole, dtype = described(directory)
     config = replace(whole, mtp=())
     weights = weight_bytes(config, dtype)
     one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
@@ -176,6 +195,7 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         "num_tokens": config.num_tokens,
         "parameters": sum(map(math.prod, param_shapes(config).values())),
         "dtype": dtype.name,
+        "quantized": quantized,
         "weight_bytes": weights,
         "mtp_layers": list(whole.mtp),
         "mtp_weight_bytes": weight_bytes(whole, dtype) - weights,

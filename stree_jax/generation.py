@@ -223,9 +223,8 @@ def tree_for(
     """The tree of this name; None: what suits the drafter and the rule.
 
     That is "auto" for models, heads and lookup, unless the rule wants a fixed tree;
-    else the sparse one of `SPARSE_NODES` nodes for heads, and `DEFAULT_TREE` for
-    others. "sparse:N" is the best tree of N nodes by the accuracies that came with
-    heads.
+    else the sparse one of `usual_nodes` for heads, and `DEFAULT_TREE` for others.
+    "sparse:N" is the best tree of N nodes by the accuracies that came with heads.
     """
     kind, _, nodes = tree.partition(":") if isinstance(tree, str) else ("", "", "")
     if kind == "sparse":
@@ -236,7 +235,7 @@ def tree_for(
         return resolve_tree(tree)
     fixed = resolve_tree(DEFAULT_TREE)
     if isinstance(drafter, Heads):
-        fixed = sparse_tree(drafter, SPARSE_NODES)
+        fixed = sparse_tree(drafter, usual_nodes(drafter))
     if not isinstance(drafter, models.Model | Heads | str) or drafter == MTP:
         return fixed
     try:
@@ -253,6 +252,12 @@ def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
     if not 1 < size <= MAX_NODES:
         raise ValueError(f"tree: sparse:N wants N in 2..{MAX_NODES}, got {nodes!r}")
     return greedy_tree(Acceptance(np.array(accuracy_of(heads))), size)
+
+
+def usual_nodes(heads: Heads) -> int:
+    """Of the default tree: few heads or ranks have no more combinations."""
+    levels, ranks = np.shape(accuracy_of(heads))
+    return min(SPARSE_NODES, sum(ranks**depth for depth in range(levels + 1)))
 
 
 def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:

@@ -86,7 +86,10 @@ def _opened(
             f"{directory}: no Medusa heads; want {' or '.join(FILES)}"
         )
     source = open_files(directory, [file])
-    names = dict(_named(source.tensors, file))
+    names: dict[Path_, str] = {}
+    for path, n in _named(source.tensors, file):
+        if (other := names.setdefault(path, n)) != n:
+            raise CheckpointError(f"{file}: {n} and {other} are one parameter, twice")
     config = _config(
         directory, file, {path: source.tensors[n] for path, n in names.items()}
     )
@@ -134,9 +137,11 @@ def _config(
         raise CheckpointError(f"{file}: want block 0 or an output of head 0")
     told = directory / "config.json"
     fields = read_json(told) if is_file(told) else {}
-    rows = output.shape[0] if output else fields.get("vocab_size", 0)
-    if not isinstance(rows, int) or isinstance(rows, bool) or len(known.shape) != 2:
+    if any(len(part.shape) != 2 for part in (known, output or known)):
         raise CheckpointError(f"{file}: no matrices of heads")
+    rows = output.shape[0] if output else fields.get("vocab_size", 0)
+    if type(rows) is not int or rows < 0:
+        raise CheckpointError(f"{told}: vocab_size: want a number, got {rows!r}")
     try:
         config = HeadsConfig(
             d_model=known.shape[1],
@@ -174,7 +179,7 @@ def _accuracy(file: Path, table: Any, heads: int) -> tuple[tuple[float, ...], ..
             f"{file}: {ACCURACY}: want {heads} rows of up to {MOST_RANKS} shares each"
         )
     for row in rows:
-        numbers = all(isinstance(p, float | int) and 0 <= p <= 1 for p in row)
+        numbers = all(type(p) in (float, int) and 0 <= p <= 1 for p in row)
         if not numbers or math.fsum(row) > 1 + ROUNDED:
             raise CheckpointError(f"{file}: {ACCURACY}: want shares of 1 together")
     return tuple(tuple(float(p) for p in row) for row in rows)

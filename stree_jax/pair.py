@@ -67,7 +67,7 @@ def pair_configs(
     target: str, drafter: str | None
 ) -> tuple[ModelConfig, ModelConfig | HeadsConfig | NGrams | str | None]:
     """The architectures of what `load_pair` would load; n-grams are read."""
-    config = described(resolve(target))[1]
+    config = described(resolve(target)).config
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
     if drafter == NO_DRAFTER:
@@ -79,7 +79,7 @@ def pair_configs(
     if _are_heads(str(drafter)):
         return config, heads_config(str(drafter))
     name = "demo-drafter" if drafter == DEMO else str(drafter)
-    return config, described(resolve(name))[1]
+    return config, described(resolve(name)).config
 
 
 def _are_heads(drafter: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from stree_jax.checkpoint import load
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.quantized import logical
 from stree_jax.convert.source import open_source
 from stree_jax.convert.store import config_from_json
 from stree_jax.models import FLOAT32_PARAMS
@@ -55,7 +56,13 @@ def check_verifiable(src: Path) -> str:
     """
     if not src.is_dir():
         raise CheckpointError(f"{src}: no such directory")
-    format, _ = read_config(src, open_source(src).tensors)
+    source = logical(open_source(src))
+    format, _ = read_config(src, source.tensors)
+    if source.quantized:
+        raise CheckpointError(
+            f"{src}: --verify compares with transformers, "
+            "which does not read these quantized weights as plain ones"
+        )
     if format in ("native", "mambainllama"):
         raise CheckpointError(
             f"{src}: transformers has no class for {format} checkpoints to verify with"

@@ -57,6 +57,10 @@ LONGEST = [
     "speculation/test_staged_text.py",
     "convert/test_convert.py",
     "speculation/test_mtp.py",
+    "sampling/test_heads.py",
+    "speculation/test_typical.py",
+    "bench/test_heads.py",
+    "speculation/test_medusa_drafts.py",
 ]
 
 

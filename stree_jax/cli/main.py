@@ -209,7 +209,8 @@ def add_paths(p: argparse.ArgumentParser, src: str) -> None:
     p.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="of the weights; default: bfloat16 stays, anything else becomes float32",
+        help="of the weights; default: bfloat16 stays, quantized weights become "
+        "bfloat16, anything else float32",
     )
 
 

@@ -452,6 +452,9 @@ def run_chat(args: argparse.Namespace) -> int:
         read_special_tokens(directory),
         options | drafting,
     )
+    if (args.rule or "").partition("/")[0] == "typical":
+        said = "stree-jax: rule typical: answers are not the model's own text"
+        print(said, file=sys.stderr)
     conversation = Conversation()
     if args.system:
         if speaker.template is None:

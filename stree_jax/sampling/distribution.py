@@ -81,12 +81,12 @@ class Distribution:
         return log_probs(self.sampling, z)
 
     def scores_and_edges(
-        self, logits: jax.Array, depth: jax.Array
+        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None = None
     ) -> tuple[jax.Array, Edges]:
         """`scores` of rows that are sampled, and how near the filters' edges are."""
         assert self.sampling is not None  # a greedy batch has no filters
         logits = self._allowed(logits, depth)
-        z = tempered(self.sampling, logits, self._seen(None))
+        z = tempered(self.sampling, logits, self._seen(path))
         return log_probs_and_edges(self.sampling, z)
 
     def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:

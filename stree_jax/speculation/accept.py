@@ -253,7 +253,8 @@ def accept_typical(
     def along(table: jax.Array, index: jax.Array) -> jax.Array:
         return jax.vmap(lambda table, index: table[index])(table, index)
 
-    z = dist.scores(logits, layout.depth, along(draft.tokens, layout.paths))
+    above_each = along(draft.tokens, layout.paths)
+    z, edges = dist.scores_and_edges(logits, layout.depth, above_each)
     p = jnp.exp(z)
     entropy = -jnp.where(p > 0, p * z, 0.0).sum(axis=-1)
     least = jnp.minimum(typical.epsilon, typical.delta * jnp.exp(-entropy))
@@ -274,7 +275,8 @@ def accept_typical(
     place = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     drafted = jnp.pad(along(draft.tokens, path)[:, 1:], ((0, 0), (0, 1)))
     tokens = jnp.where(place < length[:, None] - 1, drafted, along(best, path))
-    margin = top2_margin(along(z, path), along(best, path))
+    # No filter chooses for a greedy row, so that none may hide the second best.
+    margin = top2_margin(along(edges.unfiltered, path), along(best, path))
     margin = jnp.where(greedy, margin, jnp.inf)  # else tests decided, not only argmaxes
     return Accepted(path, length, tokens, margin)
 

@@ -60,6 +60,7 @@ FOREVER = 2**31 - 1  # steps
 LOOKUP = "lookup"  # the drafter that needs no model
 MTP = "mtp"  # layers of the target itself
 MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
+HEADS_WIDTH = 5  # their guesses cost nothing after the first, and spread
 
 
 def make_spec(
@@ -114,14 +115,15 @@ def make_spec(
 def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:
     """Who drafts for tree "auto": lookup, and beside it a model or heads."""
     guesser: Model | MedusaDrafter | None = None
-    levels = MODEL_DEPTH
+    width, levels = MODEL_WIDTH, MODEL_DEPTH
     match drafter:
         case Staged():  # whose model's levels are drafted for as long as they pay
             guesser = without_mtp(drafter.model)
         case Model():
             guesser = without_mtp(drafter)
         case Heads():
-            guesser, levels = _on_target(drafter, target), drafter.config.heads
+            guesser = _on_target(drafter, target)
+            width, levels = HEADS_WIDTH, drafter.config.heads
         case NGrams():
             _fillable(tree)
         case str():
@@ -130,7 +132,7 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
             raise ValueError("tree: 'auto' wants a model, heads or 'lookup' to draft")
     return AdaptiveDrafter(
         guesser,
-        width=min(MODEL_WIDTH, target.config.num_tokens),
+        width=min(width, target.config.num_tokens),
         depth=min(levels, tree.depth),
         largest=tree.menu[-1],
     )

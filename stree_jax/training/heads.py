@@ -66,10 +66,7 @@ class HeadsSubject:
 
 
 def examples_of(
-    config: HeadsConfig,
-    train: TrainConfig,
-    learnt: Sequence[np.ndarray],
-    held: Sequence[np.ndarray],
+    train: TrainConfig, learnt: Sequence[np.ndarray], held: Sequence[np.ndarray]
 ) -> Examples:
     """Stretches of `train.length` states, from the sources in turn.
 
@@ -96,8 +93,7 @@ def examples_of(
 
     stretches = np.concatenate([np.asarray(source[:, -T:]) for source in held])
     count = max(len(stretches) // train.batch, 1)
-    shapes = [list(source.shape) for source in learnt]
-    settings = {"heads": repr(config), "sources": shapes}
+    settings = {"sources": [list(source.shape) for source in learnt]}
     return Examples(batches, np.array_split(stretches, count), settings)
 
 
@@ -157,6 +153,23 @@ def calibrated(heads: Heads, target: BareModel, texts: np.ndarray) -> Heads:
     return replace(heads, config=replace(heads.config, accuracy=rows))
 
 
+def check_sizes(
+    length: int, heads: int, tokens: int, own_tokens: int, window: int
+) -> None:
+    """Refuse what could not be learnt from, before the target reads anything."""
+    if tokens < 1:
+        raise ValueError(f"--tokens: want at least 1, got {tokens}")
+    if own_tokens < 0:
+        raise ValueError(f"--own-tokens: want at least 0, got {own_tokens}")
+    if window < PROMPT:
+        raise ValueError(f"window: want at least {PROMPT} tokens, got {window}")
+    most = min(window, PROMPT + SPOKEN - 1) if own_tokens else window
+    if not heads < length <= most:
+        raise ValueError(
+            f"--length: want {heads + 1}..{most} tokens for {heads} heads, got {length}"
+        )
+
+
 def train_heads(
     job: Job,
     target: str | Path | Model,
@@ -185,6 +198,7 @@ def train_heads(
       dtype: of the target meanwhile; a CPU is faster in float32. Heads are bfloat16.
     """
     job.check()
+    check_sizes(job.train.length, heads, tokens, own_tokens, window)
     loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
     data = prepare_for(job, loaded, str(target))
     bare, c = without_tokenizer(loaded), loaded.config
@@ -201,12 +215,15 @@ def train_heads(
         return [*kept, keep_hidden(bare, said, job.work / f"{name}.own_states"), said]
 
     count = max(math.ceil(tokens / window), 1), math.ceil(own_tokens / SPOKEN)
-    *learnt, _ = sources("train", data.train, *count)
+    # The shorter stream first, so that too little text is told of before the long work.
     *held, said = sources("heldout", data.heldout, HELD_OUT, HELD_OUT)
+    *learnt, _ = sources("train", data.train, *count)
+    examples = examples_of(job.train, learnt, held[: len(learnt)])
+    settings = examples.settings | {"heads": repr(config)}
     params, _ = learn(
         HeadsSubject(config),
         job.train,
-        examples_of(config, job.train, learnt, held[: len(learnt)]),
+        replace(examples, settings=settings),
         job.work / "saves",
         teacher=head_of(bare),
         minutes=job.minutes,

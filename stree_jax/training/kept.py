@@ -3,6 +3,7 @@
 Letters: B rows of a pass, S tokens of a prompt, L tokens of a window, d width.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from stree_jax.speculation.loop import generate_tokens
 from stree_jax.speculation.tree import chain
 
 READ_AT_ONCE, SPEAK_AT_ONCE = 8, 128  # windows of a pass; texts written together
+SAMPLED = 1024  # numbers of a parameter that tell targets apart
 PROMPT, SPOKEN = 64, 129  # tokens of a text of its own: given, and said
 
 
@@ -151,9 +153,13 @@ def _padded(rows: np.ndarray, count: int) -> np.ndarray:
 
 def _facts(target: Model, windows: np.ndarray) -> dict[str, Any]:
     """What tells one target, and one text, from another."""
-    weight = np.asarray(target.params["embedding"][:8], np.float64)
+    weights = hashlib.sha256()
+    for leaf in jax.tree.leaves(target.params):
+        some = leaf.reshape(-1)[:: max(leaf.size // SAMPLED, 1)]
+        weights.update(np.asarray(some).tobytes())
+    text = np.ascontiguousarray(windows, np.int64).tobytes()
     return {
         "target": repr(target.config),
-        "weights": float(weight.sum()),
-        "text": int(windows.astype(np.int64).sum()),
+        "weights": weights.hexdigest(),
+        "text": hashlib.sha256(text).hexdigest(),
     }

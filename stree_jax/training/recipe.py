@@ -27,6 +27,7 @@ from stree_jax.training import corpus
 from stree_jax.training.train import (
     Loss,
     TrainConfig,
+    check_times,
     distillation_loss,
     fit,
     next_token_loss,
@@ -58,6 +59,7 @@ class Job:
 
     def check(self) -> None:
         """Refuse what could not be written, before anything is trained."""
+        check_times(self.minutes, self.save_minutes)
         if self.out.exists() or self.out.is_symlink():
             raise ValueError(f"{self.out}: exists already; choose another place")
         if not self.out.absolute().parent.is_dir():

@@ -247,6 +247,13 @@ def fit(
     )
 
 
+def check_times(minutes: float | None, save_minutes: float) -> None:
+    """Raises ValueError for times that never come."""
+    for name, value in (("minutes", minutes), ("save_minutes", save_minutes)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: want more than 0, got {value}")
+
+
 def learn(
     subject: Subject,
     train: TrainConfig,
@@ -278,9 +285,7 @@ def learn(
     """
     import orbax.checkpoint as ocp
 
-    for name, value in (("minutes", minutes), ("save_minutes", save_minutes)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}: want more than 0, got {value}")
+    check_times(minutes, save_minutes)
     learner = _Learner(subject, train, teacher, examples, progress)
     run = Progress(learner.begin(), [], [])
     options = ocp.CheckpointManagerOptions(max_to_keep=2)

@@ -249,7 +249,23 @@ print(peak() - before)
 """
 
 
-def write_large(directory, layers, dtype, suffix):
+def nvfp4(layer, generator):
+    """A layer with other numbers in the place of its matrices."""
+    for name in [name for name, tensor in layer.items() if tensor.ndim == 2]:
+        rows, columns = layer[name].shape
+        sizes = {"weight": (rows, columns // 2), "weight_scale": (rows, columns // 16)}
+        found = {
+            name.replace("weight", word): torch.randint(
+                1, 120, size, dtype=torch.uint8, generator=generator
+            )
+            for word, size in sizes.items()
+        }
+        scale = name.replace("weight", "weight_scale")
+        found[scale] = found[scale].view(torch.float8_e4m3fn)
+        layer |= {**found, f"{scale}_2": torch.tensor(1e-4)}
+
+
+def write_large(directory, layers, dtype, suffix, quantized=False):
     """A Llama with a shard for every layer; returns the number of its weights."""
     d, hidden, vocab = 768, 3072, 64
     config = {
@@ -264,6 +280,9 @@ def write_large(directory, layers, dtype, suffix):
         "vocab_size": vocab,
         "tie_word_embeddings": True,
     }
+    if quantized:
+        method = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        config["quantization_config"] = method
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     parts = {f"self_attn.{letter}_proj": (d, d) for letter in "qkvo"} | {
@@ -282,6 +301,9 @@ def write_large(directory, layers, dtype, suffix):
         }
 
     layer = normal(parts)
+    count = layers * sum(tensor.numel() for tensor in layer.values())
+    if quantized:
+        nvfp4(layer, generator)
     shards = [normal({"embed_tokens": (vocab, d), "norm": (d,)})]
     for i in range(layers):
         prefix = f"model.layers.{i}."
@@ -294,20 +316,24 @@ def write_large(directory, layers, dtype, suffix):
     stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
     index = directory / f"{stem}.{suffix}.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    return sum(tensor.numel() for shard in shards for tensor in shard.values())
+    return count + sum(tensor.numel() for tensor in shards[0].values())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="wants Linux")
 @pytest.mark.parametrize(
-    ("dtype", "suffix", "layers"),
-    [(torch.bfloat16, "safetensors", 16), (torch.float32, "bin", 8)],
+    ("dtype", "suffix", "layers", "quantized"),
+    [
+        (torch.bfloat16, "safetensors", 16, False),
+        (torch.float32, "bin", 8, False),
+        (torch.bfloat16, "safetensors", 16, True),
+    ],
 )
-def test_memory(tmp_path, dtype, suffix, layers):
+def test_memory(tmp_path, dtype, suffix, layers, quantized):
     """The parameters in bfloat16 once, and what does not grow with the model.
 
     A second copy, made by the writer or of the mapped files, would be over the limit.
     """
-    size = 2 * write_large(tmp_path / "source", layers, dtype, suffix)
+    size = 2 * write_large(tmp_path / "source", layers, dtype, suffix, quantized)
     paths = [str(tmp_path / name) for name in ("source", "ours")]
     result = subprocess.run(
         [sys.executable, "-c", PEAK, *paths, "bfloat16"],

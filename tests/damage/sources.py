@@ -2,6 +2,7 @@
 
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,17 @@ from tests.support.native_checkpoints import (
     write_mambainllama,
     write_native,
 )
+from tests.support.quantized import MODELS, write
 
 OWN = {"own-mamba2": "mamba2", "own-granite-moe": "granite-moe", "own-llama": "llama"}
 NATIVES = {f"native-{name}": name for name in NATIVE_CASES}
-SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *OWN]
+QUANTIZED = {  # a model and a spelling, in safetensors alone
+    "quantized-nvfp4": ("nemotron-h", "modelopt mixed"),
+    "quantized-reciprocal": ("llama", "compressed nvfp4"),
+    "quantized-int8": ("mamba2", "compressed int8 packed"),
+    "quantized-fp8": ("granite", "fp8"),
+}
+SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *QUANTIZED, *OWN]
 LAYOUTS = ("safetensors", "safetensors shards", "bin", "bin shards")
 HARMFUL = "!"  # a damage whose description begins so must be refused
 
@@ -90,6 +98,12 @@ def write_source(directory: Path, name: str) -> None:
     if name in HF_CASES:
         disable_progress_bar()
         HF_CASES[name]().save_pretrained(directory)
+    elif name in QUANTIZED:
+        disable_progress_bar()
+        model, spelling = QUANTIZED[name]
+        with tempfile.TemporaryDirectory() as plain:
+            MODELS[model]().bfloat16().save_pretrained(plain)
+            write(Path(plain), directory, spelling)
     elif name in NATIVES:
         write_native(directory, **NATIVE_CASES[NATIVES[name]])
     else:
@@ -99,6 +113,8 @@ def write_source(directory: Path, name: str) -> None:
 
 def source(folder: Path, name: str, layout: str) -> Path:
     """A sound checkpoint, made when it is first wanted."""
+    if name in QUANTIZED:
+        layout = layout.replace("bin", "safetensors")
     directory = folder / f"{name}, {layout}"
     if directory.is_dir():
         return directory

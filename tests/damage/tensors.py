@@ -41,9 +41,15 @@ def tensor_changes(t: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
         "empty, huge": lambda: t.new_zeros((0, 1 << 40)),
         "fewer rows": lambda: t[: len(t) // 2].clone(),
         "more rows": lambda: torch.cat([t, t]),
-        "NaN": lambda: torch.full_like(t, float("nan")),
-        "infinite": lambda: torch.full_like(t, float("inf")),
+        "NaN": lambda: filled(t, float("nan")),
+        "infinite": lambda: filled(t, float("inf")),
     }
+
+
+def filled(t: torch.Tensor, value: float) -> torch.Tensor:
+    """Of its dtype, where that has such a number."""
+    full = torch.full(t.shape, value)
+    return full.to(t.dtype) if t.is_floating_point() else full
 
 
 def tensors(directory: Path, rng: Rng) -> str:

@@ -1,0 +1,416 @@
+"""Which tensors of a checkpoint are quantized, and how: by its config files.
+
+A source with quantized weights becomes one that lists the matrices themselves, so that
+all else reads it as any other. What a scheme means is in `dequantize.py`.
+
+Sources of names and shapes: NVIDIA Model Optimizer (`convert_hf_config.py`), vLLM
+(`modelopt.py`), compressed-tensors (`quant_config.py`, `quant_args.py`) and
+transformers (`FineGrainedFP8Config`, `FbgemmFp8Config`).
+"""
+
+import fnmatch
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stree_jax.convert.dequantize import Part, Scheme
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.source import (
+    PICKLED,
+    Quantized,
+    Source,
+    TensorInfo,
+    is_file,
+)
+
+CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
+FP8 = Scheme("fp8", "F8_E4M3")
+INT8 = Scheme("int8", "I8")
+NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
+CHANNEL = (1, 0)  # a scale for each row
+INVERSE = "weight_scale_inv"  # a factor all the same, the inverse of the writer's
+MODELOPT = {
+    "FP8": FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": replace(FP8, block=CHANNEL),
+    "FP8_PB_WO": replace(FP8, block=(128, 128)),
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+}
+MIXED = "MIXED_PRECISION"
+# By compressed-tensors' format and (type, bits) of the weights.
+NVFP4_PACKED = replace(
+    NVFP4, weight="weight_packed", global_scale="weight_global_scale", reciprocal=True
+)
+COMPRESSED = {
+    ("float-quantized", "float", 8): FP8,
+    ("naive-quantized", "float", 8): FP8,
+    ("naive-quantized", "int", 8): INT8,
+    ("int-quantized", "int", 8): INT8,
+    ("pack-quantized", "int", 8): replace(
+        INT8, stored="I32", weight="weight_packed", shape="weight_shape"
+    ),
+    ("nvfp4-pack-quantized", "float", 4): NVFP4_PACKED,
+}
+FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
+# Of activations and caches, which stay in the model's dtype here.
+ACTIVATIONS = frozenset(
+    "input_scale input_global_scale input_zero_point output_scale output_zero_point "
+    "activation_scale q_scale k_scale v_scale k_zero_point v_zero_point".split()
+)
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Modules by name, and by pattern of the whole name.
+
+    Attributes:
+      below: a name stands for all modules below it, and at the end of others, too.
+    """
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+    below: bool = False
+
+    def has(self, module: str) -> bool:
+        found = module in self.names or any(p.match(module) for p in self.patterns)
+        if found or not self.below:
+            return found
+        words = module.split(".")
+        ends = (".".join(words[i:]) for i in range(1, len(words)))
+        return not self.names.isdisjoint(_above(module)) or any(
+            end in self.names for end in ends
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which scheme a module's weight has, as a config file says.
+
+    Attributes:
+      named: schemes of modules and all below them.
+      patterned: of those whose name a pattern fits; looked at after `named`.
+      default: of all others that are quantized; None: there are none.
+      ignored: modules that are not quantized.
+    """
+
+    file: Path
+    named: Mapping[str, Scheme] = field(default_factory=dict)
+    patterned: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
+    default: Scheme | None = None
+    ignored: Modules = Modules()
+
+    def has_schemes(self) -> bool:
+        return bool(self.named or self.patterned or self.default)
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Of a quantized module; None: the file knows of none for it."""
+        for name in (module, *_above(module)):
+            if name in self.named:
+                return self.named[name]
+        fits = (scheme for p, scheme in self.patterned if p.match(module))
+        return next(fits, self.default)
+
+
+def _above(module: str) -> Iterator[str]:
+    """Names of the modules that a module is in, the nearest first."""
+    while "." in module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
+def logical(source: Source) -> Source:
+    """The checkpoint with a float tensor for each that is quantized.
+
+    The same where no config file speaks of quantization. Reads headers only.
+
+    Raises:
+      CheckpointError: the method is not known, or a quantized tensor is not as its
+        config and its shape want it; the tensor's name and file are in it.
+    """
+    recipe = _recipe(source)
+    if recipe is None:
+        return source
+    stored = source.tensors
+    if pickled := [t.file for t in stored.values() if t.file.suffix in PICKLED]:
+        raise CheckpointError(
+            f"{pickled[0]}: quantized weights are read from safetensors files only"
+        )
+    words = {scheme.weight for scheme in COMPRESSED.values()}
+    quantized: dict[str, Quantized] = {}
+    for name, info in stored.items():
+        module, _, word = name.rpartition(".")
+        if word not in words or (word == "weight" and info.dtype in FLOATS):
+            continue
+        found = _quantized(recipe, stored, module, name)
+        if quantized.setdefault(f"{module}.weight", found) is not found:
+            raise CheckpointError(f"{info.file}: {name}: {module} has two weights")
+    if recipe.has_schemes() and not quantized:
+        raise CheckpointError(f"{recipe.file}: says quantized, but no tensor is")
+    used = {name for q in quantized.values() for name, _ in q.parts.values()}
+    tensors = {
+        name: info
+        for name, info in stored.items()
+        if name not in used and name.rpartition(".")[2] not in ACTIVATIONS
+    }
+    if both := tensors.keys() & quantized.keys():
+        name = min(both)
+        raise CheckpointError(f"{tensors[name].file}: {name}: is there twice")
+    for name, q in quantized.items():
+        info = q.parts["weight"][1]
+        tensors[name] = TensorInfo(info.file, q.scheme.matrix(info.shape), "bfloat16")
+    return replace(source, tensors=tensors, quantized=quantized)
+
+
+def scheme_names(source: Source) -> str | None:
+    """The schemes of a source's weights, such as "nvfp4" or "fp8+nvfp4"."""
+    return "+".join(sorted({q.scheme.name for q in source.quantized.values()})) or None
+
+
+def _quantized(
+    recipe: Recipe, stored: Mapping[str, TensorInfo], module: str, name: str
+) -> Quantized:
+    """A quantized tensor with its scales, after a look at names, dtypes and shapes."""
+    info, scheme = stored[name], recipe.scheme(module)
+    where = f"{info.file}: {name}"
+    if recipe.ignored.has(module):
+        raise CheckpointError(
+            f"{where}: is {info.dtype}, but {recipe.file.name} says it is not quantized"
+        )
+    if scheme is None:
+        raise CheckpointError(f"{where}: no scheme for it in {recipe.file.name}")
+    if (name, info.dtype) != (f"{module}.{scheme.weight}", scheme.stored):
+        raise CheckpointError(
+            f"{where}: want {scheme.weight} of dtype {scheme.stored} "
+            f"({scheme.name} by {recipe.file.name}), got dtype {info.dtype}"
+        )
+    if len(info.shape) != 2 or 0 in info.shape:
+        raise CheckpointError(
+            f"{where}: quantized shape {list(info.shape)}, want a matrix"
+        )
+    matrix = scheme.matrix(info.shape)
+    rows, columns = scheme.block
+    if rows == 1 and columns and matrix[1] % columns:
+        raise CheckpointError(
+            f"{where}: {matrix[1]} columns are not whole groups of {columns}"
+        )
+    shapes = scheme.shapes(matrix)
+    parts: dict[Part, tuple[str, TensorInfo]] = {}
+    for part, word in scheme.endings().items():
+        tensor = f"{module}.{word}"
+        if tensor not in stored:
+            raise CheckpointError(f"{where}: {tensor} is missing")
+        parts[part] = tensor, stored[tensor]
+        if part != "weight":
+            _check_part(scheme, part, shapes[part], tensor, stored[tensor])
+    return Quantized(scheme, parts)
+
+
+def _check_part(
+    scheme: Scheme,
+    part: Part,
+    shapes: set[tuple[int, ...]],
+    name: str,
+    info: TensorInfo,
+) -> None:
+    """A scale, zero point or shape has a dtype and a shape that fit its matrix."""
+    dtypes: tuple[str, ...] = FLOATS
+    if part == "scale" and scheme.global_scale:
+        dtypes = ("F8_E4M3",)
+    if part == "zero_point":
+        dtypes = ("I8",)
+    if part == "shape":
+        dtypes = ("I64", "I32")
+    if info.dtype not in dtypes:
+        wanted = " or ".join(dtypes)
+        raise CheckpointError(
+            f"{info.file}: {name}: want dtype {wanted}, got {info.dtype}"
+        )
+    if info.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in sorted(shapes, key=len))
+        raise CheckpointError(
+            f"{info.file}: {name}: want shape {wanted}, got {list(info.shape)}"
+        )
+
+
+# Config files
+
+
+def _recipe(source: Source) -> Recipe | None:
+    """What config.json says, or Model Optimizer's own file; None: nothing."""
+    config = ConfigFields.read(source.directory / "config.json", source.tensors)
+    if config.get(CONFIG, None) is None:
+        file = source.directory / MODELOPT_FILE
+        return _modelopt(ConfigFields.read(file)) if is_file(file) else None
+    fields = config.object(CONFIG)
+    method = fields.get("quant_method")
+    match method:
+        case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
+            return _modelopt(fields)
+        case "compressed-tensors":
+            return _compressed(fields)
+        case "fp8":
+            return _fine_grained(fields)
+        case "fbgemm_fp8":
+            ignored = _modules(fields, "modules_to_not_convert")
+            scheme = replace(FP8, block=CHANNEL)
+            return Recipe(fields.file, default=scheme, ignored=ignored)
+    raise fields.error(
+        "quant_method",
+        f"weights quantized by {reprlib.repr(method)} are not supported "
+        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8)",
+    )
+
+
+def _strings(fields: ConfigFields, *names: str) -> list[str]:
+    """A list of strings, from the first of these fields that there is."""
+    name = next((n for n in names if fields.get(n, None) is not None), names[0])
+    value = fields.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise fields.wants(name, "a list of names", value)
+    return value
+
+
+def _modules(fields: ConfigFields, *names: str) -> Modules:
+    """Of a field whose names may hold * and ?."""
+    values = _strings(fields, *names)
+    wild = {value for value in values if any(c in value for c in "*?[")}
+    patterns = tuple(re.compile(fnmatch.translate(value)) for value in sorted(wild))
+    return Modules(frozenset(values) - wild, patterns, below=True)
+
+
+def _modelopt(fields: ConfigFields) -> Recipe:
+    """Model Optimizer's: one algorithm for all, or one for each module."""
+    if "quantization" in fields.values:
+        fields = fields.object("quantization")
+    ignored = _modules(fields, "exclude_modules", "ignore")
+    if fields.get("quant_algo", None) is None:  # a quantized cache is left out
+        return Recipe(fields.file, ignored=ignored)
+    if fields.get("quant_algo") != MIXED:
+        scheme = _algorithm(fields)
+        return Recipe(fields.file, default=scheme, ignored=ignored)
+    layers = fields.object("quantized_layers")
+    named = {name: _algorithm(layers.object(name)) for name in layers.values}
+    return Recipe(fields.file, named, ignored=ignored)
+
+
+def _algorithm(fields: ConfigFields) -> Scheme:
+    """By `quant_algo`, in capitals or not, and `group_size`."""
+    word = fields.get("quant_algo")
+    known = word.upper() if isinstance(word, str) else word
+    if known not in tuple(MODELOPT):
+        raise fields.error(
+            "quant_algo",
+            f"weights quantized by {reprlib.repr(word)} are not supported "
+            f"(known: {', '.join([*MODELOPT, MIXED])})",
+        )
+    scheme = MODELOPT[known]
+    size = fields.size("group_size", scheme.block[1], low=0)
+    if scheme.block[1] and size != scheme.block[1]:
+        raise fields.wants("group_size", f"{scheme.block[1]}", size)
+    return scheme
+
+
+def _fine_grained(fields: ConfigFields) -> Recipe:
+    """FP8 in blocks, as DeepSeek's, or with a scale for a tensor."""
+    fields.choice("fmt", "e4m3", ("e4m3",))
+    fields.choice("scale_fmt", "float", ("float",))
+    fields.choice("expert_dtype", "fp8", ("fp8",))
+    ignored = _modules(fields, "modules_to_not_convert", "ignored_layers")
+    scheme = FP8  # as AutoFP8 wrote it
+    if fields.get("weight_block_size", None) is not None:
+        block = _block(fields, "weight_block_size")
+        scheme = replace(FP8, block=block, scale=INVERSE)
+    elif fields.has_tensor(f".{INVERSE}"):  # as transformers does
+        scheme = replace(FP8, scale=INVERSE)
+    return Recipe(fields.file, default=scheme, ignored=ignored)
+
+
+def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    value = fields.get(name)
+    whole = isinstance(value, list) and len(value) == 2
+    if not whole or not all(type(n) is int and 0 < n <= 2**20 for n in value):
+        raise fields.wants(name, "[rows, columns]", value)
+    return value[0], value[1]
+
+
+def _compressed(fields: ConfigFields) -> Recipe:
+    """compressed-tensors': groups of modules, by name, pattern ("re:...") or class."""
+    if fields.get("transform_config", None):
+        raise fields.error("transform_config", "transformed weights are not supported")
+    sparsity = fields.object("sparsity_config")
+    sparsity.choice("format", "dense", ("dense",))
+    groups = fields.object("config_groups")
+    named: dict[str, Scheme] = {}
+    patterned: list[tuple[re.Pattern[str], Scheme]] = []
+    default: Scheme | None = None
+    for name in groups.values:
+        group = groups.object(name)
+        if group.get("weights", None) is None:  # of activations alone
+            continue
+        scheme = _weights(group, fields)
+        for target in _strings(group, "targets"):
+            if target.startswith("re:"):
+                patterned.append((_pattern(group, "targets", target), scheme))
+            elif "." in target or target == "lm_head":
+                named[target] = scheme
+            elif default not in (None, scheme):
+                raise group.error("targets", f"{target}: is in another group, too")
+            else:  # a class, such as Linear: of what else is quantized
+                default = scheme
+    ignored = _strings(fields, "ignore")
+    plain = frozenset(name for name in ignored if not name.startswith("re:"))
+    patterns = (_pattern(fields, "ignore", n) for n in ignored if n not in plain)
+    modules = Modules(plain, tuple(patterns))
+    return Recipe(fields.file, named, tuple(patterned), default, modules)
+
+
+def _pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise fields.error(name, f"{reprlib.repr(target)}: {error}") from error
+
+
+def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
+    """The scheme of a group: its format, else that of all, and its weights."""
+    weights = group.object("weights")
+    own = group.get("format", None) is not None
+    format = (group if own else fields).choice("format", "", FORMATS)
+    kind = weights.choice("type", "int", ("int", "float"))
+    bits = weights.size("num_bits", 8)
+    if (format, kind, bits) not in COMPRESSED:
+        raise weights.error("num_bits", f"{bits}-bit {kind} {format} is not supported")
+    scheme = COMPRESSED[format, kind, bits]
+    weights.choice("dynamic", False, (False,))
+    weights.choice("actorder", False, (False, "weight", "static"))
+    if not weights.flag("symmetric", True):
+        if scheme != INT8:
+            raise weights.error("symmetric", f"false is not supported for {format}")
+        scheme = replace(scheme, zero_point="weight_zero_point")
+    return replace(scheme, block=_shared(weights, scheme))
+
+
+def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
+    """Rows and columns that share a scale, by the strategy of a group's weights."""
+    size = weights.get("group_size", None)  # -1: all of a row
+    if size not in (None, -1):
+        size = weights.size("group_size")
+    guess = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategies: tuple[str, ...] = ("tensor", "channel", "group", "block")
+    if scheme.global_scale:
+        strategies = ("tensor_group", "group")
+    match weights.choice("strategy", guess, strategies):
+        case "tensor":
+            return 0, 0
+        case "channel":
+            return CHANNEL
+        case "block":
+            return _block(weights, "block_structure")
+    if scheme.global_scale and size != scheme.block[1]:
+        raise weights.wants("group_size", f"{scheme.block[1]}", size)
+    return 1, weights.size("group_size")

@@ -1,0 +1,251 @@
+"""`bench heads`: accuracies, arms, typical acceptance's text, tables and figures."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling
+from stree_jax.bench import benchmarks, figures
+from stree_jax.bench import heads as bench
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import parse_bench
+from stree_jax.bench.widen import widened, widened_heads
+from stree_jax.checkpoint import without_tokenizer
+from stree_jax.generation import encode_prompts
+from stree_jax.models import AttentionConfig, MambaConfig, Rope, init_params
+from stree_jax.models.heads import head_logits
+from stree_jax.traffic import weights_read
+from stree_jax.training.corpus import train_tokenizer
+from stree_jax.training.kept import hidden_states
+from tests.distribution import processed
+from tests.support.heads import random_heads, reference_logits
+from tests.support.tiny import REAL, perturbed, tiny
+
+PROMPTS = {"HumanEval": ["def f(x):", "x"], "GSM8K": ["x = 1"]}
+NEW, K = 10, 3
+OPTIONS = bench.Options(("cartesian:3x2",), (), "chain:2", (0.0, 1.0), NEW, 1)
+ARMS = ["plain", "heads, cartesian:3x2", "lookup", "typical, chain:2"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
+    size, model = tokenizer.get_vocab_size(), tiny(1, layers=("mamba",))
+    config = replace(model.config, vocab_size=size, num_tokens=size)
+    table = np.random.default_rng(1).standard_normal((size, config.d_model))
+    params = {**model.params, "embedding": table.astype(np.float32)}
+    target = model.replace(params=params, config=config, tokenizer=tokenizer)
+    return target, target.replace(params=perturbed(params, 0.02, 3))
+
+
+@pytest.fixture(scope="module")
+def heads(pair):
+    return random_heads(pair[0], scale=0.1, heads=K)
+
+
+@pytest.fixture(scope="module")
+def report(pair, heads):
+    found = bench.measure_heads(*pair, heads, None, PROMPTS, OPTIONS, Run(1))
+    jax.clear_caches()
+    return json.loads(json.dumps(found))
+
+
+def rows_of(report, title, temperature):
+    return {
+        row["arm"]: row
+        for row in report["results"]
+        if (row["set"], row["temperature"]) == (title, temperature)
+    }
+
+
+def test_arms_of_the_options():
+    options = replace(OPTIONS, trees=("chain:1", "sparse:8"), model_trees=("E",))
+    arms = {arm.name: arm for arm in bench.arms_of(options, staged=True)}
+    names = ["plain", "heads, chain:1", "heads, sparse:8", "model, E", "staged, E"]
+    assert list(arms) == [*names, "lookup", "typical, chain:2"]
+    drafting = [arm.drafting for arm in arms.values()][1:]
+    assert drafting == ["heads", "heads", "model", "staged", "lookup", "heads"]
+    assert {name for name, arm in arms.items() if arm.rule} == {"typical, chain:2"}
+
+
+def test_arms_of_exact_rules_are_plain_decoding(report):
+    """And those of the rule typical are not said to be, where tokens are drawn."""
+    assert report["arms"] == ARMS and report["complete"]
+    for title in PROMPTS:
+        for temperature in (0.0, 1.0):
+            rows = rows_of(report, title, temperature)
+            assert list(rows) == ARMS
+            for name in ARMS[1:]:
+                typical = name.startswith("typical") and temperature > 0
+                units = None if typical else len(PROMPTS[title])
+                assert rows[name]["equal_to_plain"] == units, name
+            assert rows["plain"]["tau"] == 1
+            assert rows["heads, cartesian:3x2"]["tau"] > 1
+
+
+def test_accuracies_are_those_of_greedy_text(report, pair, heads):
+    """By brute force: the places whose guesses are all in the text that was made."""
+    target = pair[0]
+    for title, prompts in PROMPTS.items():
+        said = stree_jax.generate(
+            target, prompts, max_new_tokens=NEW, stop_tokens=()
+        ).tokens
+        ranks = []
+        for prompt, own in zip(encode_prompts(target, prompts), said, strict=True):
+            whole = np.array(prompt + own, np.int32)
+            bare = without_tokenizer(target)
+            hidden = np.asarray(hidden_states(bare, whole[None]))[0]
+            guesses = reference_logits(heads, target, hidden)
+            for t in range(len(prompt) - 1, len(whole) - K - 1):
+                ranks.append(
+                    [
+                        (guesses[t, k] > guesses[t, k, whole[t + k + 2]]).sum()
+                        for k in range(K)
+                    ]
+                )
+        assert len(ranks) == len(prompts) * (NEW - K)
+        ranks = np.array(ranks)
+        want = [[(r == w).mean() for w in range(10)] for r in ranks.T]
+        np.testing.assert_allclose(report["accuracy"][title], want, atol=1e-12)
+        given = report["accuracy"][f"{title}, given the heads before"]
+        np.testing.assert_allclose(given[0], want[0], atol=1e-12)
+        reached = ranks[:, 0] < 10
+        second = [(ranks[reached, 1] == w).mean() for w in range(10)]
+        np.testing.assert_allclose(given[1], second, atol=1e-12)
+
+
+def test_traffic_is_what_heads_read(report, pair, heads):
+    unit = report["units"]["/GSM8K/T=0/0"]
+    target, stage = unit["heads, cartesian:3x2"]["traffic"]
+    d = pair[0].config.d_model
+    each = 2 * 4 * (d * d + d) + pair[0].params["embedding"].nbytes
+    assert (target["stage"], stage["stage"]) == ("target", "heads")
+    assert stage["passes"] == target["passes"]
+    assert stage["weights"] == stage["passes"] * each
+    parts = ("weights", "state", "caches")
+    total = sum(t[part] for t in (target, stage) for part in parts)
+    (plain,) = unit["plain"]["traffic"]
+    alone = sum(plain[part] for part in parts)
+    row = rows_of(report, "GSM8K", 0.0)["heads, cartesian:3x2"]
+    assert row["traffic"] == pytest.approx(total / alone)
+    assert rows_of(report, "GSM8K", 0.0)["plain"]["traffic"] == 1
+    assert report["bytes"]["heads"] == K * 4 * (d * d + d)
+    assert report["bytes"]["model"] == weights_read(pair[1])
+    assert report["bytes"]["lookup"] == 0
+
+
+def test_what_typical_acceptance_makes_of_a_text(report, pair, heads):
+    """Mean log-probabilities under the target, token by token."""
+    (row,), target = report["texts"], pair[0]
+    assert row["temperature"] == 1.0
+    texts = [text for group in PROMPTS.values() for text in group]
+    settings = [Sampling(1.0, seed=i) for i in range(len(texts))]
+    drafting = dict(drafter=heads, tree="chain:2", rule="typical")
+    for name, options in (
+        ("sampling", dict(sampling=settings)),
+        ("typical", dict(sampling=settings, **drafting)),
+        ("greedy", {}),
+    ):
+        said = stree_jax.generate(
+            target, texts, max_new_tokens=NEW, stop_tokens=(), **options
+        )
+        found = []
+        for prompt, own in zip(encode_prompts(target, texts), said.tokens, strict=True):
+            logits = np.asarray(stree_jax.score(target, [prompt + own]))[0]
+            for place, token in enumerate(own, start=len(prompt) - 1):
+                found.append(np.log(processed(logits[place], Sampling(1.0))[token]))
+        assert row[name]["log_prob"] == pytest.approx(np.mean(found), abs=1e-4)
+        want = 0 if name == "sampling" else -np.mean(found)
+        assert row[name]["divergence"] == pytest.approx(want, abs=1e-4)
+        assert row[name]["distinct"] == pytest.approx(bench.distinct(said.tokens))
+    assert row["greedy"]["tau"] == row["sampling"]["tau"] == 1 < row["typical"]["tau"]
+
+
+def test_distinct_runs():
+    assert bench.distinct([[1, 2, 3, 4, 5]]) == 1
+    assert bench.distinct([[1] * 7]) == 1 / 4
+    assert bench.distinct([[1, 2, 1, 2, 1, 2], list(range(9))]) == (2 / 3 + 1) / 2
+
+
+def test_tables_and_figures(report, tmp_path):
+    text = benchmarks.table_of(report)
+    assert "| HumanEval | 0 | heads, cartesian:3x2 |" in text
+    assert "| GSM8K | 1 | typical, chain:2 |" in text
+    assert "| HumanEval, given the heads before | 3 |" in text
+    assert "| 1 | typical |" in text and "Weights: target" in text
+    figures.save(figures.draw(report), tmp_path / "f")
+    assert {file.name for file in tmp_path.iterdir()} == {"f.png", "f.svg"}
+    greedy = report | {"temperatures": [0.0], "texts": []}
+    assert "typical, chain:2" in benchmarks.table_of(greedy)
+    figures.save(figures.draw(greedy), tmp_path / "g")
+
+
+def test_the_options_are_what_is_measured(monkeypatch, pair, heads, tmp_path):
+    """Of the command, with heads of a widened target."""
+    target = wide_target()
+    small, made = random_heads(target, heads=2), []
+    monkeypatch.setattr(benchmarks, "load_pair", lambda *args: (target, target))
+    monkeypatch.setattr(benchmarks, "load_heads", lambda path, dtype: small)
+    monkeypatch.setattr(benchmarks, "read_prompts", lambda *args: PROMPTS)
+    monkeypatch.setattr(bench, "measure_heads", lambda *args: made.append(args) or {})
+    words = ["heads", "--prompts", "p.jsonl", "--widen", "4", "--trees", "chain:2"]
+    benchmarks.measure_benchmark(parse_bench([*words, "--temperatures", "0", "0.5"]))
+    (wide, drafter, given, ngrams, prompts, options, _), *_ = made
+    assert wide.config.d_model == given.config.d_model == 128 and ngrams is None
+    assert drafter is target and prompts is PROMPTS
+    assert options.trees == ("chain:2",) and options.temperatures == (0.0, 0.5)
+
+
+# Wider
+
+
+def wide_target():
+    """A model that can be widened."""
+    config = replace(
+        tiny(0, layers=("mamba", "attention")).config,
+        mamba=MambaConfig(4, 8, 16, norm_eps=0.1),
+        attention=AttentionConfig(4, 2, 8, Rope(1e4, 8)),
+        norm_eps=0.2,
+    )
+    params = init_params(config, jax.random.key(0), np.float32)
+    return stree_jax.Model(params=perturbed(params, 0.2, 0), config=config)
+
+
+OWN = [dict(heads=3, blocks=2), dict(heads=2, own_output=True, bias=False)]
+
+
+@pytest.mark.parametrize("options", OWN, ids=["the model's output", "own outputs"])
+def test_heads_of_a_wider_target_say_the_same(options):
+    target = wide_target()
+    heads, factor = random_heads(target, accuracy=(), **options), 4
+    wide, wider = widened(target, factor), widened_heads(heads, factor)
+    assert wider.config == replace(heads.config, d_model=128)
+    assert widened_heads(heads, 1) is heads
+    tokens = np.random.default_rng(0).integers(REAL, size=(2, 9)).astype(np.int32)
+    count = options["heads"]
+    said = [
+        head_logits(h, m, hidden_states(without_tokenizer(m), tokens), count)
+        for h, m in ((heads, target), (wider, wide))
+    ]
+    assert float(np.std(said[0])) > 0.1
+    np.testing.assert_allclose(said[0], said[1], rtol=0, atol=2e-5)
+
+
+def test_they_draft_the_same_for_it():
+    target = wide_target()
+    heads = random_heads(target, scale=0.03, heads=3)
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(8, REAL, n).tolist() for n in (5, 9)]
+    small, wide = (
+        stree_jax.generate(
+            t, prompts, max_new_tokens=16, stop_tokens=(), drafter=h, tree="chain:3"
+        )
+        for t, h in ((target, heads), (widened(target, 4), widened_heads(heads, 4)))
+    )
+    assert small.tokens == wide.tokens and small.min_margin.min() > 1e-4
+    assert small.gained.tolist() == wide.gained.tolist()
+    assert small.acceptance_length.max() > 1.5
