@@ -7,7 +7,6 @@ looked at once. No limit is ever raised: what does not fit is refused, with what
 less of.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from stree_jax import models, tuning
 from stree_jax.arguments import MOST_TOKENS, integer
+from stree_jax.byte_sizes import bytes_named, shown_bytes
 from stree_jax.cost import Acceptance, PassTime, Seconds, expected_tau, greedy_tree
 from stree_jax.cost import step_time as seconds_of_step
 from stree_jax.generation import PAST_STEP, accuracy_of, bucket
@@ -42,11 +42,6 @@ from stree_jax.speculation.tree import (
 )
 from stree_jax.traffic import heads_read, state_and_caches, weights_read
 
-UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of fixed trees
 AUTOS = ("auto", "auto:1,4,8", "auto:1,4")
 CHAINS = (1, 2, 4, 8)  # that lookup fills
@@ -159,27 +154,6 @@ class Planned:
 
         choices = [one(choice) for choice in self.choices]
         return {"limit": self.limit, **asdict(self.request), "choices": choices}
-
-
-def bytes_named(text: str | int) -> int:
-    """A number of bytes: 8GB (of 10^9), 8GiB (of 2^30), 512MB, 8.5 GB, or an int.
-
-    Raises:
-      ValueError: anything else, or less than one byte.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    units = {name.lower(): factor for name, factor in UNITS.items()}
-    if isinstance(text, bool) or not found or found[2].lower() not in units:
-        raise ValueError(f"memory: want bytes such as 8GB, 8GiB or 512MB, got {text!r}")
-    size = int(float(found[1]) * units[found[2].lower()])
-    if size < 1:
-        raise ValueError(f"memory: want at least 1 byte, got {text!r}")
-    return size
-
-
-def shown_bytes(size: int) -> str:
-    """In GB or MB of 10^9 and 10^6."""
-    return f"{size / 1e9:.2f} GB" if size >= 10**9 else f"{size / 1e6:.2f} MB"
 
 
 def plan(

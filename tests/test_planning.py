@@ -8,6 +8,7 @@ import pytest
 
 import stree_jax
 from stree_jax import planning, tuning
+from stree_jax.byte_sizes import bytes_named
 from stree_jax.cost import Acceptance
 from stree_jax.memory import CompiledBytes, memory_of
 from stree_jax.models.heads import (
@@ -17,7 +18,7 @@ from stree_jax.models.heads import (
     head_logits,
     init_heads,
 )
-from stree_jax.planning import Request, bytes_named, plan
+from stree_jax.planning import Request, plan
 from tests.support.tiny import tiny
 
 MB = 10**6

@@ -50,8 +50,9 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> None:
+    from stree_jax.byte_sizes import bytes_named
     from stree_jax.pair import pair_configs
-    from stree_jax.planning import bytes_named, plan
+    from stree_jax.planning import plan
 
     memory = bytes_named(args.memory)  # before anything is read
     model, drafter = pair_configs(args.model, args.drafter)
@@ -71,7 +72,7 @@ def run_plan(args: argparse.Namespace) -> None:
 
 def report(found: "Planned") -> str:
     """What to run, where the bytes go, and what else fits."""
-    from stree_jax.planning import shown_bytes
+    from stree_jax.byte_sizes import shown_bytes
 
     best, asked = found.best, found.request
     kind = "measured" if best.measured else "assumed"
