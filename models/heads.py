@@ -12,7 +12,7 @@ Letters: K heads, d width of the hidden states, V rows of the vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -82,6 +82,13 @@ class Heads:
         c = self.config
         output = "own outputs" if c.own_output else "the model's output"
         return f"Heads({c.heads}, {c.blocks} blocks each, {output}, {count:,})"
+
+
+def first_heads(heads: Heads, count: int) -> Heads:
+    """The first `count` alone, for trees that are no deeper; arrays are not copied."""
+    c = heads.config
+    params = {f"head_{k}": heads.params[f"head_{k}"] for k in range(count)}
+    return Heads(params, replace(c, heads=count, accuracy=c.accuracy[:count]))
 
 
 def block_params(c: HeadsConfig) -> Table:

@@ -1,6 +1,7 @@
 """How many bytes a model and its state take, before any of them is made."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,11 @@ def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     )
 
 
+def size_of(tree: Any) -> int:
+    """Of a pytree of arrays, or of `jax.ShapeDtypeStruct` that stand for them."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: np.dtype) -> int:
     """Of the state that decoding keeps.
 
@@ -28,4 +34,4 @@ def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: np.dtype)
       dtype: of the caches; what an SSM keeps in float32 stays so.
     """
     state = jax.eval_shape(lambda: init_state(config, batch, capacity, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return size_of(state)

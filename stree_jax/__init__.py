@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stree_jax.models.heads import Heads as Heads
     from stree_jax.ngram_file import load_ngrams as load_ngrams
     from stree_jax.ngram_file import save_ngrams as save_ngrams
+    from stree_jax.planning import plan as plan
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
     from stree_jax.sampling.settings import Sampling as Sampling
@@ -53,6 +54,7 @@ _NAMES = {
     "heads_file": "load_heads save_heads",
     "models.heads": "Heads",
     "ngram_file": "load_ngrams save_ngrams",
+    "planning": "plan",
     "result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",
     "scoring": "first_difference score score_tree",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import struct
 
@@ -147,6 +147,34 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         write_directory(temporary, model.config, dtype, model.params)
 
 
+class Described(NamedTuple):
+    """What a checkpoint's config and headers say.
+
+    Attributes:
+      format: its family, or "stree-jax".
+      quantized: how the file stores its weights, or None.
+      config: the architecture, with the layers for MTP.
+      dtype: NumPy's, of the weights as `load` reads them.
+    """
+
+    format: str
+    quantized: Any
+    config: models.ModelConfig
+    dtype: Any
+
+
+def described(directory: Path) -> Described:
+    """Of a local directory; no weights are read."""
+    if is_ours(directory):
+        config, dtype = config_from_json(directory / "config.json")
+        check_config(directory / "config.json")
+        return Described("stree-jax", None, config, dtype)
+    source = logical(open_source(directory))
+    quantized = scheme_names(source)
+    format, config = read_config(directory, source.tensors, mtp=None)
+    return Described(format, quantized, config, source_dtype(source))
+
+
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     """What a checkpoint holds, from its config and headers; no weights are read.
 
@@ -154,16 +182,8 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
     "quantized" is how the file stores them, such as "nvfp4", or None.
     """
     directory = resolve(path_or_hub_id)
-    if is_ours(directory):
-        format, quantized = "stree-jax", None
-        config, dtype = config_from_json(directory / "config.json")
-        check_config(directory / "config.json")
-    else:
-        source = logical(open_source(directory))
-        quantized = scheme_names(source)
-        format, config = read_config(directory, source.tensors, mtp=None)
-        dtype = source_dtype(source)
-    whole, config = config, replace(config, mtp=())
+    format, quantized, whole, dtype = described(directory)
+    config = replace(whole, mtp=())
     weights = weight_bytes(config, dtype)
     one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
     return {

@@ -62,6 +62,23 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     Raises:
       CheckpointError: one line saying what is wrong and where.
     """
+    source, names, config = _opened(path_or_hub_id)
+    kept = np.dtype(dtype_named(_usual(source) if dtype is None else dtype))
+    params = {
+        path: jnp.asarray(source.read(n).astype(kept)) for path, n in names.items()
+    }
+    return Heads(nest(params), config)
+
+
+def heads_config(path_or_hub_id: str | Path) -> HeadsConfig:
+    """The architecture of heads that `load_heads` would load; no weights are read."""
+    return _opened(path_or_hub_id)[2]
+
+
+def _opened(
+    path_or_hub_id: str | Path,
+) -> tuple[Source, dict[Path_, str], HeadsConfig]:
+    """The tensors, their names by our paths, and the architecture, checked."""
     directory = resolve(path_or_hub_id, ("config.json", *FILES))
     file = next((directory / n for n in FILES if is_file(directory / n)), None)
     if file is None:
@@ -76,11 +93,7 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     config = _config(
         directory, file, {path: source.tensors[n] for path, n in names.items()}
     )
-    kept = np.dtype(dtype_named(_usual(source) if dtype is None else dtype))
-    params = {
-        path: jnp.asarray(source.read(n).astype(kept)) for path, n in names.items()
-    }
-    return Heads(nest(params), config)
+    return source, names, config
 
 
 def _usual(source: Source) -> str:

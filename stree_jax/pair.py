@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from stree_jax.checkpoint import Model, load, resolve
-from stree_jax.heads_file import is_heads, load_heads
-from stree_jax.models.heads import Heads
+from stree_jax.checkpoint import Model, described, load, resolve
+from stree_jax.heads_file import heads_config, is_heads, load_heads
+from stree_jax.models import ModelConfig
+from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
@@ -60,6 +61,25 @@ def load_pair(
     if table is None:
         return model, drafting
     return model, Staged(drafting, table, AHEAD if ahead is None else ahead)
+
+
+def pair_configs(
+    target: str, drafter: str | None
+) -> tuple[ModelConfig, ModelConfig | HeadsConfig | NGrams | str | None]:
+    """The architectures of what `load_pair` would load; n-grams are read."""
+    config = described(resolve(target)).config
+    if drafter in (None, AUTO):
+        drafter = DEMO if target == DEMO else LOOKUP
+    if drafter == NO_DRAFTER:
+        return config, None
+    if drafter in (LOOKUP, MTP):
+        return config, drafter
+    if Path(str(drafter)).is_file():
+        return config, load_ngrams(str(drafter))
+    if _are_heads(str(drafter)):
+        return config, heads_config(str(drafter))
+    name = "demo-drafter" if drafter == DEMO else str(drafter)
+    return config, described(resolve(name)).config
 
 
 def _are_heads(drafter: str) -> bool:

@@ -14,6 +14,7 @@ import jax
 
 from stree_jax.models import Model, State
 from stree_jax.models.heads import Heads
+from stree_jax.models.memory import size_of
 from stree_jax.models.state import AttentionState
 from stree_jax.speculation.adaptive_drafter import Looking
 from stree_jax.speculation.medusa import LastHidden, MedusaDrafter
@@ -49,9 +50,9 @@ class Traffic:
 
 def weights_read(model: Model) -> int:
     """Bytes of weights that a pass reads: all but an embedding that is no head."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    total = size_of(model.params)
     if not model.config.tie_embeddings:
-        total -= model.params["embedding"].nbytes
+        total -= size_of(model.params["embedding"])
     return total
 
 
@@ -62,8 +63,8 @@ def state_and_caches(state: State) -> tuple[int, int]:
         for leaf in jax.tree.leaves(state, is_leaf=_is_attention)
         if _is_attention(leaf)
     ]
-    caches = sum(a.k.nbytes + a.v.nbytes for a in attends)
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - caches, caches
+    caches = size_of([(a.k, a.v) for a in attends])
+    return size_of(state) - caches, caches
 
 
 def _is_attention(leaf: Any) -> bool:
@@ -158,7 +159,7 @@ def _heads(drafter: MedusaDrafter, passes: int, spec: Spec) -> Traffic:
 def heads_read(heads: Heads, count: int) -> int:
     """Bytes of the first `count` heads, without an output that is the model's."""
     first = [heads.params[f"head_{k}"] for k in range(count)]
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(first))
+    return size_of(first)
 
 
 def _lookups(ngrams: NGrams, levels: int, spec: Spec) -> Traffic:

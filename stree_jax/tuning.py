@@ -96,11 +96,17 @@ def timed(spec: Spec, decoding: Decoding) -> Spec:
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:
     """This machine's times, measured where they are not known."""
+    times = known(spec, decoding)
+    return measured_anew(spec, decoding) if times is None else times
+
+
+def known(spec: Spec, decoding: Decoding) -> Measured | None:
+    """This machine's times, if they were ever measured; arrays may be abstract."""
     assert isinstance(spec.policy, AdaptivePolicy)
     key = key_of(spec, decoding)
     times = _known.get(key) or _read().get(key)
     if times is None or tuple(times.by_size) != spec.policy.tree.sizes:
-        return measured_anew(spec, decoding)
+        return None
     _known[key] = times
     return times
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
+from stree_jax.cli.plan import add_plan_options
 from stree_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -182,6 +183,10 @@ def build_parser() -> argparse.ArgumentParser:
     option(p, "--batch", int, 1, "rows decoded together")
     option(p, "--context", int, 2048, "tokens of text and answer to have room for")
     p.add_argument("--sampled", action="store_true", help="for sampling, not greedy")
+
+    add_plan_options(
+        commands.add_parser("plan", help="what decodes fastest in so many bytes")
+    )
 
     add_bench_parsers(commands.add_parser("bench", help="measure this machine"))
     return parser
@@ -395,6 +400,10 @@ def run_command(args: argparse.Namespace) -> int:
             run_ngrams(args)
         case "tune":
             run_tune(args)
+        case "plan":
+            from stree_jax.cli.plan import run_plan
+
+            run_plan(args)
         case "bench":
             from stree_jax.bench import command
 

@@ -1,0 +1,116 @@
+"""`stree-jax plan`: what decodes fastest in so many bytes, and where they go.
+
+Imports nothing heavy before it runs: --help is fast.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stree_jax.planning import Planned
+
+NOTES = """
+Bytes are predicted from shapes, without loading or compiling anything; --check compiles
+what was chosen and takes the compiler's word. tokens_per_s goes by steps measured here
+where stree-jax tune was run for the pair, batch and context, and else by the bytes that
+a step reads, at a bandwidth that is assumed: then only its order says something."""
+WIDEST = 40  # characters of a tree's name in the table
+
+
+def add_plan_options(p: argparse.ArgumentParser) -> None:
+    p.epilog = NOTES
+    p.add_argument(
+        "--memory", required=True, help="bytes: 8GB, 8GiB, 512MB or a number"
+    )
+    p.add_argument("--model", default="demo", help="directory, hub id or demo")
+    p.add_argument(
+        "--drafter",
+        help="directory or hub id of a model or of Medusa heads, demo, demo-heads, a "
+        "file of n-grams, lookup, mtp or none; default: as of generate",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of the weights; default: float32, and bfloat16 where nothing fits in it",
+    )
+    for name, default, text in (
+        ("--batch", 1, "rows decoded together"),
+        ("--context", 2048, "tokens of a query, its prompt and its answer"),
+        ("--queries", 1, "that a row's caches keep, one after another"),
+        ("--max-new-tokens", 128, "of an answer"),
+    ):
+        text = f"{text}; default %(default)s"
+        p.add_argument(name, type=int, default=default, help=text)
+    p.add_argument(
+        "--check", action="store_true", help="compile what fits, and believe that"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_plan(args: argparse.Namespace) -> None:
+    from stree_jax.byte_sizes import bytes_named
+    from stree_jax.pair import pair_configs
+    from stree_jax.planning import plan
+
+    memory = bytes_named(args.memory)  # before anything is read
+    model, drafter = pair_configs(args.model, args.drafter)
+    found = plan(
+        model,
+        memory,
+        drafter=drafter,
+        batch=args.batch,
+        context=args.context,
+        queries=args.queries,
+        max_new_tokens=args.max_new_tokens,
+        dtypes=[args.dtype] if args.dtype else ["float32", "bfloat16"],
+        check=args.check,
+    )
+    print(json.dumps(found.as_json()) if args.json else report(found))
+
+
+def report(found: "Planned") -> str:
+    """What to run, where the bytes go, and what else fits."""
+    from stree_jax.byte_sizes import shown_bytes
+
+    best, asked = found.best, found.request
+    kind = "measured" if best.measured else "assumed"
+    parts = [(name, shown_bytes(n)) for name, n in best.memory.parts.items() if n]
+    total = best.memory.total
+    parts += [
+        ("in all", shown_bytes(total)),
+        ("left", shown_bytes(found.limit - total)),
+    ]
+    rows = [("drafter", "tree", "tau", "tokens/s", "bytes")]
+    for choice in found.choices:
+        drafter = f"{choice.heads} heads" if choice.heads else choice.drafter
+        tree = choice.tree
+        if len(tree) > WIDEST:
+            tree = f"{tree[: WIDEST - 3]}..."
+        speed = f"{choice.tokens_per_s(asked.batch):.1f}"
+        size = shown_bytes(choice.memory.total)
+        rows.append((drafter, tree, f"{choice.tau:.2f}", speed, size))
+    return "\n".join(
+        [
+            f"{best}: --tree {best.tree}" if best.drafter != "none" else str(best),
+            "",
+            *aligned(parts),
+            "",
+            f"what fits in {best.dtype}, the fastest first (times are {kind}):",
+            *aligned(rows),
+        ]
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: names on the left, numbers on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = len(rows[0]) - (1 if len(rows[0]) == 2 else 3)
+    return [
+        "  ".join(
+            cell.ljust(width) if i < numbers else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,64 @@
+"""`stree-jax plan`: its table, its JSON, and one line where nothing fits."""
+
+import json
+
+import pytest
+
+from stree_jax.cli import main as cli
+from stree_jax.cli.plan import aligned
+
+ASKED = ["--batch", "2", "--context", "256", "--max-new-tokens", "64"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
+
+
+def run(capsys, *args):
+    code = cli.main(["plan", *map(str, args)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_and_table_agree(capsys):
+    code, out, _ = run(capsys, "--memory", "1GB", *ASKED, "--json")
+    report = json.loads(out)
+    best = report["choices"][0]
+    assert code == 0 and report["limit"] == 10**9 and report["batch"] == 2
+    assert sum(best["parts"].values()) == best["bytes"] <= report["limit"]
+    code, out, _ = run(capsys, "--memory", "1GB", *ASKED)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].endswith(f"--tree {best['tree']}")
+    (whole,) = (line for line in lines if line.startswith("in all"))
+    assert whole.endswith(f"{best['bytes'] / 1e6:.2f} MB")
+
+
+def test_heads_and_dtype(capsys):
+    options = ["--drafter", "demo-heads", "--dtype", "bfloat16", "--json"]
+    code, out, _ = run(capsys, "--memory", "200MB", *ASKED, *options)
+    choices = json.loads(out)["choices"]
+    assert code == 0 and {choice["dtype"] for choice in choices} == {"bfloat16"}
+    assert choices[0]["drafter"] == "heads" and 1 <= choices[0]["heads"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--memory", "8XB"], "want bytes"),
+        (["--memory", "1MB", "--drafter", "none"], "too few"),
+        (["--memory", "8GB", "--model", "/nowhere"], "no such directory"),
+        (["--memory", "8GB", "--context", "1"], "context"),
+    ],
+)
+def test_one_line_for_what_cannot_be(args, word, capsys):
+    code, out, err = run(capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("stree-jax: ") and word in err
+
+
+def test_columns_line_up():
+    assert aligned([("a", "1.00 MB"), ("longer", "10.00 MB")]) == [
+        "a        1.00 MB",
+        "longer  10.00 MB",
+    ]

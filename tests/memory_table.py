@@ -1,0 +1,132 @@
+"""Predicted bytes beside the compiler's, for 20 configurations.
+
+    python -m tests.memory_table [--only WORD]
+
+Takes some minutes: every line is a program that is compiled. Exits with 1 where a
+prediction is more than `LIMIT` off.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from stree_jax.memory import Room, abstract_model, compiled_bytes, memory_of
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    Model,
+    ModelConfig,
+    Rope,
+)
+
+LIMIT = 0.03
+LAYERS = {
+    "mamba2": ("mamba",) * 8,
+    "hybrid": ("mamba", "mlp", "mamba", "mlp", "attention", "mlp") * 2,
+    "attention": ("attention", "mlp") * 4,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A generation: layers, nodes of its tree by name, who drafts, rows, and so on."""
+
+    kind: str
+    tree: str
+    drafter: str
+    batch: int
+    dtype: str
+    capacity: int = 1024
+    vocab: int = 8192
+    width: int = 256
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.tree}, {self.drafter}, {self.batch}, {self.dtype}"
+
+
+CASES = [
+    Case("mamba2", "chain:0", "none", 1, "float32"),
+    Case("mamba2", "chain:4", "lookup", 1, "float32"),
+    Case("mamba2", "E", "model", 1, "float32"),
+    Case("mamba2", "E", "model", 4, "bfloat16"),
+    Case("mamba2", "binary:6", "model", 8, "float32"),
+    Case("mamba2", "chain:0", "none", 8, "bfloat16"),
+    Case("mamba2", "binary:6", "lookup", 1, "bfloat16", vocab=50288),
+    Case("hybrid", "chain:0", "none", 1, "float32"),
+    Case("hybrid", "chain:4", "lookup", 2, "float32", capacity=4096),
+    Case("hybrid", "A", "model", 1, "float32"),
+    Case("hybrid", "E", "model", 4, "bfloat16"),
+    Case("hybrid", "E", "lookup", 8, "float32", vocab=32000),
+    Case("hybrid", "binary:6", "model", 2, "float32"),
+    Case("hybrid", "binary:6", "model", 4, "bfloat16", capacity=2048),
+    Case("attention", "chain:0", "none", 4, "float32"),
+    Case("attention", "chain:0", "none", 1, "bfloat16", capacity=4096),
+    Case("attention", "chain:4", "model", 1, "float32"),
+    Case("attention", "E", "lookup", 1, "bfloat16"),
+    Case("attention", "E", "model", 8, "float32"),
+    Case("attention", "binary:6", "model", 2, "bfloat16"),
+]
+
+
+def model_of(case: Case, layers: tuple, width: int) -> Model:
+    config = ModelConfig(
+        vocab_size=case.vocab,
+        num_tokens=case.vocab,
+        d_model=width,
+        layers=layers,
+        mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
+        attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
+        mlp=MLPConfig(2 * width),
+        tie_embeddings=True,
+    )
+    return abstract_model(config, np.dtype(case.dtype))
+
+
+def arguments(case: Case) -> tuple:
+    """Of `memory_of` and `compiled_bytes`."""
+    drafter = {"none": None, "lookup": "lookup"}.get(case.drafter)
+    if case.drafter == "model":
+        drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
+    room = Room(case.batch, case.capacity, max_new_tokens=128)
+    return model_of(case, LAYERS[case.kind], case.width), drafter, case.tree, room
+
+
+def compared(case: Case) -> tuple[int, int, int, int]:
+    """Predicted and compiled bytes; the temporaries among them."""
+    args = arguments(case)
+    predicted, compiled = memory_of(*args), compiled_bytes(*args)
+    return (
+        predicted.steps_total,
+        compiled.total,
+        predicted.temporaries.total,
+        compiled.temporaries,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name has this word")
+    only = parser.parse_args().only
+    cases = [case for case in CASES if only in case.name]
+    print("| case | predicted MB | compiled MB | off | temporaries, both, MB |")
+    print("| --- | --- | --- | --- | --- |")
+    far = 0
+    for case in cases:
+        total, truth, own, true_own = compared(case)
+        off = total / truth - 1
+        far += abs(off) > LIMIT
+        print(
+            f"| {case.name} | {total / 1e6:.2f} | {truth / 1e6:.2f} | {off:+.1%} | "
+            f"{own / 1e6:.2f}, {true_own / 1e6:.2f} |",
+            flush=True,
+        )
+    print(f"\n{len(cases)} cases, {far} more than {LIMIT:.0%} off")
+    return 1 if far or not cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

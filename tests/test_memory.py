@@ -1,0 +1,136 @@
+"""Bytes of a generation that are told beforehand are those that it takes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from stree_jax.generation import begin
+from stree_jax.memory import Room, abstract_heads, abstract_model, memory_of
+from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.temporaries import drafting_models, padded_rows, temporaries_of
+from tests.support.tiny import tiny
+
+ROOT = Path(__file__).parent.parent
+
+
+def taken(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1)
+
+
+def abstract(model):
+    return abstract_model(model.config, np.dtype(model.params["embedding"].dtype))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree"),
+    [(None, None), ("lookup", "auto:1,4"), ("model", "A"), ("heads", "chain:2")],
+)
+def test_arguments_are_those_of_a_generation(target, drafter, tree):
+    """Of real ones, array by array: nothing is written down a second time."""
+    config = HeadsConfig(d_model=32, vocab_size=50, heads=2)
+    dtype = np.dtype("float32")
+    real = {
+        "model": tiny(2, layers=("mamba",)),
+        "heads": Heads(init_heads(config, jax.random.key(0), dtype), config),
+    }.get(drafter, drafter)
+    told = {
+        "model": abstract_model(tiny(2, layers=("mamba",)).config, dtype),
+        "heads": abstract_heads(config, dtype),
+    }.get(drafter, drafter)
+    options = {} if tree is None else {"tree": tree, "rule": "naive"}
+    prompts = [[3, 4]] * 2
+    decoding, plan = begin(
+        target, prompts, max_new_tokens=64, drafter=real, capacity=300, **options
+    )
+    memory = memory_of(abstract(target), told, tree or "chain:0", Room(2, 300, 64))
+    assert memory.weights == taken(target.params)
+    assert memory.state + memory.caches == taken(decoding.state)
+    assert memory.caches == 2 * 2 * 2 * 300 * 8 * 4  # k, v; rows, heads, S, hd, bytes
+    assert memory.records == taken(decoding.pending)
+    assert memory.drafting == taken(decoding.drafting)
+    steps = memory.steps_total - memory.temporaries.total
+    policy = taken(plan.spec.policy)
+    assert steps == (
+        taken(target.params)
+        + taken(decoding)
+        + policy
+        + (taken(real.params) if drafter in ("model", "heads") else 0)
+    )
+    assert memory.shared == (taken(target.params["embedding"]) * (drafter == "heads"))
+
+
+def test_parts_sum_up(target):
+    memory = memory_of(abstract(target), "lookup", "A", Room(2, 300, 64))
+    assert sum(memory.parts.values()) == memory.total >= memory.steps_total
+    assert memory.steps_total > memory.weights
+
+
+def test_terms_of_the_temporaries():
+    """By hand: a mixer and one attention layer, a chain of one drafted token."""
+    target = abstract(tiny(1, layers=("mamba", "attention")))
+    from stree_jax.memory import abstract_program
+
+    spec, _ = abstract_program(target, "lookup", "chain:1", Room(2, 4096, 64))
+    found = temporaries_of(spec, 2, 4096)
+    ssm, window = 2 * 4 * 8 * 16 * 4, 2 * 3 * (32 + 2 * 2 * 16) * 4
+    record = 2 * 2 * (32 + 2 * 2 * 16) * 4  # x, B, C of 2 rows of 2 nodes
+    scores = 2 * 4 * 2 * 4096 * 4
+    assert found.phases["replay and drafting"] == ssm + window
+    assert found.phases["pass"] == record + 2 * scores
+    assert found.phases["logits"] == (4 + 2 * 2) * 50 * 4
+    assert found.held == {"embedding in float32": 0} and found.largest == "pass"
+    plain, _ = abstract_program(target, None, "chain:0", Room(1, 4096, 64))
+    keys = 2 * 4096 * 8 * 4
+    assert temporaries_of(plain, 1, 4096).phases["pass"] == 3 * keys
+
+
+def test_sixteen_bits_have_their_embedding_converted(target):
+    half = abstract_model(target.config, np.dtype("bfloat16"))
+    memory = memory_of(half, "lookup", "A", Room(2, 300, 64))
+    assert memory.temporaries.held == {"embedding in float32": 50 * 32 * 4}
+    assert memory.weights < abstract_bytes(target)
+
+
+def abstract_bytes(model):
+    return memory_of(abstract(model), None, "chain:0", Room(1, 300, 64)).weights
+
+
+def test_who_drafts_by_passes_of_its_own(target):
+    from stree_jax.memory import abstract_program
+
+    spec, _ = abstract_program(abstract(target), abstract(target), "A", Room(1, 300, 8))
+    assert len(drafting_models(spec.drafter)) == 1
+    spec, _ = abstract_program(abstract(target), "lookup", "A", Room(1, 300, 8))
+    assert drafting_models(spec.drafter) == []
+
+
+def test_rows_of_a_product_are_those_of_the_product():
+    assert [padded_rows(n) for n in (1, 4, 5, 8, 9, 17, 64, 65)] == [
+        *(1, 4, 8, 8, 16, 32, 64, 65)
+    ]
+
+
+def test_too_little_room_is_refused(target):
+    with pytest.raises(ValueError, match="capacity: 80 rows"):
+        memory_of(abstract(target), "lookup", "A", Room(1, 80, 64))
+
+
+@pytest.mark.parametrize("only", ["hybrid, chain:4", "mamba2, E, model, 1"])
+def test_a_prediction_is_the_compilers(only):
+    """Some of the table's 20, in a process that compiles as users do."""
+    told = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}  # by conftest.py
+    env = {k: v for k, v in os.environ.items() if k not in told}
+    command = [sys.executable, "-m", "tests.memory_table", "--only", only]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 cases, 0 more than 3% off" in done.stdout

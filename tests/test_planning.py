@@ -1,0 +1,233 @@
+"""What is planned fits, nothing faster does, and the search always ends."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import planning, tuning
+from stree_jax.byte_sizes import bytes_named
+from stree_jax.cost import Acceptance
+from stree_jax.memory import CompiledBytes, memory_of
+from stree_jax.models.heads import (
+    Heads,
+    HeadsConfig,
+    first_heads,
+    head_logits,
+    init_heads,
+)
+from stree_jax.planning import Request, plan
+from tests.support.tiny import tiny
+
+MB = 10**6
+ASKED = {"batch": 2, "context": 256, "queries": 2, "max_new_tokens": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_measured(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("kept")))
+        patch.setattr(tuning, "_known", {})
+        yield
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1).config
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return tiny(2, layers=("mamba",), d_model=16).config
+
+
+@pytest.fixture(scope="module")
+def ample(target, drafter):
+    return plan(target, 100 * MB, drafter=drafter, **ASKED)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GB", 8 * 10**9),
+        ("8GiB", 8 * 2**30),
+        ("512MB", 512 * MB),
+        ("1.5 kib", 1536),
+        ("77", 77),
+        (77, 77),
+        ("2B", 2),
+    ],
+)
+def test_bytes_are_read(text, size):
+    assert bytes_named(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "8XB", "-8GB", "0", "8 G B", "1e9", True])
+def test_bytes_that_are_none(text):
+    with pytest.raises(ValueError, match=r"^memory: want "):
+        bytes_named(text)
+
+
+def test_what_fits_is_ranked(ample):
+    speeds = [choice.tokens_per_s(2) for choice in ample.choices]
+    assert len(speeds) == planning.KEPT and speeds == sorted(speeds, reverse=True)
+    assert all(choice.memory.total <= ample.limit for choice in ample.choices)
+    assert ample.best.drafter == "model" and ample.best.dtype == "float32"
+    assert not ample.best.measured and ample.best.tau > 2
+
+
+def test_the_bytes_are_those_of_the_choice(ample, target, drafter):
+    """Planned and told of by the two functions alike, for caches that hold it all."""
+    best = ample.best
+    abstract = [
+        stree_jax.memory.abstract_model(c, np.dtype(best.dtype))
+        for c in (target, drafter)
+    ]
+    room = Request(**ASKED).room(planning._topology(best.tree).depth)
+    assert room.capacity >= 2 * 256 and room.batch == 2
+    assert memory_of(*abstract, best.tree, room) == best.memory
+
+
+def test_a_byte_less_is_another_choice(ample, target, drafter):
+    size = ample.best.memory.total
+    same = plan(target, size, drafter=drafter, **ASKED)
+    assert same.best == ample.best
+    less = plan(target, size - 1, drafter=drafter, **ASKED)
+    assert less.best != ample.best and less.best.memory.total < size
+
+
+def test_lower_precision_comes_last(target, drafter):
+    """Only where not even plain decoding fits in float32."""
+    plain = plan(target, MB * 100, drafter=None, dtypes=["float32"], **ASKED)
+    (choice,) = plain.choices
+    size = choice.memory.total
+    at = plan(target, size, drafter=drafter, **ASKED)
+    assert (at.best.drafter, at.best.dtype) == ("none", "float32")
+    below = plan(target, size - 1, drafter=drafter, **ASKED)
+    assert below.best.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("limit", [1, 150_000])
+def test_it_ends_and_says_what_to_shrink(limit, target, drafter):
+    """Where SpecMemo's loop, as printed, would go round for ever."""
+    with pytest.raises(ValueError, match=r"^memory: .* too few; the least, plain") as e:
+        plan(target, limit, drafter=drafter, **ASKED)
+    text = str(e.value)
+    assert "\n" not in text and "in bfloat16" in text
+    if limit == 1:
+        assert "the shortest request takes" in text
+
+
+def test_the_advice_fits(target):
+    asked = {"batch": 4, "context": 1024, "queries": 3, "max_new_tokens": 64}
+    (whole,) = plan(target, 100 * MB, drafter=None, **asked).choices
+    limit = whole.memory.total // 2
+    with pytest.raises(ValueError, match="it fits with") as error:
+        plan(target, limit, drafter=None, dtypes=["float32"], **asked)
+    words = str(error.value).split("it fits with ")[1].split(", or ")
+    assert len(words) == 3
+    for word in words:
+        name, number = word.split()
+        assert int(number) < asked[name]
+        less = asked | {name: int(number)}
+        plan(target, limit, drafter=None, dtypes=["float32"], **less)
+
+
+def test_heads_are_left_out_one_by_one(target):
+    config = HeadsConfig(d_model=32, vocab_size=50, heads=3, blocks=4)
+    found = plan(target, 100 * MB, drafter=config, **ASKED)
+    heads = {choice.heads for choice in found.choices}
+    assert heads <= {0, 1, 2, 3} and found.best.heads
+    options = planning._by_speed(
+        target, config, np.dtype("float32"), Request(**ASKED), None
+    )
+    assert {o.heads for o in options} == {0, 1, 2, 3}
+    for option in options:
+        if option.heads:
+            tree = planning._topology(option.tree)
+            assert tree.depth <= option.heads or option.tree.startswith("auto")
+
+
+def test_first_heads_say_the_same():
+    target = tiny(1)
+    config = HeadsConfig(32, 50, heads=3, accuracy=((0.5,), (0.4,), (0.3,)))
+    heads = Heads(init_heads(config, jax.random.key(0), np.float32), config)
+    hidden = np.ones((2, 32), np.float32)
+    two = first_heads(heads, 2)
+    assert two.config.heads == 2 and two.config.accuracy == ((0.5,), (0.4,))
+    assert set(two.params) == {"head_0", "head_1"}
+    got, all_of = (head_logits(h, target, hidden, 2) for h in (two, heads))
+    np.testing.assert_array_equal(got, all_of)
+
+
+def test_measured_steps_decide(target, drafter, monkeypatch):
+    """A machine where a second node costs as much as ten passes: plain is fastest."""
+    steep = tuning.Measured({1: 1.0, 4: 40.0, 8: 80.0, 16: 160.0}, 0.5, 0.5)
+    monkeypatch.setattr(tuning, "known", lambda spec, decoding: steep)
+    found = plan(target, 100 * MB, drafter=drafter, **ASKED)
+    assert found.best.measured and found.best.tau == 1.0 and found.best.step_s == 1.0
+    verify = planning._between(steep.by_size)
+    assert verify(6) == 60.0 and verify(31) == pytest.approx(160 + 15 * 159 / 15)
+
+
+def test_good_guesses_make_large_trees(target, drafter):
+    good, bad = (
+        Acceptance(np.tile(np.array([[p, 0.02, 0.01]]), (15, 1))) for p in (0.95, 0.05)
+    )
+    taus = [
+        plan(target, 100 * MB, drafter=drafter, acceptance=table, **ASKED).best.tau
+        for table in (good, bad)
+    ]
+    assert taus[0] > 5 and taus[1] < 1.5
+
+
+def test_the_compiler_has_the_last_word(ample, target, drafter, monkeypatch):
+    """What it says does not fit is left out, and the search goes on."""
+    asked = []
+
+    def says(*args, reads):
+        asked.append((args[2], reads))
+        return CompiledBytes(0, 0, 200 * MB if len(asked) < 2 else 1)
+
+    monkeypatch.setattr(planning, "compiled_bytes", says)
+    found = plan(target, 100 * MB, drafter=drafter, check=True, **ASKED)
+    assert len(found.choices) == 1 and found.best == ample.choices[1]
+    assert [tree for tree, _ in asked] == [
+        ample.choices[0].tree,
+        *[ample.choices[1].tree] * 2,
+    ]
+    assert asked[2][1] > 0 == asked[1][1]  # the loop, and the program that reads
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"batch": 0}, "batch"),
+        ({"queries": 0}, "queries"),
+        ({"context": 64}, "max_new_tokens"),
+        ({"drafter": "who"}, "drafter"),
+        ({"drafter": "mtp"}, "no MTP layers"),
+    ],
+)
+def test_wrong_arguments(wrong, word, target):
+    with pytest.raises(ValueError, match=word):
+        plan(target, "8GB", **ASKED | wrong)
+
+
+def test_more_queries_want_larger_caches():
+    few, many = (Request(context=512, queries=n).room(4) for n in (2, 20))
+    assert many.capacity > 20 * 512 > few.capacity > 2 * 512
+    assert replace(many, capacity=0) == replace(few, capacity=0)
+
+
+def test_specmemos_own_figures():
+    """Its 55 MB and 19.5 MB, and the 65 % less of 20 conversations."""
+    stock = planning.specmemo_bytes(64, 42, 4, 32000)
+    small = planning.specmemo_bytes(44, 23, 3, 32000)
+    assert round(stock / 2**20, 1) == 55.2 and round(small / 2**20, 1) == 19.5
+    assert round(20 * small / 2**20) == 391 and round(20 * stock / 2**20, -2) == 1100
+    assert round(1 - small / stock, 2) == 0.65
+    # Llama-2-7B, one row of 2048 tokens in 16 bits: a GiB.
+    assert planning.specmemo_cache_bytes(32, 1, 32, 2048, 128) == 2**30
