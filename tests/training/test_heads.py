@@ -349,10 +349,10 @@ def test_heads_learn_what_the_target_says(whole, target, text):
 
 def test_the_text_is_the_targets_with_them(whole, target):
     heads, prompts = whole[0], [[5, 6, 7], [9]]
-    plain = stree_jax.generate(target, prompts, max_new_tokens=12, stop_tokens=())
-    result = stree_jax.generate(
-        target, prompts, max_new_tokens=12, stop_tokens=(), drafter=heads
-    )
+    asked = dict(max_new_tokens=12, stop_tokens=())
+    plain = stree_jax.generate(target, prompts, **asked)
+    chain = dict(drafter=heads, tree=f"chain:{heads.config.heads}")
+    result = stree_jax.generate(target, prompts, **chain, **asked)
     assert result.tokens == plain.tokens
     assert result.target_calls.sum() < 24
 
