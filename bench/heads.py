@@ -22,11 +22,13 @@ from stree_jax.bench.speculation import (
     measure_arms,
     workload,
 )
+from stree_jax.bench.staged import bytes_a_token, records_of
 from stree_jax.bench.tables import shown, table
 from stree_jax.checkpoint import Model, without_tokenizer
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models.heads import Heads
 from stree_jax.sampling.settings import Sampling
+from stree_jax.scoring import score
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.traffic import heads_read, weights_read
 from stree_jax.training.heads import accuracy_table, ranks_in
@@ -187,8 +189,6 @@ def log_probs_of(
     temperature: float,
 ) -> np.ndarray:
     """Log-probabilities [n] of what was said, under the target at a temperature."""
-    from stree_jax.scoring import score
-
     found = []
     for ids, own in zip(whole, said, strict=True):
         padded = np.pad(np.asarray(ids, np.int32), (0, -len(ids) % 64))
@@ -225,17 +225,11 @@ def with_traffic(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of `summarise_arms`, with bytes a token beside plain decoding's."""
     rows = []
     for row in report["results"]:
-        begin = f"/{row['set']}/T={row['temperature']:g}/"
-        units = [r for name, r in report["units"].items() if name.startswith(begin)]
+        units = records_of(report, row)
         own, plain = ([unit[arm] for unit in units] for arm in (row["arm"], PLAIN))
-        rows.append(row | {"traffic": _bytes_a_token(own) / _bytes_a_token(plain)})
+        traffic = bytes_a_token(own, True) / bytes_a_token(plain, True)
+        rows.append(row | {"traffic": traffic})
     return rows
-
-
-def _bytes_a_token(cells: Sequence[dict[str, Any]]) -> float:
-    parts = ("weights", "state", "caches")
-    total = sum(t[part] for c in cells for t in c["traffic"] for part in parts)
-    return total / sum(c["tokens"] for c in cells)
 
 
 def heads_table(report: dict[str, Any]) -> str:

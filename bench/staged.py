@@ -155,7 +155,7 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
     )
     rows = []
     for row in report["results"]:
-        records = _records(report, row)
+        records = records_of(report, row)
         cells = [record[row["arm"]] for record in records]
         plain = [record[PLAIN] for record in records]
         base = [record[SPECULATIVE] for record in records]
@@ -164,8 +164,9 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
         over = [a / b for a, b in zip(rates(cells), rates(base), strict=True)]
         more: dict[str, Any] = {
             "passes_per_call": drafter / calls,
-            "traffic": _bytes(cells, True) / _bytes(plain, True),
-            "traffic_without_caches": _bytes(cells, False) / _bytes(plain, False),
+            "traffic": bytes_a_token(cells, True) / bytes_a_token(plain, True),
+            "traffic_without_caches": bytes_a_token(cells, False)
+            / bytes_a_token(plain, False),
             "over_speculative": median(over),
             "speedups": [
                 a / b for a, b in zip(rates(cells), rates(plain), strict=True)
@@ -189,7 +190,7 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
     return rows
 
 
-def _records(report: dict[str, Any], row: dict[str, Any]) -> list[dict[str, Any]]:
+def records_of(report: dict[str, Any], row: dict[str, Any]) -> list[dict[str, Any]]:
     """The units that a row is of."""
     begin = f"/{row['set']}/T={row['temperature']:g}/"
     return [r for name, r in report["units"].items() if name.startswith(begin)]
@@ -199,7 +200,7 @@ def _passes(cell: dict[str, Any], stage: str) -> int:
     return sum(t["passes"] for t in cell["traffic"] if t["stage"] == stage)
 
 
-def _bytes(cells: Sequence[dict[str, Any]], caches: bool) -> float:
+def bytes_a_token(cells: Sequence[dict[str, Any]], caches: bool) -> float:
     """Bytes a token."""
     parts = ("weights", "state", "caches") if caches else ("weights", "state")
     total = sum(t[part] for c in cells for t in c["traffic"] for part in parts)
