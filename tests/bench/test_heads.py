@@ -19,8 +19,8 @@ from stree_jax.generation import encode_prompts
 from stree_jax.models import AttentionConfig, MambaConfig, Rope, init_params
 from stree_jax.models.heads import head_logits
 from stree_jax.traffic import weights_read
-from stree_jax.training.corpus import train_tokenizer
 from stree_jax.training.kept import hidden_states
+from tests.bench.pairs import pair_with_words
 from tests.distribution import processed
 from tests.support.heads import random_heads, reference_logits
 from tests.support.tiny import REAL, perturbed, tiny
@@ -33,13 +33,7 @@ ARMS = ["plain", "heads, cartesian:3x2", "lookup", "typical, chain:2"]
 
 @pytest.fixture(scope="module")
 def pair():
-    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
-    size, model = tokenizer.get_vocab_size(), tiny(1, layers=("mamba",))
-    config = replace(model.config, vocab_size=size, num_tokens=size)
-    table = np.random.default_rng(1).standard_normal((size, config.d_model))
-    params = {**model.params, "embedding": table.astype(np.float32)}
-    target = model.replace(params=params, config=config, tokenizer=tokenizer)
-    return target, target.replace(params=perturbed(params, 0.02, 3))
+    return pair_with_words(layers=("mamba",))
 
 
 @pytest.fixture(scope="module")

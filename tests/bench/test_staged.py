@@ -11,9 +11,8 @@ from stree_jax.bench import benchmarks, figures, staged
 from stree_jax.bench.method import Run
 from stree_jax.cost import MeasuredTime, staged_gain
 from stree_jax.speculation.tree import resolve_tree
-from stree_jax.training.corpus import train_tokenizer
 from stree_jax.training.ngrams import count_grams, katz
-from tests.support.tiny import perturbed, tiny
+from tests.bench.pairs import pair_with_words
 
 PROMPTS = {"HumanEval": ["def f(x):"], "GSM8K": ["x = 1"]}
 OPTIONS = staged.Options("chain:3", (1, 2), (0.0, 1.0), 5, 8, 1)
@@ -21,13 +20,7 @@ OPTIONS = staged.Options("chain:3", (1, 2), (0.0, 1.0), 5, 8, 1)
 
 @pytest.fixture(scope="module")
 def pair():
-    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
-    size, model = tokenizer.get_vocab_size(), tiny(1)
-    config = replace(model.config, vocab_size=size, num_tokens=size)
-    table = np.random.default_rng(1).standard_normal((size, config.d_model))
-    params = {**model.params, "embedding": table.astype(np.float32)}
-    target = model.replace(params=params, config=config, tokenizer=tokenizer)
-    return target, target.replace(params=perturbed(params, 0.02, 3))
+    return pair_with_words()
 
 
 @pytest.fixture(scope="module")

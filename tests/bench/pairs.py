@@ -1,0 +1,19 @@
+"""Small models with a tokenizer, as benchmarks decode with."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from stree_jax.training.corpus import train_tokenizer
+from tests.support.tiny import perturbed, tiny
+
+
+def pair_with_words(**options):
+    """A tiny target that can read text, and a drafter that is nearly the same."""
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
+    size, model = tokenizer.get_vocab_size(), tiny(1, **options)
+    config = replace(model.config, vocab_size=size, num_tokens=size)
+    table = np.random.default_rng(1).standard_normal((size, config.d_model))
+    params = {**model.params, "embedding": table.astype(np.float32)}
+    target = model.replace(params=params, config=config, tokenizer=tokenizer)
+    return target, target.replace(params=perturbed(params, 0.02, 3))
