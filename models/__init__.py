@@ -40,6 +40,7 @@ from stree_jax.models.reading import read_text as read_text
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State
+from stree_jax.models.state import cache_rows as cache_rows
 from stree_jax.models.state import commit as commit
 from stree_jax.models.state import grow as grow
 from stree_jax.models.state import init_records as init_records

@@ -188,6 +188,15 @@ def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Rec
     return tuple(layer(kind) for kind in config.layers)
 
 
+def cache_rows(state: State) -> int | None:
+    """Rows of the attention caches; None without any."""
+    for entry in state.layers:
+        inner = entry.attention if isinstance(entry, ParallelState) else entry
+        if isinstance(inner, AttentionState):
+            return inner.k.shape[2]
+    return None
+
+
 def grow(state: State, capacity: int) -> State:
     """The same state with room for at least `capacity` tokens of attention."""
 

@@ -162,6 +162,10 @@ def continued(
         raise ValueError(f"past: want the past of an earlier result, got {past!r}")
     if len(past.tokens) != len(new):
         raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
+    if past.target.length.is_deleted():
+        raise ValueError(
+            "past: was taken over (take_past=True); go on with the later result's past"
+        )
     _check_state("past: of another target", model, past.target, len(new))
     _check_drafter_past(drafter, past.drafter, len(new))
     if drafter == MTP and isinstance(past.drafter, Heard):

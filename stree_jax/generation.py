@@ -15,7 +15,6 @@ from stree_jax.arguments import (
     MOST_TOKENS,
     Prompts,
     by_row,
-    check_drafter,
     check_min_new_tokens,
     check_model,
     continued,
@@ -25,47 +24,33 @@ from stree_jax.arguments import (
     lists_by_row,
     stop_token_table,
 )
+from stree_jax.buckets import bucket
+from stree_jax.budget import fitted
+from stree_jax.byte_sizes import bytes_named
 from stree_jax.checkpoint import Model
-from stree_jax.cost import Acceptance, greedy_tree
+from stree_jax.default_tree import spec_for
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.models.heads import Heads
 from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.sampling.stop_strings import token_bytes, token_table
-from stree_jax.speculation.accept import Rule, resolve_rule
+from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive_policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import (
     FOREVER,
     LOOKUP,
-    MTP,
     advance_jit,
-    cache_capacity,
-    deepest,
-    init_decoding_jit,
-    make_spec,
-    picked_tree,
 )
-from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
-    MAX_NODES,
     Auto,
-    Beam,
     Topology,
-    Tree,
-    chain,
     resolve_tree,
 )
+from stree_jax.start import Start
 from stree_jax.tuning import Measured
-
-DEFAULT_TREE = "E"
-SPARSE_NODES = 16  # of the default tree of heads
-ASSUMED_RANKS = 10
-DEFAULT_RULE = "naive/coupled"
-PAST_STEP = 512  # tokens: a conversation grows from turn to turn, in one program
 
 
 class Options(TypedDict, total=False):
@@ -86,16 +71,8 @@ class Options(TypedDict, total=False):
     past: Past | None
     keep_past: bool
     capacity: int
-
-
-def bucket(n: int, step: int = PREFILL_CHUNK) -> int:
-    """n rounded up so that few sizes exist, and with them few compiled programs.
-
-    Up to 8 steps a multiple of the step, up to 16 of twice the step, and so on.
-    """
-    while n > 8 * step:
-        step *= 2
-    return -(-n // step) * step
+    take_past: bool
+    memory: str | int | None
 
 
 def begin(
@@ -117,10 +94,13 @@ def begin(
     past: Past | None = None,
     keep_past: bool = False,
     capacity: int = 0,
+    take_past: bool = False,
+    memory: str | int | None = None,
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
     check_model("model", model)
-    spec = _spec(model, drafter, tree, rule, times)
+    limit = None if memory is None else bytes_named(memory)
+    spec = spec_for(model, drafter, tree, rule, times)
     n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
     capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
     V = model.config.num_tokens
@@ -152,26 +132,23 @@ def begin(
         stop_strings=automata,
         sampling=rows,
     )
-    # A conversation grows from turn to turn; wide steps keep it in one program.
-    longest = max(len(ids) for ids in text) - 1
-    width = bucket(max(longest, 1), PREFILL_CHUNK if past is None else PAST_STEP) + 1
-    padded = np.zeros((count, width), np.int32)
-    for row, ids in zip(padded, text, strict=True):
-        row[: len(ids)] = ids
-    room, M = bucket(max(limits)), deepest(spec.policy)
-    needed = cache_capacity(width, room, M, resumed=past is not None)
-    decoding = init_decoding_jit(
-        spec,
-        jnp.asarray(padded),
-        jnp.asarray(np.array([len(ids) for ids in text], np.int32)),
+    start = Start(
+        text,
         requests,
-        max_new_tokens=room,
-        capacity=max(needed, capacity),
+        room=bucket(max(limits)),
+        capacity=capacity,
         samples=n,
         top_logprobs=logprobs,
         past=None if past is None else (past.target, past.drafter),
+        take_past=take_past,
     )
-    return decoding, Plan(
+    spare = None
+    if limit is not None:
+        asked = model, drafter, tree, rule
+        spec, spare = fitted(limit, start, keep_past, *asked)
+        if times is not None and isinstance(spec.policy, AdaptivePolicy):
+            spec = tuning.with_times(spec, times)
+    return start.begun(spec), Plan(
         model=model,
         spec=spec,
         text=[row for row in text for _ in range(n)],
@@ -179,94 +156,8 @@ def begin(
         min_new_tokens=[row for row in least for _ in range(n)],
         pieces=pieces,
         keep_past=keep_past,
+        spare=spare,
     )
-
-
-def _spec(
-    model: Model,
-    drafter: models.Model | Heads | Drafter | str | None,
-    tree: Topology | str | Sequence[int] | None,
-    rule: Rule | str | None,
-    times: StepTimes | None,
-) -> Spec:
-    """Who decodes; raises ValueError for what does not go together."""
-    if drafter is None and tree is not None:
-        raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
-    shape: Topology = chain(0)
-    if drafter is not None:
-        check_drafter(model, drafter)
-        shape = tree_for(drafter, tree, rule)
-    if times is not None and not isinstance(shape, Auto):
-        raise ValueError("times: only tree 'auto' asks for them")
-    V = model.config.num_tokens
-    if shape.children > V and not isinstance(shape, Auto):
-        raise ValueError(
-            f"tree: {shape.children} children a node, but only {V} tokens to fill them"
-        )
-    if rule is None:
-        rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
-    lookup = drafter == LOOKUP
-    if lookup and isinstance(shape, Beam):
-        raise ValueError(
-            "tree: a beam is searched by a model; give one, or take 'auto'"
-        )
-    no_q = lookup or isinstance(drafter, NGrams)
-    rule = resolve_rule(rule, picked_tree(shape) if no_q else shape)
-    return make_spec(model, drafter, shape, rule, times)
-
-
-def tree_for(
-    drafter: models.Model | Heads | Drafter | str,
-    tree: Topology | str | Sequence[int] | None,
-    rule: Rule | str | None,
-) -> Topology:
-    """The tree of this name; None: what suits the drafter and the rule.
-
-    That is "auto" for models, heads and lookup, unless the rule wants a fixed tree;
-    else the sparse one of `usual_nodes` for heads, and `DEFAULT_TREE` for others.
-    "sparse:N" is the best tree of N nodes by the accuracies that came with heads.
-    """
-    kind, _, nodes = tree.partition(":") if isinstance(tree, str) else ("", "", "")
-    if kind == "sparse":
-        if not isinstance(drafter, Heads):
-            raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
-        return sparse_tree(drafter, nodes)
-    if tree is not None:
-        return resolve_tree(tree)
-    fixed = resolve_tree(DEFAULT_TREE)
-    if isinstance(drafter, Heads):
-        fixed = sparse_tree(drafter, usual_nodes(drafter))
-    if not isinstance(drafter, models.Model | Heads | str) or drafter == MTP:
-        return fixed
-    try:
-        resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())
-    except ValueError:  # of rules that are none at all, the fixed tree says so
-        return Auto() if isinstance(drafter, str) else fixed
-    return Auto()
-
-
-def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
-    """The tree of so many nodes that gains most by the heads' accuracies; see
-    `cost.greedy_tree`."""
-    size = int(nodes) if str(nodes).isdecimal() else 0
-    if not 1 < size <= MAX_NODES:
-        raise ValueError(f"tree: sparse:N wants N in 2..{MAX_NODES}, got {nodes!r}")
-    return greedy_tree(Acceptance(np.array(accuracy_of(heads))), size)
-
-
-def usual_nodes(heads: Heads) -> int:
-    """Of the default tree: few heads or ranks have no more combinations."""
-    levels, ranks = np.shape(accuracy_of(heads))
-    return min(SPARSE_NODES, sum(ranks**depth for depth in range(levels + 1)))
-
-
-def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:
-    """[K][R] of `HeadsConfig.accuracy`, or what is assumed where nobody measured."""
-    if heads.config.accuracy:
-        return heads.config.accuracy
-    ranks = range(ASSUMED_RANKS)
-    best = (0.6 * 0.8**k for k in range(heads.config.heads))
-    return tuple(tuple(0.6 * p * 0.4**r for r in ranks) for p in best)
 
 
 def _stop_strings(
@@ -323,6 +214,12 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       keep_past: whether to return a `past`; it holds the caches on the device.
       capacity: rows of the attention caches if more than needed, so that calls of
         different lengths share programs.
+      take_past: whether the past's arrays become the new state, which spares a copy;
+        it cannot be continued again.
+      memory: bytes that all of it may take on the device, weights included: "8GB",
+        "500MiB" or a number. Where no tree is named, the fastest that fits is taken;
+        where nothing fits, that is said before anything is run. With `keep_past`,
+        turns that go on with `take_past` fit as well, until `capacity` is used up.
 
     Raises:
       ValueError: before anything is run, naming the argument that is wrong.
@@ -345,7 +242,7 @@ def stream(
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
     if isinstance(plan.spec.policy, AdaptivePolicy) and options.get("times") is None:
-        plan = replace(plan, spec=tuning.timed(plan.spec, decoding))
+        plan = replace(plan, spec=tuning.timed(plan.spec, decoding, plan.spare))
     shown = [0] * len(plan.text)
     running = True
     while running:

@@ -7,7 +7,7 @@ last word: it compiles the generation's own loop for abstract arguments.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.mtp_drafter import MTPDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology, resolve_tree
+from stree_jax.start import Start
 from stree_jax.temporaries import (
     Temporaries,
     caches_of,
@@ -102,6 +103,11 @@ class Memory:
         }
 
     @property
+    def held(self) -> int:
+        """What the loop is given alone, on every platform."""
+        return sum(list(self.parts.values())[:7])
+
+    @property
     def total(self) -> int:
         """Of the steps, or of reading the prompts, whichever takes more."""
         return sum(self.parts.values())
@@ -158,23 +164,18 @@ def abstract_program(
             f"{room.max_new_tokens} new tokens want {least}"
         )
     # The text's width is in no array that the loop is given.
-    begin = partial(loop.init_decoding, **_sizes(room))
-    return spec, jax.eval_shape(begin, spec, *_texts(room, 2))
+    return spec, greedy_start(room, 2).shapes(spec)
 
 
-def _sizes(room: Room) -> dict[str, Any]:
-    return {"max_new_tokens": room.max_new_tokens, "capacity": room.capacity}
-
-
-def _texts(room: Room, width: int) -> tuple[Any, Any, Any]:
-    """Token ids, lengths and requests of greedy text, abstract."""
-    rows = room.batch
+def greedy_start(room: Room, width: int) -> Start:
+    """Greedy text after texts so wide, in tokens."""
 
     def ids(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.ShapeDtypeStruct((room.batch, *shape), jnp.int32)
 
-    requests = Requests(ids(rows), None, ids(rows, STOPS), None, None)
-    return ids(rows, width), ids(rows), requests
+    requests = Requests(ids(), None, ids(STOPS), None, None)
+    texts = [range(width)] * room.batch
+    return Start(texts, requests, room.max_new_tokens, room.capacity)
 
 
 def memory_of(
@@ -185,10 +186,11 @@ def memory_of(
     rule: Rule | str = NAIVE,
 ) -> Memory:
     """The bytes of a greedy generation by part; arguments as of `abstract_program`."""
-    return _parts(*abstract_program(target, drafter, tree, room, rule), room)
+    return parts_of(*abstract_program(target, drafter, tree, room, rule), room)
 
 
-def _parts(spec: Spec, decoding: Decoding, room: Room) -> Memory:
+def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
+    """Of a generation as it is begun; arrays may be abstract."""
     caches = caches_of(decoding.state)
     state, records = size_of(decoding.state), size_of(decoding.pending)
     drafting, weights = size_of(decoding.drafting), size_of(spec.target)
@@ -259,16 +261,27 @@ def compiled_bytes(
     """
     spec, decoding = abstract_program(target, drafter, tree, room, rule)
     if reads:
-        texts = _texts(room, reads)
-        lowered = loop.init_decoding_jit.lower(spec, *texts, **_sizes(room))
+        found = analysed(greedy_start(room, reads).lowered(spec))
     else:
-        steps = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = loop.advance_jit.lower(spec, decoding, steps)
+        found = analysed(lowered_steps(spec, decoding))
+    return replace(found, arguments=found.arguments - shared_with_target(spec))
+
+
+def lowered_steps(spec: Spec, decoding: Decoding) -> Any:
+    """The program of a generation's steps, for the compiler."""
+    return loop.advance_jit.lower(spec, decoding, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def analysed(lowered: Any) -> CompiledBytes:
+    """What the compiler says of a program.
+
+    A program that runs later with the same shapes is not compiled again.
+    """
     sizes: Any = lowered.compile().memory_analysis()
     if sizes is None:
         raise ValueError("memory: this platform says nothing of what programs need")
     return CompiledBytes(
-        sizes.argument_size_in_bytes - shared_with_target(spec),
+        sizes.argument_size_in_bytes,
         sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         sizes.temp_size_in_bytes,
     )

@@ -7,48 +7,33 @@ looked at once. No limit is ever raised: what does not fit is refused, with what
 less of.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from stree_jax import models, tuning
+from stree_jax import models
 from stree_jax.arguments import MOST_TOKENS, integer
+from stree_jax.buckets import bucket
 from stree_jax.byte_sizes import bytes_named, shown_bytes
-from stree_jax.cost import Acceptance, PassTime, Seconds, expected_tau, greedy_tree
-from stree_jax.cost import step_time as seconds_of_step
-from stree_jax.generation import PAST_STEP, accuracy_of, bucket
+from stree_jax.candidates import Candidate, by_speed, way
+from stree_jax.cost import Acceptance
 from stree_jax.memory import (
     Memory,
     Room,
     abstract_heads,
     abstract_model,
-    abstract_program,
     compiled_bytes,
     memory_of,
 )
 from stree_jax.models import ModelConfig
-from stree_jax.models.heads import Heads, HeadsConfig, first_heads
+from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.speculation.loop import LOOKUP, MTP, cache_capacity
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.tree import (
-    DEEPEST,
-    MOST_CHILDREN,
-    Auto,
-    Tree,
-    chain,
-    resolve_tree,
-)
-from stree_jax.traffic import heads_read, state_and_caches, weights_read
+from stree_jax.speculation.tree import Auto
 
-SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of fixed trees
-AUTOS = ("auto", "auto:1,4,8", "auto:1,4")
-CHAINS = (1, 2, 4, 8)  # that lookup fills
 KEPT = 5  # choices that fit, the fastest first
-SHARE, FALLS = {"model": 0.6, "lookup": 0.3}, 0.4  # assumed of guesses, see `assumed`
-MORE = 0.03  # of a pass, for each node more: assumed, as tree "auto" does
-BANDWIDTH = 25e9  # bytes per second; assumed, and without a part in the order
 
 Drafting = ModelConfig | HeadsConfig | NGrams | str | None
 
@@ -78,14 +63,17 @@ class Request:
         integer("max_new_tokens", self.max_new_tokens, 1, most, what)
 
     def room(self, depth: int) -> Room:
-        """The smallest caches that serve it with trees so deep, as `generate` and, of
-        several queries, a continued `past` make them."""
-        more = self.queries > 1
-        text = self.queries * self.context - self.max_new_tokens
-        width = bucket(text, PAST_STEP if more else models.PREFILL_CHUNK) + 1
+        """The smallest caches that serve it with trees so deep, whether the text comes
+        at once or, told of as `capacity`, turn by turn."""
         answer = bucket(self.max_new_tokens)
-        capacity = cache_capacity(width, answer, depth, resumed=more)
-        return Room(self.batch, capacity, answer)
+        whole = cache_capacity(bucket(self.text) + 1, answer, depth)
+        turns = cache_capacity(self.text + 1, answer, depth, resumed=True)
+        return Room(self.batch, max(whole, turns), answer)
+
+    @property
+    def text(self) -> int:
+        """Most tokens that the last answer follows."""
+        return self.queries * self.context - self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +88,7 @@ class Choice:
       tau: tokens that a step is expected to gain, by row.
       step_s: seconds of a step.
       measured: whether those come from steps timed on this machine (`stree_jax.tune`).
+      capacity: of the caches, as `generate` takes it.
       memory: its bytes.
     """
 
@@ -110,6 +99,7 @@ class Choice:
     tau: float
     step_s: float
     measured: bool
+    capacity: int
     memory: Memory
 
     def tokens_per_s(self, batch: int) -> float:
@@ -117,10 +107,7 @@ class Choice:
         return batch * self.tau / self.step_s
 
     def __str__(self) -> str:
-        heads = f" ({self.heads} of them)" if self.heads else ""
-        if self.drafter == "none":
-            return f"plain decoding in {self.dtype}"
-        return f"tree {self.tree} filled by {self.drafter}{heads} in {self.dtype}"
+        return f"{way(self.drafter, self.heads, self.tree)} in {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -145,8 +132,8 @@ class Planned:
         """Plain values of everything."""
 
         def one(choice: Choice) -> dict[str, Any]:
-            names = ("drafter", "heads", "tree", "dtype", "tau", "step_s", "measured")
-            return {name: getattr(choice, name) for name in names} | {
+            names = ["drafter", "heads", "tree", "dtype", "tau", "step_s", "measured"]
+            return {name: getattr(choice, name) for name in [*names, "capacity"]} | {
                 "tokens_per_s": choice.tokens_per_s(self.request.batch),
                 "bytes": choice.memory.total,
                 "parts": choice.memory.parts,
@@ -196,8 +183,8 @@ def plan(
         drafter = drafter.config
     least: list[_Option] = []
     for dtype in dtypes:
-        options = _by_speed(config, drafter, np.dtype(dtype), request, acceptance)
-        (plain,) = (option for option in options if option.who == "none")
+        options = _options(config, drafter, np.dtype(dtype), request, acceptance)
+        (plain,) = (option for option in options if option.way.who == "none")
         least.append(plain)
         if plain.bytes_of(request) > limit:  # and whatever drafts takes more
             continue
@@ -226,62 +213,32 @@ def _fitting(
 class _Option:
     """A candidate whose bytes are not known yet."""
 
-    who: str
-    heads: int
-    tree: str
-    dtype: np.dtype
+    way: Candidate
     target: models.Model
-    drafter: Any
-    tau: float
-    step_s: float
-    measured: bool
+    dtype: np.dtype
 
     def choice(self, request: Request) -> Choice:
-        facts = self.tau, self.step_s, self.measured
-        named = self.who, self.heads, self.tree, self.dtype.name
-        return Choice(*named, *facts, self._memory(request))
+        way = self.way
+        facts = way.tau, way.step_s, way.measured
+        named = way.who, way.heads, way.tree, self.dtype.name
+        who = self._who(request)
+        return Choice(*named, *facts, who[-1].capacity, memory_of(*who))
 
     def bytes_of(self, request: Request) -> int:
-        return self._memory(request).total
+        return memory_of(*self._who(request)).total
 
     def holds(self, request: Request, limit: int) -> bool:
         """Whether both programs fit by the compiler's own word."""
-        args = *self._who(), self._room(request)
+        args = self._who(request)
         reads = args[-1].capacity - args[-1].max_new_tokens
         return all(compiled_bytes(*args, reads=n).total <= limit for n in (0, reads))
 
-    def _memory(self, request: Request) -> Memory:
-        return memory_of(*self._who(), self._room(request))
-
-    def _who(self) -> tuple[models.Model, Any, str]:
-        return self.target, self.drafter, self.tree
-
-    def _room(self, request: Request) -> Room:
-        return request.room(_topology(self.tree).depth)
+    def _who(self, request: Request) -> tuple[models.Model, Any, str, Room]:
+        way = self.way
+        return self.target, way.drafter, way.tree, request.room(way.topology.depth)
 
 
-@dataclass(frozen=True)
-class _Pace:
-    """Seconds of a pass by its nodes, of a drafter's first level, and of each more."""
-
-    verify: Seconds
-    draft: float
-    level: float
-    measured: bool
-
-    def step(self, tree: Tree) -> float:
-        drafting = self.draft + self.level * max(tree.depth - 1, 0)
-        return seconds_of_step(tree, self.verify, PassTime(0.0), drafting)
-
-
-def _topology(name: str) -> Tree | Auto:
-    """Of a name that is a candidate's."""
-    tree = resolve_tree(name)
-    assert isinstance(tree, Tree | Auto)
-    return tree
-
-
-def _by_speed(
+def _options(
     config: ModelConfig,
     drafter: Drafting,
     dtype: np.dtype,
@@ -289,148 +246,26 @@ def _by_speed(
     acceptance: Acceptance | None,
 ) -> list[_Option]:
     """All candidates of a dtype, the fastest by expectation first."""
-    bare = abstract_model(replace(config, mtp=()), dtype)
-    found = []
-    for who, heads, drafting in _drafters(config, drafter, dtype):
-        target = abstract_model(config, dtype) if drafting == MTP else bare
-        table = (
-            acceptance
-            if acceptance is not None and who not in ("lookup", "none")
-            else None
-        )
-        table = assumed(who, drafting) if table is None else table
-        pace = _pace(target, drafting, request)
-        for name, tau, step_s in _trees(who, table, pace):
-            args = who, heads, name, dtype, target, drafting, tau, step_s
-            found.append(_Option(*args, pace.measured))
-    return sorted(found, key=lambda option: -option.tau / option.step_s)
-
-
-def _drafters(
-    config: ModelConfig, drafter: Drafting, dtype: np.dtype
-) -> Iterator[tuple[str, int, Any]]:
-    """Kind, number of heads, and an abstract drafter; lookup and none for any."""
+    own_layers = config.mtp if drafter == MTP else ()
+    target = abstract_model(replace(config, mtp=own_layers), dtype)
+    drafting: Any = drafter
     match drafter:
         case ModelConfig():
-            yield "model", 0, abstract_model(replace(drafter, mtp=()), dtype)
+            drafting = abstract_model(replace(drafter, mtp=()), dtype)
         case HeadsConfig():
-            whole = abstract_heads(drafter, dtype)
-            for k in range(drafter.heads, 0, -1):
-                yield "heads", k, first_heads(whole, k)
-        case NGrams():
-            yield "n-grams", 0, drafter
-        case "mtp":
-            if not config.mtp:
-                raise ValueError("drafter: 'mtp', but the model has no MTP layers")
-            yield "mtp", 0, MTP
-        case "lookup" | None:
+            drafting = abstract_heads(drafter, dtype)
+        case "mtp" if not config.mtp:
+            raise ValueError("drafter: 'mtp', but the model has no MTP layers")
+        case NGrams() | "mtp" | "lookup" | None:
             pass
         case _:
             raise ValueError(
                 f"drafter: want a model, heads, n-grams, 'lookup' or 'mtp', "
                 f"got {drafter!r}"
             )
-    if drafter is not None:
-        yield "lookup", 0, LOOKUP
-    yield "none", 0, None
-
-
-def assumed(who: str, drafter: Any) -> Acceptance:
-    """How often a guess is right, by depth and rank: of heads what was measured with
-    them (`HeadsConfig.accuracy`), of others a share that falls with the rank."""
-    if isinstance(drafter, Heads):
-        return Acceptance(np.array(accuracy_of(drafter)))
-    share = SHARE["lookup" if who == "lookup" else "model"]
-    ranks = (1 - FALLS) * FALLS ** np.arange(MOST_CHILDREN) * share / (1 - FALLS)
-    return Acceptance(np.tile(ranks, (DEEPEST, 1)))
-
-
-def _trees(
-    who: str, acceptance: Acceptance, pace: _Pace
-) -> Iterator[tuple[str, float, float]]:
-    """Names, expected tau and seconds a step of a drafter's trees."""
-    plain = chain(0)
-    if who == "none":
-        yield "chain:0", 1.0, pace.step(plain)
-        return
-    trees = {} if who == "lookup" else _best_trees(acceptance)
-    if who == "lookup":
-        trees = {f"chain:{n}": chain(n) for n in CHAINS}
-    gains = {
-        name: (expected_tau(tree, acceptance), pace.step(tree))
-        for name, tree in trees.items()
-    }
-    # Tree "auto" takes at every step what pays there: at least what pays on average.
-    for auto in AUTOS if who in ("model", "heads", "lookup") else ():
-        most = _topology(auto).size
-        ways = [gains[name] for name, tree in trees.items() if tree.size <= most]
-        best = max([*ways, (1.0, pace.step(plain))], key=lambda way: way[0] / way[1])
-        yield auto, *best
-    for name, gain in gains.items():
-        yield name, *gain
-
-
-def _best_trees(acceptance: Acceptance) -> dict[str, Tree]:
-    """Of each size, the one that is expected to gain most."""
-    depth, width = acceptance.p.shape
-    most = sum(width**d for d in range(min(depth, 8) + 1))
-    found = {}
-    for size in SIZES:
-        if size <= most:
-            tree = greedy_tree(acceptance, size)
-            above = ",".join(str(p) for p in np.asarray(tree.parents)[1:].tolist())
-            found[f"parents:{above}"] = tree
-    return found
-
-
-def _pace(target: models.Model, drafter: Any, request: Request) -> _Pace:
-    """Steps that were timed here for tree "auto", or what bytes and nodes suggest."""
     room = request.room(Auto().depth)
-    tunable = drafter == LOOKUP or isinstance(drafter, models.Model | Heads)
-    if tunable or drafter is None:
-        guess = LOOKUP if drafter is None else drafter
-        found = tuning.known(*abstract_program(target, guess, "auto", room))
-        if found is not None:
-            verify = _between(found.by_size)
-            level = 0.0 if isinstance(drafter, Heads) else found.level
-            return _Pace(verify, found.draft, level, measured=True)
-    whole = _seconds(target, room)
-    verify = PassTime(whole * (1 - MORE), whole * MORE)
-    draft = level = 0.0
-    if isinstance(drafter, models.Model):
-        draft = level = _seconds(drafter, room)
-    elif drafter == MTP:
-        draft = level = _seconds(models.mtp_model(target), room)
-    elif isinstance(drafter, Heads):
-        draft = heads_read(drafter, drafter.config.heads) / BANDWIDTH
-        if not drafter.config.own_output:
-            draft += _output_bytes(target) / BANDWIDTH
-    return _Pace(verify, draft, level, measured=False)
-
-
-def _seconds(model: models.Model, room: Room) -> float:
-    """Of a pass that reads weights, states and caches once."""
-    spec, decoding = abstract_program(models.without_mtp(model), None, "chain:0", room)
-    return (
-        weights_read(spec.target) + sum(state_and_caches(decoding.state))
-    ) / BANDWIDTH
-
-
-def _output_bytes(target: models.Model) -> int:
-    table = target.params["embedding"]
-    return table.size * table.dtype.itemsize
-
-
-def _between(by_size: dict[int, float]) -> Seconds:
-    """By straight lines, and on with the whole table's slope beyond the largest."""
-    sizes, seconds = list(by_size), list(by_size.values())
-    slope = max(seconds[-1] - seconds[0], 0.0) / (sizes[-1] - sizes[0])
-
-    def verify(size: float) -> float:
-        inside = float(np.interp(size, sizes, seconds))
-        return inside + slope * max(size - sizes[-1], 0)
-
-    return verify
+    ways = by_speed(target, drafting, room, acceptance)
+    return [_Option(way, target, dtype) for way in ways]
 
 
 def _refusal(option: _Option, request: Request, limit: int) -> str:

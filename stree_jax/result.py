@@ -121,6 +121,7 @@ class Plan:
       stop_strings, min_new_tokens: as they were asked for.
       pieces: bytes of each token; None where no row has stop strings.
       keep_past: whether to return a `Past`.
+      spare: bytes that are left of a limit; None without one.
     """
 
     model: Model
@@ -130,6 +131,7 @@ class Plan:
     min_new_tokens: list[int]
     pieces: list[bytes] | None
     keep_past: bool
+    spare: int | None
 
 
 def _text_of(

@@ -24,6 +24,7 @@ import numpy as np
 from stree_jax.cache_folder import cache_folder
 from stree_jax.models import Model, ModelConfig, param_dtype
 from stree_jax.models.heads import heads_dtype
+from stree_jax.models.memory import size_of
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive_policy import (
     AdaptivePolicy,
@@ -80,18 +81,23 @@ def with_times(spec: Spec, times: StepTimes) -> Spec:
     return replace(spec, policy=replace(spec.policy, times=times))
 
 
-def timed(spec: Spec, decoding: Decoding) -> Spec:
+def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
     """`spec` with this machine's times, known or measured on copies of `decoding`.
 
     Where there is no memory for a copy, the times that were assumed stay.
+
+    Args:
+      spare: bytes that there are for a copy; None: as many as there are.
     """
+    fits = spare is None or size_of(decoding) <= spare
     try:
-        return with_times(spec, times_of(spec, decoding).on_device())
+        if fits or known(spec, decoding) is not None:
+            return with_times(spec, times_of(spec, decoding).on_device())
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        log.warning("no memory to measure steps in; they are assumed")
-        return spec
+    log.warning("no memory to measure steps in; they are assumed")
+    return spec
 
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import planning, tuning
+from stree_jax import candidates, planning, tuning
 from stree_jax.byte_sizes import bytes_named
 from stree_jax.cost import Acceptance
-from stree_jax.memory import CompiledBytes, memory_of
+from stree_jax.memory import (
+    CompiledBytes,
+    abstract_heads,
+    abstract_model,
+    memory_of,
+)
 from stree_jax.models.heads import (
     Heads,
     HeadsConfig,
@@ -85,7 +90,7 @@ def test_the_bytes_are_those_of_the_choice(ample, target, drafter):
         stree_jax.memory.abstract_model(c, np.dtype(best.dtype))
         for c in (target, drafter)
     ]
-    room = Request(**ASKED).room(planning._topology(best.tree).depth)
+    room = Request(**ASKED).room(candidates.topology(best.tree).depth)
     assert room.capacity >= 2 * 256 and room.batch == 2
     assert memory_of(*abstract, best.tree, room) == best.memory
 
@@ -140,13 +145,13 @@ def test_heads_are_left_out_one_by_one(target):
     found = plan(target, 100 * MB, drafter=config, **ASKED)
     heads = {choice.heads for choice in found.choices}
     assert heads <= {0, 1, 2, 3} and found.best.heads
-    options = planning._by_speed(
-        target, config, np.dtype("float32"), Request(**ASKED), None
-    )
+    whole = abstract_model(target, np.float32)
+    heads = abstract_heads(config, np.float32)
+    options = candidates.by_speed(whole, heads, Request(**ASKED).room(16))
     assert {o.heads for o in options} == {0, 1, 2, 3}
     for option in options:
         if option.heads:
-            tree = planning._topology(option.tree)
+            tree = candidates.topology(option.tree)
             assert tree.depth <= option.heads or option.tree.startswith("auto")
 
 
@@ -168,7 +173,7 @@ def test_measured_steps_decide(target, drafter, monkeypatch):
     monkeypatch.setattr(tuning, "known", lambda spec, decoding: steep)
     found = plan(target, 100 * MB, drafter=drafter, **ASKED)
     assert found.best.measured and found.best.tau == 1.0 and found.best.step_s == 1.0
-    verify = planning._between(steep.by_size)
+    verify = candidates._between(steep.by_size)
     assert verify(6) == 60.0 and verify(31) == pytest.approx(160 + 15 * 159 / 15)
 
 

@@ -5,7 +5,6 @@ of memory (one line on stderr), 130 interrupted, 141 the reader of the output we
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
@@ -17,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
+from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.plan import add_plan_options
+from stree_jax.cli.training import add_training_parsers, run_training
 from stree_jax.version import __version__
 
 if TYPE_CHECKING:
-    from stree_jax.training.recipe import Job
+    pass
 
 # jax, flax and numpy are imported in the functions that need them: --help is fast.
 
@@ -38,16 +39,6 @@ CHAT_NOTES = (
 TUNE_NOTES = """
 Prints what a step takes by the nodes of its tree, and the levels of a drafting model.
 It is kept in steps.json of the cache folder, where generate and chat find it."""
-NGRAMS_NOTES = """
-The table is for generate and chat: --ngrams FILE guesses for the drafter it was made
-of, which then needs fewer passes for the same drafts; --drafter FILE drafts alone."""
-HEADS_NOTES = """
-The target reads --tokens of the text once; its states are kept in --work (2 bytes a
-channel and token), and the heads are trained on them. The same command goes on from
-the newest save. generate and chat take them: --drafter OUT."""
-TRAINING_NOTES = """
-A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
-before it ends."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,7 +91,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_pair_options(p)
     add_text_options(p)
     option(p, "--system", str, None, "system message, for models with a chat template")
-    option(p, "--context", int, 2048, "tokens before a larger cache is made")
+    option(
+        p,
+        "--context",
+        int,
+        2048,
+        "tokens of the conversation before a larger cache is made; with --memory: of a "
+        "query, its prompt and its answer",
+    )
+    option(p, "--queries", int, 1, "with --memory: how many there is to be room for")
 
     p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
     add_paths(p, "checkpoint directory or hub id")
@@ -123,58 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("path", help="directory, hub id, demo or demo-drafter")
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
-    p = commands.add_parser("train", help="train a small hybrid on text")
-    add_training_options(p, steps=3600, learning_rate=2e-3)
-    option(p, "--tokenizer", Path, None, "tokenizer.json; default: train one")
-    option(p, "--vocab-size", int, 2048, "entries of the tokenizer to train")
-    option(p, "--width", int, 384, "d_model, a multiple of 128")
-    option(p, "--mixers", int, 6, "layers that mix tokens, each with an MLP behind it")
-    option(p, "--attention", int, 2, "how many of the mixers attend")
-
-    p = commands.add_parser("distill", help="train a Mamba2 drafter by KL")
-    p.add_argument(
-        "--target", required=True, help="model to imitate: directory, hub id or demo"
-    )
-    add_training_options(p, steps=2000, learning_rate=4e-3)
-    option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
-    option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
-
-    p = commands.add_parser("heads", help="train Medusa heads on a target")
-    p.add_argument(
-        "--target", required=True, help="model to train on: directory, hub id or demo"
-    )
-    add_training_options(p, steps=2000, learning_rate=2e-3, batch=16, length=128)
-    p.epilog = HEADS_NOTES
-    option(p, "--heads", int, 4, "how many: tokens that are guessed at once")
-    option(p, "--blocks", int, 3, "residual blocks of each")
-    p.add_argument(
-        "--own-output",
-        action="store_true",
-        help="an output matrix for each head; default: the target's for all",
-    )
-    option(p, "--tokens", int, 2_000_000, "of text that the target reads")
-    option(p, "--own-tokens", int, 400_000, "that it writes itself, to learn from")
-    p.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="of the target meanwhile; default %(default)s",
-    )
-
-    p = commands.add_parser(
-        "ngrams",
-        help="a drafter for the drafter: count what it says",
-        epilog=NGRAMS_NOTES,
-    )
-    p.add_argument("--drafter", required=True, help="directory, hub id or demo")
-    p.add_argument("--out", type=Path, required=True, help="file to make")
-    option(p, "--tokens", int, 10_000_000, "of text to draw from it")
-    option(p, "--order", int, 3, "tokens of an n-gram, 2 to 8")
-    option(p, "--temperature", float, 1.5, "of the text; higher: more contexts")
-    option(p, "--slots", int, 2**18, "most contexts of one length, a power of two")
-    option(p, "--keep", int, 8, "tokens that a context has room for")
-    option(p, "--batch", int, 256, "texts drawn together")
-    option(p, "--seed", int, 0, "of the random numbers")
+    add_training_parsers(commands)
 
     p = commands.add_parser(
         "tune", help="measure steps for tree auto ahead of time", epilog=TUNE_NOTES
@@ -190,16 +138,6 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_bench_parsers(commands.add_parser("bench", help="measure this machine"))
     return parser
-
-
-def option(
-    p: argparse.ArgumentParser, name: str, kind: type, default: Any, text: str
-) -> None:
-    """Add an option whose help ends with its default; where that is None, `text` may
-    say what happens without the option."""
-    if default is not None:
-        text += "; default %(default)s"
-    p.add_argument(name, type=kind, default=default, help=text)
 
 
 def add_paths(p: argparse.ArgumentParser, src: str) -> None:
@@ -253,38 +191,11 @@ def add_text_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--ignore-eos", action="store_true", help="stop tokens do not end the text"
     )
-
-
-def add_training_options(
-    p: argparse.ArgumentParser,
-    steps: int,
-    learning_rate: float,
-    batch: int = 8,
-    length: int = 256,
-) -> None:
-    """What to train on, how, and when to save."""
-    p.epilog = TRAINING_NOTES
     p.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        required=True,
-        help="files or folders of text, or one folder of prepared tokens",
+        "--memory",
+        help="bytes that all of it may take, weights included: 8GB, 500MiB; what "
+        "decodes fastest within them is taken, or it is said what to ask less of",
     )
-    p.add_argument(
-        "--out", type=Path, required=True, help="Hugging Face directory to make"
-    )
-    p.add_argument(
-        "--work", type=Path, required=True, help="folder of this run's saves"
-    )
-    option(p, "--steps", int, steps, "optimizer steps")
-    option(p, "--batch", int, batch, "sequences a step")
-    option(p, "--length", int, length, "tokens a sequence")
-    option(p, "--learning-rate", float, learning_rate, "at its peak")
-    option(p, "--warmup", int, None, "steps up to it; default: STEPS/10, at most 150")
-    option(p, "--seed", int, 0, "of the first weights and of the batches")
-    option(p, "--minutes", float, None, "stop after so many, and write what there is")
-    option(p, "--save-minutes", float, 5.0, "minutes between saves")
 
 
 def unescape(text: str) -> str:
@@ -383,21 +294,22 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     match args.command:
-        case "generate" | "chat":
+        case "generate":
             from stree_jax.cli import terminal
 
-            run = terminal.run_chat if args.command == "chat" else terminal.run_generate
-            return run(args)
+            return terminal.run_generate(args)
+        case "chat":
+            from stree_jax.cli import conversation
+
+            return conversation.run_chat(args)
         case "convert":
             return run_convert(args)
         case "export":
             run_export(args)
         case "info":
             run_info(args)
-        case "train" | "distill" | "heads":
+        case "train" | "distill" | "heads" | "ngrams":
             run_training(args)
-        case "ngrams":
-            run_ngrams(args)
         case "tune":
             run_tune(args)
         case "plan":
@@ -434,10 +346,6 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0 if difference.relative <= parity.LIMIT else 1  # NaN is 1
 
 
-def tell(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def run_export(args: argparse.Namespace) -> None:
     from stree_jax.checkpoint import info, load, resolve
     from stree_jax.convert.export import export_hf
@@ -458,20 +366,6 @@ def run_info(args: argparse.Namespace) -> None:
     width = max(len(name) for name in facts)
     for name, value in facts.items():
         print(f"{name:{width}}  {value}")
-
-
-def run_ngrams(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoint import load
-    from stree_jax.ngram_file import check_new, save_ngrams
-    from stree_jax.training.ngrams import Recipe, ngrams_of
-
-    check_new(args.out)  # before hours of work
-    names = [field.name for field in dataclasses.fields(Recipe)]
-    recipe = Recipe(**{name: getattr(args, name) for name in names})
-    drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)
-    ngrams = ngrams_of(drafter, recipe)
-    save_ngrams(ngrams, args.out)
-    tell(f"wrote {args.out}: {ngrams}")
 
 
 def run_tune(args: argparse.Namespace) -> None:
@@ -499,38 +393,3 @@ def run_tune(args: argparse.Namespace) -> None:
     if times.draft:
         print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
         print(f"each level more: {1e3 * times.level:.3f} ms")
-
-
-def run_training(args: argparse.Namespace) -> None:
-    from stree_jax.training import recipe
-    from stree_jax.training.train import TrainConfig
-
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    train = TrainConfig(**{k: v for k, v in vars(args).items() if k in names})
-    job = recipe.Job(
-        args.text, args.out, args.work, train, args.minutes, args.save_minutes
-    )
-    if args.command == "heads":
-        run_heads(args, job)
-    elif args.command == "distill":
-        recipe.distill_drafter(job, args.target, args.width, args.layers)
-    else:
-        size = recipe.TargetSize(args.width, args.mixers, args.attention)
-        recipe.train_target(job, size, args.tokenizer, args.vocab_size)
-
-
-def run_heads(args: argparse.Namespace, job: "Job") -> None:
-    from stree_jax.heads_file import save_heads
-    from stree_jax.training.heads import train_heads
-
-    kind = args.heads, args.blocks, args.own_output
-    heads = train_heads(
-        job,
-        args.target,
-        *kind,
-        tokens=args.tokens,
-        own_tokens=args.own_tokens,
-        dtype=args.dtype,
-    )
-    save_heads(heads, args.out, args.target)
-    tell(f"wrote {args.out}: {heads}")

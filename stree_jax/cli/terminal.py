@@ -1,4 +1,4 @@
-"""Text in a terminal: `stree-jax generate` and `stree-jax chat`."""
+"""Text in a terminal: `stree-jax generate`, and what `stree-jax chat` has of it."""
 
 import argparse
 import json
@@ -10,31 +10,29 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from stree_jax.checkpoint import Model, resolve
-from stree_jax.cli.chat import (
-    Message,
-    next_turn,
-    read_chat_template,
-    read_special_tokens,
-)
 from stree_jax.cli.compile_cache import kept_programs
+from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.generation import (
     Options,
     encode_prompts,
     generate,
     stream,
 )
-from stree_jax.pair import load_pair
-from stree_jax.result import Generation, Past, runs_by_origin
+from stree_jax.models.heads import Heads, first_heads
+from stree_jax.pair import load_pair, pair_configs
+from stree_jax.planning import Planned, Request, plan
+from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation.draft import ORIGINS
+from stree_jax.speculation.loop import LOOKUP
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,19 +41,53 @@ PATIENCE_S = 1.0  # of silence, before a terminal is told what takes the time
 
 
 def load_models(
-    args: argparse.Namespace,
+    args: argparse.Namespace, request: Request | None = None
 ) -> tuple[Model, "Tokenizer", Options]:
-    """The target, its tokenizer, and what `generate` is told of the drafter."""
+    """The target, its tokenizer, and what `generate` is told of the drafter.
+
+    Args:
+      request: what is to be served in `args.memory`: only what decodes it is loaded.
+        Where something is named that plans know nothing of (a tree, n-grams that guess
+        for the drafter) all is, and `generate` says whether it fits.
+    """
+    name, tree, heads = args.drafter, args.tree, None
+    if request is not None and args.tree is None and args.ngrams is None:
+        best = planned(args, request).best
+        tree = None if best.drafter == "none" else best.tree
+        name = best.drafter if best.drafter in ("none", LOOKUP) else name
+        heads = best.heads or None
     with waiting(f"reading {args.model}"):
         target, drafter = load_pair(
-            args.model, args.drafter, args.dtype, args.ngrams, args.ahead
+            args.model, name, args.dtype, args.ngrams, args.ahead
         )
-    if drafter is None and args.tree:
+    if isinstance(drafter, Heads) and heads is not None:
+        drafter = first_heads(drafter, heads)
+    if drafter is None and tree:
         raise ValueError("--tree: --drafter none fills no tree; leave one of them out")
     if target.tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
-    tree = None if drafter is None else args.tree
-    return target, target.tokenizer, Options(drafter=drafter, tree=tree, rule=args.rule)
+    options = Options(drafter=drafter, tree=tree, rule=args.rule, memory=args.memory)
+    return target, target.tokenizer, options
+
+
+def planned(args: argparse.Namespace, request: Request) -> Planned:
+    """What decodes it fastest in `args.memory`, by shapes alone."""
+    model, drafter = pair_configs(args.model, args.drafter)
+    return plan(
+        model, args.memory, drafter=drafter, dtypes=[args.dtype], **asdict(request)
+    )
+
+
+def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
+    """What `generate` is to serve within --memory, if that is given."""
+    if args.memory is None:
+        return None
+    tokenizer = read_tokenizer(resolve(args.model))
+    if tokenizer is None:
+        raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
+    text = max(len(tokenizer.encode(prompt).ids), 1)
+    new = args.max_new_tokens
+    return Request(batch=args.n, context=text + new, max_new_tokens=new)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling | None:
@@ -174,7 +206,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.explain and (args.json or args.n > 1):
         raise ValueError("--explain: shows one text; leave out --json and --n")
     prompt = read_prompt(args)
-    target, tokenizer, drafting = load_models(args)
+    target, tokenizer, drafting = load_models(args, request_of(args, prompt))
     options = plainly | drafting
     began = time.perf_counter()
     quiet = args.json or args.n > 1 or args.explain
@@ -389,86 +421,3 @@ def mark(text: str, origin: str, colours: bool) -> str:
         return f"\x1b[{COLOURS[origin]}m{text}\x1b[0m"
     left, right = BRACKETS[origin]
     return f"{left}{text}{right}"
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What was said, as messages and as the tokens that the model knows of it.
-
-    Attributes:
-      messages: so far.
-      fed: every token read or produced.
-      past: the model's state after them; None if they have to be read anew.
-    """
-
-    messages: tuple[Message, ...] = ()
-    fed: Sequence[int] = ()
-    past: Past | None = None
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """What answers: a model, its way with words, and the options of `stream`."""
-
-    model: Model
-    tokenizer: "Tokenizer"
-    template: str | None
-    special_tokens: dict[str, str]
-    options: Options
-
-
-def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
-    """Say `text`, print the answer as it comes, and return the longer conversation."""
-    messages = (*conversation.messages, Message(role="user", content=text))
-    fed, past = conversation.fed, conversation.past
-    continues, ids = next_turn(
-        speaker.tokenizer, speaker.template, speaker.special_tokens, messages, fed
-    )
-    if not continues:
-        fed, past = (), None
-    unread = ids if past is not None else [*fed, *ids]
-    options = speaker.options | Options(past=past, keep_past=True)
-    ends, _ = follow(stream(speaker.model, [unread], **options), "")
-    print()
-    if not ends:  # interrupted before the first word
-        return conversation
-    result = ends[-1]
-    reply = Message(role="assistant", content=(result.texts or [""])[0])
-    fed = [*fed, *ids, *result.tokens[0]]
-    return Conversation((*messages, reply), fed, result.past)
-
-
-def run_chat(args: argparse.Namespace) -> int:
-    """A conversation on stdin and stdout; it ends with the input, or with /exit."""
-    options = options_of(args) | Options(capacity=args.context)
-    if args.context < 1:
-        raise ValueError(f"--context: want at least 1 token, got {args.context}")
-    model, tokenizer, drafting = load_models(args)
-    directory = resolve(args.model)
-    speaker = Speaker(
-        model,
-        tokenizer,
-        read_chat_template(directory),
-        read_special_tokens(directory),
-        options | drafting,
-    )
-    if (args.rule or "").partition("/")[0] == "typical":
-        said = "stree-jax: rule typical: answers are not the model's own text"
-        print(said, file=sys.stderr)
-    conversation = Conversation()
-    if args.system:
-        if speaker.template is None:
-            raise ValueError(f"--system: {args.model} has no chat template")
-        system = Message(role="system", content=check_text("--system", args.system))
-        conversation = Conversation(messages=(system,))
-    while True:
-        try:
-            text = input("> " if sys.stdin.isatty() else "")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return 0
-        if text.strip() == "/exit":
-            return 0
-        if text.strip():
-            text = check_text("standard input", text)
-            conversation = answer(speaker, conversation, text)

@@ -455,6 +455,9 @@ def _check_prompts(target: Model, prompts: Any, lengths: Any) -> None:
 
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")
 init_decoding_jit = partial(jax.jit, static_argnames=_STATIC)(init_decoding)
+resume_decoding_jit = partial(  # whose past becomes the new state
+    jax.jit, static_argnames=_STATIC, donate_argnames=("past",)
+)(init_decoding)
 advance_jit = partial(
     jax.jit, donate_argnames=("decoding",), static_argnames=("verify",)
 )(advance)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.cli import conversation, terminal
 from stree_jax.cli import main as cli
-from stree_jax.cli import terminal
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import tiny
 
@@ -251,14 +251,14 @@ def test_chat_is_generation_over_the_whole_history(
 
 
 def test_chat_goes_on_after_an_interrupted_answer(folder, capsys, monkeypatch):
-    real, calls = terminal.stream, []
+    real, calls = conversation.stream, []
 
     def impatient(model, prompts, **options):
         calls.append((prompts[0], options["past"]))
         yield next(real(model, prompts, **options, steps=2))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(terminal, "stream", impatient)
+    monkeypatch.setattr(conversation, "stream", impatient)
     args = ["--model", folder / "target", "--max-new-tokens", "9"]
     code, out, _ = chat(monkeypatch, capsys, ["def", "x"], *args)
     assert code == 0 and out.count("\n") >= 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.generation import sparse_tree
+from stree_jax.default_tree import sparse_tree
 from stree_jax.speculation import medusa, step
 
 PROMPTS = (

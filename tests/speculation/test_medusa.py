@@ -11,7 +11,12 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.cost import Acceptance, expected_tau
-from stree_jax.generation import ASSUMED_RANKS, accuracy_of, sparse_tree, tree_for
+from stree_jax.default_tree import (
+    ASSUMED_RANKS,
+    accuracy_of,
+    sparse_tree,
+    tree_for,
+)
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule

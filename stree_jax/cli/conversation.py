@@ -1,0 +1,147 @@
+"""A conversation in a terminal: `stree-jax chat`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax
+
+from stree_jax.checkpoint import Model, resolve
+from stree_jax.cli.chat import (
+    Message,
+    next_turn,
+    read_chat_template,
+    read_special_tokens,
+)
+from stree_jax.cli.common import tell
+from stree_jax.cli.terminal import check_text, follow, load_models, options_of
+from stree_jax.default_tree import tree_for
+from stree_jax.generation import Options, stream
+from stree_jax.planning import Request
+from stree_jax.result import Past
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said, as messages and as the tokens that the model knows of it.
+
+    Attributes:
+      messages: so far.
+      fed: every token read or produced.
+      past: the model's state after them; None if they have to be read anew. The next
+        answer takes it over.
+    """
+
+    messages: tuple[Message, ...] = ()
+    fed: Sequence[int] = ()
+    past: Past | None = None
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """What answers: a model, its way with words, and the options of `stream`.
+
+    Attributes:
+      most: tokens of text that an answer may follow; None: any number.
+    """
+
+    model: Model
+    tokenizer: "Tokenizer"
+    template: str | None
+    special_tokens: dict[str, str]
+    options: Options
+    most: int | None = None
+
+
+def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
+    """Say `text`, print the answer as it comes, and return the longer conversation."""
+    messages = (*conversation.messages, Message(role="user", content=text))
+    fed, past = conversation.fed, conversation.past
+    continues, ids = next_turn(
+        speaker.tokenizer, speaker.template, speaker.special_tokens, messages, fed
+    )
+    if not continues:
+        fed = ()
+    asked = len(fed) + len(ids)
+    if speaker.most is not None and asked > speaker.most:
+        tell(
+            f"stree-jax: {asked} tokens of text, and --memory was promised for "
+            f"{speaker.most} before an answer; say less, or begin anew with more "
+            "--queries or --context"
+        )
+        return conversation
+    if past is not None and not continues:
+        forget(past)
+        past = None
+    unread = ids if past is not None else [*fed, *ids]
+    options = speaker.options | Options(past=past, take_past=True, keep_past=True)
+    ends, _ = follow(stream(speaker.model, [unread], **options), "")
+    print()
+    if not ends:  # interrupted before the first word
+        return replace(conversation, past=None)
+    result = ends[-1]
+    reply = Message(role="assistant", content=(result.texts or [""])[0])
+    fed = [*fed, *ids, *result.tokens[0]]
+    return Conversation((*messages, reply), fed, result.past)
+
+
+def forget(past: Past) -> None:
+    """Free its arrays now; a caller may still hold it."""
+    for leaf in jax.tree.leaves((past.target, past.drafter)):
+        leaf.delete()
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """A conversation on stdin and stdout; it ends with the input, or with /exit."""
+    speaker = speaker_of(args)
+    if (args.rule or "").partition("/")[0] == "typical":
+        said = "stree-jax: rule typical: answers are not the model's own text"
+        print(said, file=sys.stderr)
+    conversation = Conversation()
+    if args.system:
+        if speaker.template is None:
+            raise ValueError(f"--system: {args.model} has no chat template")
+        system = Message(role="system", content=check_text("--system", args.system))
+        conversation = Conversation(messages=(system,))
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if text.strip() == "/exit":
+            return 0
+        if text.strip():
+            text = check_text("standard input", text)
+            conversation = answer(speaker, conversation, text)
+
+
+def speaker_of(args: argparse.Namespace) -> Speaker:
+    """Who answers, and with --memory for how long."""
+    if args.context < 1:
+        raise ValueError(f"--context: want at least 1 token, got {args.context}")
+    options, request = options_of(args), None
+    if args.memory is not None:
+        request = Request(1, args.context, args.queries, args.max_new_tokens)
+    elif args.queries != 1:
+        raise ValueError("--queries: what --memory is to suffice for; add --memory")
+    model, tokenizer, drafting = load_models(args, request)
+    capacity = args.context
+    if request is not None:
+        drafter, tree = drafting["drafter"], drafting["tree"]
+        depth = 0 if drafter is None else tree_for(drafter, tree, args.rule).depth
+        capacity = request.room(depth).capacity
+    directory = resolve(args.model)
+    return Speaker(
+        model,
+        tokenizer,
+        read_chat_template(directory),
+        read_special_tokens(directory),
+        options | drafting | Options(capacity=capacity),
+        None if request is None else request.text,
+    )
