@@ -18,7 +18,14 @@ from stree_jax.byte_sizes import shown_bytes
 from stree_jax.candidates import by_speed
 from stree_jax.checkpoint import Model
 from stree_jax.default_tree import spec_for
-from stree_jax.memory import Memory, Room, analysed, lowered_steps, parts_of
+from stree_jax.memory import (
+    SCRATCH,
+    Memory,
+    Room,
+    analysed,
+    lowered_steps,
+    parts_of,
+)
 from stree_jax.models.heads import Heads
 from stree_jax.models.memory import size_of
 from stree_jax.speculation.accept import Rule
@@ -65,7 +72,7 @@ def fitted(
     # What drafts takes more, and reads the texts, too.
     size = predicted(least.spec, start, given)
     if size <= limit * OFF:
-        size = given + _reading(least.spec, start)
+        size = given + int(SCRATCH * _reading(least.spec, start))
     if size > limit:
         raise ValueError(_refusal(limit, start, given, size, least))
     failed = 0
@@ -76,12 +83,13 @@ def fitted(
             continue
         size = 0
         for need in _needs(way.spec, start, keep):
-            size = max(size, given + need)
+            size = max(size, given + int(SCRATCH * need))
             if size > limit:
                 break
         else:
-            took = f"{shown_bytes(size)} of {shown_bytes(limit)}"
-            log.info("memory: %s takes %s", way.name, took)
+            if tree is None:
+                took = f"{shown_bytes(size)} of {shown_bytes(limit)}"
+                log.info("memory: %s takes %s", way.name, took)
             return way.spec, limit - size
         failed += 1
     raise ValueError(_refusal(limit, start, given, size, way))
@@ -115,14 +123,15 @@ def _ways(
 
 def weights_given(model: models.Model, drafter: Any) -> int:
     """Bytes of all arrays of a target and its drafter, each once."""
-    return size_of({id(leaf): leaf for leaf in jax.tree.leaves((model, drafter))})
+    leaves = jax.tree.leaves((model, drafter))
+    return size_of({id(x): x for x in leaves if hasattr(x, "dtype")})  # or it's a name
 
 
-def predicted(spec: Spec, start: Start, given: int) -> int:
-    """Bytes of the steps, as `memory` predicts them."""
+def predicted(spec: Spec, start: Start, given: int, surely: bool = False) -> int:
+    """Bytes as `memory` predicts them: of the steps, or what surely suffices."""
     parts = _parts(spec, start)
     unused = given - parts.weights - parts.drafter_weights
-    total = parts.steps_total
+    total = parts.promised if surely else parts.steps_total
     if jax.default_backend() != "cpu":  # where nobody compared what steps hold besides
         total = parts.held
     return total + unused + _beside(start)
@@ -175,7 +184,7 @@ def _refusal(limit: int, start: Start, given: int, size: int, way: _Way) -> str:
     largest = " and ".join(f"{part} {shown_bytes(n)}" for part, n in two)
 
     def fits(changed: Start) -> bool:
-        return predicted(spec, changed, given) <= limit
+        return predicted(spec, changed, given, surely=True) <= limit
 
     advice = []
     for what, most, shrunk in (
@@ -186,7 +195,7 @@ def _refusal(limit: int, start: Start, given: int, size: int, way: _Way) -> str:
     ):
         number = _most(most, shrunk, start, fits)
         advice += [] if number is None else [f"{what} {number}"]
-    shortest = predicted(spec, replace(start, room=1, capacity=0), given)
+    shortest = predicted(spec, replace(start, room=1, capacity=0), given, surely=True)
     less = f"the shortest answer takes {shown_bytes(shortest)}: take a smaller model"
     if given > limit:
         less = f"its weights alone are {shown_bytes(given)}: take a smaller model"

@@ -20,6 +20,7 @@ from stree_jax.byte_sizes import bytes_named, shown_bytes
 from stree_jax.candidates import Candidate, by_speed, way
 from stree_jax.cost import Acceptance
 from stree_jax.memory import (
+    SCRATCH,
     Memory,
     Room,
     abstract_heads,
@@ -136,6 +137,7 @@ class Planned:
             return {name: getattr(choice, name) for name in [*names, "capacity"]} | {
                 "tokens_per_s": choice.tokens_per_s(self.request.batch),
                 "bytes": choice.memory.total,
+                "promised": choice.memory.promised,
                 "parts": choice.memory.parts,
             }
 
@@ -202,7 +204,8 @@ def _fitting(
     found: list[Choice] = []
     for option in options:
         choice = option.choice(request)
-        if choice.memory.total <= limit and (not check or option.holds(request, limit)):
+        fits = choice.memory.promised <= limit
+        if fits and (not check or option.holds(request, limit)):
             found.append(choice)
         if len(found) == (1 if check else KEPT):
             break
@@ -225,13 +228,16 @@ class _Option:
         return Choice(*named, *facts, who[-1].capacity, memory_of(*who))
 
     def bytes_of(self, request: Request) -> int:
-        return memory_of(*self._who(request)).total
+        return memory_of(*self._who(request)).promised
 
     def holds(self, request: Request, limit: int) -> bool:
         """Whether both programs fit by the compiler's own word."""
         args = self._who(request)
         reads = args[-1].capacity - args[-1].max_new_tokens
-        return all(compiled_bytes(*args, reads=n).total <= limit for n in (0, reads))
+        memory = memory_of(*args)
+        weights = memory.weights + memory.drafter_weights
+        most = weights + (limit - weights) / SCRATCH
+        return all(compiled_bytes(*args, reads=n).total <= most for n in (0, reads))
 
     def _who(self, request: Request) -> tuple[models.Model, Any, str, Room]:
         way = self.way
@@ -271,7 +277,7 @@ def _options(
 def _refusal(option: _Option, request: Request, limit: int) -> str:
     """In one line: how far off the least is, its largest parts, what would fit."""
     least = option.choice(request)
-    total = least.memory.total
+    total = least.memory.promised
     parts = sorted(least.memory.parts.items(), key=lambda item: -item[1])[:2]
     largest = " and ".join(f"{name} {shown_bytes(size)}" for name, size in parts)
     fits = [

@@ -78,7 +78,7 @@ def test_bytes_that_are_none(text):
 def test_what_fits_is_ranked(ample):
     speeds = [choice.tokens_per_s(2) for choice in ample.choices]
     assert len(speeds) == planning.KEPT and speeds == sorted(speeds, reverse=True)
-    assert all(choice.memory.total <= ample.limit for choice in ample.choices)
+    assert all(choice.memory.promised <= ample.limit for choice in ample.choices)
     assert ample.best.drafter == "model" and ample.best.dtype == "float32"
     assert not ample.best.measured and ample.best.tau > 2
 
@@ -96,18 +96,18 @@ def test_the_bytes_are_those_of_the_choice(ample, target, drafter):
 
 
 def test_a_byte_less_is_another_choice(ample, target, drafter):
-    size = ample.best.memory.total
+    size = ample.best.memory.promised
     same = plan(target, size, drafter=drafter, **ASKED)
     assert same.best == ample.best
     less = plan(target, size - 1, drafter=drafter, **ASKED)
-    assert less.best != ample.best and less.best.memory.total < size
+    assert less.best != ample.best and less.best.memory.promised < size
 
 
 def test_lower_precision_comes_last(target, drafter):
     """Only where not even plain decoding fits in float32."""
     plain = plan(target, MB * 100, drafter=None, dtypes=["float32"], **ASKED)
     (choice,) = plain.choices
-    size = choice.memory.total
+    size = choice.memory.promised
     at = plan(target, size, drafter=drafter, **ASKED)
     assert (at.best.drafter, at.best.dtype) == ("none", "float32")
     below = plan(target, size - 1, drafter=drafter, **ASKED)
@@ -128,7 +128,7 @@ def test_it_ends_and_says_what_to_shrink(limit, target, drafter):
 def test_the_advice_fits(target):
     asked = {"batch": 4, "context": 1024, "queries": 3, "max_new_tokens": 64}
     (whole,) = plan(target, 100 * MB, drafter=None, **asked).choices
-    limit = whole.memory.total // 2
+    limit = whole.memory.promised // 2
     with pytest.raises(ValueError, match="it fits with") as error:
         plan(target, limit, drafter=None, dtypes=["float32"], **asked)
     words = str(error.value).split("it fits with ")[1].split(", or ")

@@ -77,10 +77,11 @@ def report(found: "Planned") -> str:
     best, asked = found.best, found.request
     kind = "measured" if best.measured else "assumed"
     parts = [(name, shown_bytes(n)) for name, n in best.memory.parts.items() if n]
-    total = best.memory.total
+    sure = best.memory.promised
     parts += [
-        ("in all", shown_bytes(total)),
-        ("left", shown_bytes(found.limit - total)),
+        ("in all", shown_bytes(best.memory.total)),
+        ("with what is not foreseen", shown_bytes(sure)),
+        ("left", shown_bytes(found.limit - sure)),
     ]
     rows = [("drafter", "tree", "tau", "tokens/s", "bytes")]
     for choice in found.choices:
@@ -89,7 +90,7 @@ def report(found: "Planned") -> str:
         if len(tree) > WIDEST:
             tree = f"{tree[: WIDEST - 3]}..."
         speed = f"{choice.tokens_per_s(asked.batch):.1f}"
-        size = shown_bytes(choice.memory.total)
+        size = shown_bytes(choice.memory.promised)
         rows.append((drafter, tree, f"{choice.tau:.2f}", speed, size))
     return "\n".join(
         [

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from stree_jax.byte_sizes import shown_bytes
 from stree_jax.checkpoint import Model, resolve
+from stree_jax.cli.common import tell
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.generation import (
@@ -53,6 +55,7 @@ def load_models(
     name, tree, heads = args.drafter, args.tree, None
     if request is not None and args.tree is None and args.ngrams is None:
         best = planned(args, request).best
+        tell(f"stree-jax: {best}, {shown_bytes(best.memory.promised)} of {args.memory}")
         tree = None if best.drafter == "none" else best.tree
         name = best.drafter if best.drafter in ("none", LOOKUP) else name
         heads = best.heads or None

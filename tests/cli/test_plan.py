@@ -26,7 +26,8 @@ def test_json_and_table_agree(capsys):
     report = json.loads(out)
     best = report["choices"][0]
     assert code == 0 and report["limit"] == 10**9 and report["batch"] == 2
-    assert sum(best["parts"].values()) == best["bytes"] <= report["limit"]
+    assert sum(best["parts"].values()) == best["bytes"] <= best["promised"]
+    assert best["promised"] <= report["limit"]
     code, out, _ = run(capsys, "--memory", "1GB", *ASKED)
     lines = out.splitlines()
     assert code == 0 and lines[0].endswith(f"--tree {best['tree']}")

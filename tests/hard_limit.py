@@ -1,0 +1,146 @@
+"""Whether what was promised fits, and what was refused does not: a process's own limit.
+
+    python -m tests.hard_limit
+
+For each case a child process decodes within `generate(memory=...)`, which promises a
+number of bytes. When all programs are compiled and the result is dropped, the address
+space of the child is limited (RLIMIT_AS) to what it has at that moment and what was
+promised beside the weights: the same call must then end with the same tokens. With the
+largest limit that `generate` refuses for the same tree, it must not.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5)  # of what was promised
+ROUNDING = 2 << 20  # bytes: pages, lists, what Python itself asks for meanwhile
+EXACT = {  # so that freed memory is gone, and every large array is one mapping
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A generation by the bundled target.
+
+    Attributes:
+      drafter: "demo", "demo-heads", "lookup" or "none".
+      tree: or None, for what `generate` chooses.
+      share: of what the largest choice takes beside the weights: the limit.
+    """
+
+    drafter: str
+    tree: str | None
+    rows: int
+    context: int
+    dtype: str
+    share: float
+
+
+CASES = [
+    Case("none", None, 1, 4096, "float32", 1.0),
+    Case("none", None, 8, 1024, "bfloat16", 1.0),
+    Case("demo", "E", 1, 4096, "float32", 1.0),
+    Case("demo", "binary:5", 4, 1024, "float32", 1.0),
+    Case("demo", None, 4, 2048, "float32", 0.9),
+    Case("demo-heads", "sparse:16", 2, 2048, "bfloat16", 1.0),
+    Case("lookup", None, 8, 1024, "float32", 0.95),
+]
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def child(case: Case) -> None:
+    """Print a line of JSON for each thing that happened; the last may be missing."""
+    import stree_jax
+    from stree_jax import budget
+    from stree_jax.memory import SCRATCH
+    from stree_jax.pair import load_pair
+
+    said: list[int] = []
+    real = budget._needs
+
+    def heard(*args):
+        sizes = list(real(*args))
+        said.append(int(SCRATCH * max(sizes)))
+        return sizes
+
+    budget._needs = heard  # what a promise is made by
+    target, drafter = load_pair("demo", case.drafter, case.dtype)
+    options = {
+        "drafter": drafter,
+        "tree": case.tree,
+        "max_new_tokens": 64,
+        "capacity": case.context,
+        "stop_tokens": (),
+    }
+    prompts = [f"def f{row}(a, b):" for row in range(case.rows)]
+    stree_jax.generate(target, prompts, **options, memory="64GB")
+    weights = budget.weights_given(target, drafter)
+    limit = weights + int(case.share * said[0])
+    said.clear()
+
+    def run(memory=limit):
+        return stree_jax.generate(target, prompts, **options, memory=memory)
+
+    first = run()
+    tokens, promised = first.tokens, said[-1]
+    tree = list(first.tree_sizes)
+    del first
+    run()  # nothing is compiled from here on
+    print(json.dumps({"promised": promised, "trees": tree}), flush=True)
+    for share in SHARES:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        room = address_space() + int(share * promised) + ROUNDING
+        resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+        try:
+            ends: bool | str = run().tokens == tokens
+        except Exception as error:  # of XLA or Python, whoever asks first
+            ends = type(error).__name__
+        print(json.dumps({share: ends}), flush=True)
+        free = resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_AS, (free, free))
+        if ends is True:
+            break
+
+
+def tried(case: Case) -> dict:
+    """What happened to a case; a child that died of its limit printed nothing then."""
+    args = [sys.executable, "-m", "tests.hard_limit", "--case", str(CASES.index(case))]
+    done = subprocess.run(args, capture_output=True, text=True, env=os.environ | EXACT)
+    found: dict = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    if "promised" not in found:
+        raise RuntimeError(done.stderr[-2000:])
+    return found | {"code": done.returncode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", type=int)
+    args = parser.parse_args()
+    if args.case is not None:
+        child(CASES[args.case])
+        return
+    for case in CASES:
+        print(case, tried(case), flush=True)
+
+
+if __name__ == "__main__":
+    main()

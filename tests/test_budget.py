@@ -1,0 +1,152 @@
+"""`generate` within a number of bytes: what it takes, what it refuses, turn by turn."""
+
+import jax
+import pytest
+
+import stree_jax
+from stree_jax import budget, tuning
+from stree_jax.models.memory import size_of
+from tests.support.tiny import tiny
+
+PROMPTS = [[1, 2, 3, 4], [5, 6]]
+ASKED = {"max_new_tokens": 8, "capacity": 512, "stop_tokens": ()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_measured(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("kept")))
+        patch.setattr(tuning, "_known", {})
+        yield
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(1)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return stree_jax.generate(target, PROMPTS, **ASKED)
+
+
+def promised(patch):
+    """What was promised, call by call, beside the weights."""
+    real, said = budget._needs, []
+
+    def heard(*args):
+        for need in real(*args):
+            said.append(need)
+            yield need
+
+    patch.setattr(budget, "_needs", heard)
+    return said
+
+
+def test_the_limit_decides_and_the_text_stays(target, plain, monkeypatch):
+    """Exactly what the compiler says suffices for a tree; a byte less does not."""
+    said = promised(monkeypatch)
+    asked = ASKED | {"drafter": "lookup"}
+    fixed = stree_jax.generate(target, PROMPTS, **asked, tree="chain:2", memory="1GB")
+    assert fixed.tokens == plain.tokens and fixed.tree_sizes == (3,)
+    weights = size_of(target.params)
+    enough = weights + int(budget.SCRATCH * max(said))
+    again = stree_jax.generate(target, PROMPTS, **asked, tree="chain:2", memory=enough)
+    assert again.tokens == plain.tokens
+    with pytest.raises(ValueError, match=r"^memory: .* too few for tree chain:2") as e:
+        stree_jax.generate(target, PROMPTS, **asked, tree="chain:2", memory=enough - 1)
+    assert "\n" not in str(e.value) and "it fits with" in str(e.value)
+    less = stree_jax.generate(target, PROMPTS, **asked, memory=enough - 1)
+    assert less.tokens == plain.tokens and less.tree_sizes != (3,)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.99, 1.01])
+def test_too_little_is_refused_before_anything_runs(target, plain, share, monkeypatch):
+    monkeypatch.setattr(budget.Start, "begun", None)
+    limit = int(share * size_of(target.params))
+    with pytest.raises(ValueError, match=r"^memory: .* too few for plain") as error:
+        stree_jax.generate(target, PROMPTS, **ASKED, memory=limit)
+    assert ("weights alone" in str(error.value)) == (share < 1)
+
+
+def test_the_advice_suffices(target, monkeypatch):
+    asked = ASKED | {"capacity": 4096}
+    said = promised(monkeypatch)
+    stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
+    limit = size_of(target.params) + max(said) // 2
+    with pytest.raises(ValueError, match="it fits with capacity") as error:
+        stree_jax.generate(target, PROMPTS, **asked, memory=limit)
+    capacity = int(str(error.value).split("capacity ")[1].split(",")[0])
+    assert 0 < capacity < 4096
+    less = asked | {"capacity": capacity}
+    stree_jax.generate(target, PROMPTS, **less, memory=limit)
+
+
+def test_what_is_given_counts_even_if_it_does_not_draft(target):
+    drafter = tiny(2, layers=("mamba",), d_model=16)
+    both = budget.weights_given(target, drafter)
+    assert both == size_of(target.params) + size_of(drafter.params)
+    assert budget.weights_given(target, target) == size_of(target.params)
+    assert budget.weights_given(target, "lookup") == size_of(target.params)
+
+
+def test_turns_stay_in_their_caches(target, monkeypatch):
+    """Promised with the first turn, and the same programs and bytes in all others."""
+    said = promised(monkeypatch)
+    asked = ASKED | {"drafter": "lookup", "tree": "chain:2", "keep_past": True}
+    first = stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
+    assert len(said) == 4  # read, step, commit, read on
+    limit = size_of(target.params) + int(budget.SCRATCH * max(said))
+    whole = [p + t for p, t in zip(PROMPTS, first.tokens, strict=True)]
+    past, arrays = first.past, set()
+    del first
+    for turn in range(3):
+        before = past.target
+        result = stree_jax.generate(
+            target, [[7], [8, 9]], **asked, past=past, take_past=True, memory=limit
+        )
+        assert before.length.is_deleted()
+        whole = [t + more for t, more in zip(whole, ([7], [8, 9]), strict=True)]
+        anew = stree_jax.generate(target, whole, **ASKED)
+        assert result.tokens == anew.tokens
+        whole = [t + more for t, more in zip(whole, result.tokens, strict=True)]
+        past = result.past
+        arrays.add(size_of((past.target, past.drafter)))
+        programs = stree_jax.speculation.loop.resume_decoding_jit._cache_size()
+        assert programs == 1, f"turn {turn} compiled another program"
+    assert len(arrays) == 1
+
+
+def test_a_past_that_was_taken_over_is_gone(target):
+    asked = ASKED | {"keep_past": True}
+    first = stree_jax.generate(target, PROMPTS, **asked)
+    kept = stree_jax.generate(target, [[7], [7]], **asked, past=first.past)
+    taken = stree_jax.generate(
+        target, [[7], [7]], **asked, past=first.past, take_past=True
+    )
+    assert kept.tokens == taken.tokens
+    with pytest.raises(ValueError, match=r"^past: was taken over"):
+        stree_jax.generate(target, [[7], [7]], **asked, past=first.past)
+    larger = asked | {"capacity": 1024}  # other arrays: nothing to take over
+    grown = stree_jax.generate(
+        target, [[1], [1]], **larger, past=taken.past, take_past=True
+    )
+    assert jax.tree.leaves(grown.past.target)[0].shape
+
+
+def test_times_are_not_measured_where_a_copy_does_not_fit(target, plain, monkeypatch):
+    said = promised(monkeypatch)
+    monkeypatch.setattr(tuning, "measured", lambda *args: pytest.fail("measured"))
+    asked = ASKED | {"drafter": "lookup", "tree": "auto:1,4"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "timed", lambda spec, *args: spec)
+        stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
+    limit = size_of(target.params) + int(budget.SCRATCH * max(said)) + 1
+    result = stree_jax.generate(target, PROMPTS, **asked, memory=limit)
+    assert result.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("wrong", ["8XB", 0, "", True])
+def test_bytes_that_are_none(target, wrong):
+    with pytest.raises(ValueError, match=r"^memory: want "):
+        stree_jax.generate(target, PROMPTS, **ASKED, memory=wrong)
