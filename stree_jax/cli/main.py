@@ -5,7 +5,6 @@ of memory (one line on stderr), 130 interrupted, 141 the reader of the output we
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
+from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.plan import add_plan_options
 from stree_jax.cli.training import add_training_parsers, run_training
 from stree_jax.version import __version__
@@ -119,8 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_paths(p, "model directory")
 
     p = commands.add_parser("info", help="what a checkpoint holds")
-    p.add_argument("path", help="directory, hub id, demo or demo-drafter")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
+    add_info_options(p)
 
     add_training_parsers(commands)
 
@@ -354,18 +353,6 @@ def run_export(args: argparse.Namespace) -> None:
     model = load(src, dtype=args.dtype, mtp=bool(info(src)["mtp_layers"]))
     export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
     tell(f"wrote {args.dst}")
-
-
-def run_info(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoint import info
-
-    facts = info(args.path)
-    if args.json:
-        print(json.dumps(facts))
-        return
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        print(f"{name:{width}}  {value}")
 
 
 def run_tune(args: argparse.Namespace) -> None:

@@ -109,7 +109,11 @@ def test_info(folder, capsys):
     assert facts["layers"] == {"mamba": 2, "attention": 1, "mlp": 2}
     assert facts["cache_bytes_per_token"] == 2 * 2 * 8 * 4
     assert facts["state_bytes_per_sequence"] == 2 * 4 * (4 * 8 * 16 + 3 * 96) + 4
-    assert run(capsys, "info", folder / "target")[0] == 0
+    decoding = json.loads(out)["plain_decoding"]
+    assert sum(decoding["parts"].values()) == decoding["bytes"]
+    assert decoding["parts"]["target's weights"] == json.loads(out)["weight_bytes"]
+    code, out, _ = run(capsys, "info", folder / "target", "--context", 4096)
+    assert code == 0 and "bytes of plain decoding, 1 x 4096 tokens" in out
 
 
 def test_convert_and_export(folder, capsys, tmp_path):

@@ -1,0 +1,54 @@
+"""`stree-jax info`: what a checkpoint holds, and the bytes of decoding with it.
+
+Imports nothing heavy before it runs: --help is fast.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from stree_jax.cli.common import option
+
+
+def add_info_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("path", help="directory, hub id, demo or demo-drafter")
+    option(p, "--batch", int, 1, "rows of the plain decoding whose bytes are shown")
+    option(p, "--context", int, 2048, "its tokens, prompt and answer")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_info(args: argparse.Namespace) -> None:
+    from stree_jax.byte_sizes import shown_bytes
+    from stree_jax.checkpoint import info
+
+    facts = info(args.path)
+    decoding = plain_decoding(facts["path"], facts["dtype"], args.batch, args.context)
+    if args.json:
+        print(json.dumps(facts | {"plain_decoding": decoding}))
+        return
+    rows = [(name, str(value)) for name, value in facts.items()]
+    told = f"bytes of plain decoding, {args.batch} x {args.context} tokens"
+    rows += [("", ""), (told, shown_bytes(decoding["bytes"]))]
+    rows += [
+        (f"  {name}", shown_bytes(n)) for name, n in decoding["parts"].items() if n
+    ]
+    width = max(len(name) for name in facts)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}".rstrip())
+
+
+def plain_decoding(path: str, dtype: str, batch: int, context: int) -> dict[str, Any]:
+    """Predicted bytes by part; trees, drafters and limits are `stree-jax plan`'s."""
+    from pathlib import Path
+
+    from stree_jax.checkpoint import described
+    from stree_jax.memory import abstract_model, memory_of
+    from stree_jax.models import without_mtp
+    from stree_jax.planning import Request
+
+    new = max(min(128, context // 2), 1)
+    request = Request(batch, context, max_new_tokens=new)
+    model = without_mtp(abstract_model(described(Path(path)).config, dtype))
+    memory = memory_of(model, None, "chain:0", request.room(0))
+    facts = {"batch": batch, "context": context, "bytes": memory.total}
+    return facts | {"parts": memory.parts}
