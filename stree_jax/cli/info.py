@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from stree_jax.cli.common import option
+from stree_jax.cli.plan import aligned
 
 
 def add_info_options(p: argparse.ArgumentParser) -> None:
@@ -26,15 +27,13 @@ def run_info(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(facts | {"plain_decoding": decoding}))
         return
-    rows = [(name, str(value)) for name, value in facts.items()]
-    told = f"bytes of plain decoding, {args.batch} x {args.context} tokens"
-    rows += [("", ""), (told, shown_bytes(decoding["bytes"]))]
-    rows += [
-        (f"  {name}", shown_bytes(n)) for name, n in decoding["parts"].items() if n
-    ]
     width = max(len(name) for name in facts)
-    for name, value in rows:
-        print(f"{name:{width}}  {value}".rstrip())
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")
+    print(f"\nbytes of plain decoding, {args.batch} x {args.context} tokens")
+    parts = [(name, n) for name, n in decoding["parts"].items() if n]
+    parts.append(("in all", decoding["bytes"]))
+    print("\n".join(aligned([(name, shown_bytes(n)) for name, n in parts])))
 
 
 def plain_decoding(path: str, dtype: str, batch: int, context: int) -> dict[str, Any]:
