@@ -72,8 +72,8 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "
-        "beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, with n-grams "
-        "or mtp E",
+        "pruned:4x4x32, beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, "
+        "with n-grams or mtp E",
     )
 
 
