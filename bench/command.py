@@ -4,8 +4,9 @@ import argparse
 import sys
 
 from stree_jax.bench.benchmarks import measure_benchmark, table_of
-from stree_jax.bench.figures import check_matplotlib, draw, draw_text, save
+from stree_jax.bench.figures import draw, draw_text
 from stree_jax.bench.method import write_report
+from stree_jax.bench.plots import check_matplotlib, save
 from stree_jax.bench.report import write_all
 from stree_jax.bench.staged import write_html
 
