@@ -35,23 +35,23 @@ class Talk:
       target, heads: who answers; the first of the heads where a choice has fewer.
       turns: conversations, what the user says in them.
       request: what a conversation takes.
-      ample: the planner's choices where nothing is short, the first of them first.
-      budgets: by share of the first one's run-time memory, the bytes and the choice, or
-        why there is none.
+      ample: the planner's choice where nothing is short.
+      budgets: by share of its run-time memory, the bytes and the choice, or why there is
+        none.
     """
 
     target: Model
     heads: Heads
     turns: Sequence[Sequence[str]]
     request: Request
-    ample: tuple[Choice, ...]
+    ample: Choice
     budgets: dict[float, tuple[int, Choice | str]]
 
     @property
     def arms(self) -> dict[str, Choice | None]:
         """The ways to answer, once each; None is plain decoding."""
         fitting = [c for _, c in self.budgets.values() if isinstance(c, Choice)]
-        return {PLAIN: None} | {name_of(c): c for c in (*self.ample, *fitting)}
+        return {PLAIN: None} | {name_of(c): c for c in (self.ample, *fitting)}
 
 
 def name_of(choice: Choice) -> str:
@@ -90,7 +90,7 @@ def plans(
             tune(target, first_heads(heads, k), context=capacity)
         tune(target, LOOKUP, context=capacity)
 
-    def ask(limit: int) -> tuple[Choice, ...]:
+    def ask(limit: int) -> Choice:
         return plan(
             target.config,
             limit,
@@ -99,14 +99,14 @@ def plans(
             queries=request.queries,
             max_new_tokens=max_new_tokens,
             dtypes=[str(param_dtype(target.params))],
-        ).choices
+        ).best
 
     ample = ask(AMPLE)
     budgets: dict[float, tuple[int, Choice | str]] = {}
     for share in shares:
-        limit = int(ample[0].memory.total - (1 - share) * run_time(ample[0].memory))
+        limit = int(ample.memory.total - (1 - share) * run_time(ample.memory))
         try:
-            budgets[share] = limit, ask(limit)[0]
+            budgets[share] = limit, ask(limit)
         except ValueError as error:  # of the planner: that nothing fits
             budgets[share] = limit, str(error)
     return Talk(target, heads, turns, request, ample, budgets)
@@ -195,7 +195,7 @@ def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     the records of the conversations."""
     arms = [summary(records, name, choice) for name, choice in talk.arms.items()]
     speeds = {row["arm"]: row for row in arms}
-    whole = name_of(talk.ample[0])
+    whole = name_of(talk.ample)
     budgets = []
     for share, (limit, choice) in talk.budgets.items():
         row: dict[str, Any] = {"share": share, "limit": limit}

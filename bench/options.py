@@ -169,7 +169,7 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--batches", int, (1, 2, 4, 8, 10), "prompts decoded together", "+")
     add(b, "--tree", str, "sparse:8", "of the heads, of part batch")
     shares = "of run-time memory that part turns keeps to"
-    add(b, "--shares", float, (1.0, 0.9, 0.7, 0.5, 0.35), shares, "+")
+    add(b, "--shares", float, (1.0, 0.7, 0.5, 0.35), shares, "+")
     timed = (
         "time steps before planning for part turns (default: what is known or assumed)"
     )
