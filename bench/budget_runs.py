@@ -39,6 +39,7 @@ from stree_jax.speculation.tree import Tree, resolve_tree
 
 PAIR = MEMORY_SHAPES[0]  # the models that the options name
 TURNS = MEMORY_PARTS[-1]
+ROUNDS = 2  # of every size of a batch: large ones need many prompts, small ones not
 MEASURED = tuple(part for part in MEMORY_PARTS if part not in (*COUNTED, TURNS))
 
 
@@ -224,14 +225,16 @@ def _decoded(
     """The units of a workload, greedy, named as `summarise_arms` reads them."""
 
     def unit(texts: Sequence[Prompt]) -> dict[str, Any]:
-        record = decode_unit(work, texts, 0.0, run.repeats, warm, {})
-        jax.clear_caches()  # of many programs, a process runs out of memory maps
-        warm.clear()
-        return record
+        if not warm:  # of many programs, a process runs out of memory maps
+            jax.clear_caches()
+        return decode_unit(work, texts, 0.0, run.repeats, warm, {})
 
+    few = rounds(prompts, work.batch)
+    if label.startswith("batch"):
+        few = few[:ROUNDS]
     return {
         f"{label}/{title}/T=0/{i}": partial(unit, texts)
-        for i, groups in enumerate(rounds(prompts, work.batch))
+        for i, groups in enumerate(few)
         for title, texts in groups.items()
     }
 

@@ -36,8 +36,8 @@ class Talk:
       turns: conversations, what the user says in them.
       request: what a conversation takes.
       ample: the planner's choice where nothing is short.
-      budgets: by share of its run-time memory, the bytes and the choice, or why there is
-        none.
+      budgets: by share of its run-time memory, the bytes and the choice, or why there
+        is none.
     """
 
     target: Model
