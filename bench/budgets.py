@@ -14,7 +14,7 @@ from stree_jax.bench.shapes import config_of
 from stree_jax.cost import greedy_tree
 from stree_jax.generation import bucket
 from stree_jax.memory import Memory, abstract_heads, abstract_model, memory_of
-from stree_jax.models import Model
+from stree_jax.models import Model, param_dtype
 from stree_jax.models.heads import Heads, HeadsConfig, first_heads
 from stree_jax.planning import (
     Choice,
@@ -162,7 +162,8 @@ def ratios(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
     if config.attention is None or not layers:
         raise ValueError("ratios: a model without attention has no caches to weigh")
     a = config.attention
-    each = specmemo_cache_bytes(layers, 1, a.num_kv_heads, QUERY, a.head_dim)
+    sizes_of = layers, 1, a.num_kv_heads, QUERY, a.head_dim
+    each = specmemo_cache_bytes(*sizes_of, param_dtype(subject.target.params).itemsize)
 
     def plain_bytes(queries: int) -> int:
         return subject.memory(chain(0), served(queries)).total
