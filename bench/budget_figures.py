@@ -159,10 +159,13 @@ def draw_turns(report: dict[str, Any]) -> "Figure":
             row["arm"], (100 * row["share"], 100 * row["of_ample"]), **place
         )
     refused = [100 * row["share"] for row in found["budgets"] if row["arm"] is None]
-    axes[0].plot(refused, [0] * len(refused), "x", color="0.3", label="refused")
-    axes[0].set(xlabel="run-time memory, %", ylabel="speed, %")
+    if refused:
+        label = "refused"
+        axes[0].plot(refused, [0] * len(refused), "x", color="0.3", label=label)
+        axes[0].legend(**LEGEND)
+    axes[0].set(xlabel="run-time memory that there is, %", ylabel="speed, %")
     axes[0].axhline(100, **GUIDE)
-    axes[0].legend(**LEGEND)
+    axes[0].set_ylim(bottom=0)
     arms = [row for row in found["arms"] if row["arm"] != PLAIN]
     plain = next(row for row in found["arms"] if row["arm"] == PLAIN)
     for i, row in enumerate(arms):
