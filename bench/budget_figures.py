@@ -128,18 +128,18 @@ def draw_pruned(report: dict[str, Any]) -> "Figure":
 
 
 def draw_batch(report: dict[str, Any]) -> "Figure":
-    """Tokens per second of all rows and bytes, against rows of the batch."""
+    """Speed over plain decoding of as many rows, and bytes, against those rows."""
     figure, axes = panels(2, report, "Rows of a batch")
     found = measured(report, "batch")
     arms = dict.fromkeys(row["arm"] for rows in found.values() for row in rows)
     for i, arm in enumerate(arms):
         own = [next(r for r in rows if r["arm"] == arm) for rows in found.values()]
         batches = [int(name.split()[1]) for name in found]
-        speeds = [row["tokens_per_s"] for row in own]
+        speeds = [row["speedup"]["median"] for row in own]
         axes[0].plot(batches, speeds, label=arm, **style_of(i))
         sizes = [row["run_time"] / 1e6 for row in own]
         axes[1].plot(batches, sizes, label=arm, **style_of(i))
-    for ax, text in zip(axes, ("tokens/s", "MB but weights"), strict=True):
+    for ax, text in zip(axes, ("times plain decoding", "MB but weights"), strict=True):
         ax.set(xlabel="rows of the batch", ylabel=text)
         ax.set_ylim(bottom=0)
     axes[0].legend(**LEGEND)
