@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stree_jax.bench import (
+    budget_runs,
+    budget_tables,
     cost,
     forward,
     heads,
@@ -16,10 +18,11 @@ from stree_jax.bench import (
     unrolled,
 )
 from stree_jax.bench.method import Run, machine_line
-from stree_jax.bench.prompts import Prompt, read_prompts
+from stree_jax.bench.prompts import Prompt, read_prompts, read_turns
 from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.widen import widened, widened_heads
+from stree_jax.byte_sizes import bytes_named
 from stree_jax.checkpoint import Model, load
 from stree_jax.heads_file import load_heads
 from stree_jax.ngram_file import load_ngrams
@@ -72,6 +75,8 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
                 ),
                 run_of(args),
             )
+        case "memory":
+            return _measure_memory(args)
         case "unrolled":
             return unrolled.measure_unrolled(
                 *_pair_and_prompts(args),
@@ -108,6 +113,33 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     raise ValueError(f"bench: unknown benchmark {args.benchmark!r}")
 
 
+def _measure_memory(args: argparse.Namespace) -> dict[str, Any]:
+    target, drafter = pair(args)
+    heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
+    paths = args.prompts or []
+    return budget_runs.measure_memory(
+        budget_runs.Models(target, drafter, heads),
+        read_prompts(paths, args.count),
+        read_turns(paths, args.count),
+        budget_runs.Options(
+            parts=tuple(args.parts),
+            shapes=tuple(args.shapes),
+            limit=bytes_named(args.memory),
+            small=bytes_named(args.small),
+            sizes=tuple(args.sizes),
+            head_counts=tuple(args.head_counts),
+            caches=tuple(args.caches),
+            pruned=tuple(args.pruned),
+            batches=tuple(args.batches),
+            tree=args.tree,
+            shares=tuple(args.shares),
+            tune=args.tune,
+            max_new_tokens=args.max_new_tokens,
+        ),
+        run_of(args),
+    )
+
+
 def run_of(args: argparse.Namespace) -> Run:
     """How to measure, from the options."""
     if args.repeats < 1:
@@ -124,6 +156,7 @@ def table_of(report: dict[str, Any]) -> str:
     tables: dict[str, Callable[[dict[str, Any]], str]] = {
         "temperature": speculation.temperature_table,
         "heads": heads.heads_table,
+        "memory": budget_tables.memory_table,
         "staged": staged.staged_table,
         "unrolled": unrolled.unrolled_table,
         "forward": forward.forward_table,

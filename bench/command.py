@@ -2,10 +2,14 @@
 
 import argparse
 import sys
+from pathlib import Path
+from typing import Any
 
 from stree_jax.bench.benchmarks import measure_benchmark, table_of
-from stree_jax.bench.figures import check_matplotlib, draw, draw_text, save
+from stree_jax.bench.budget_figures import draw_parts
+from stree_jax.bench.figures import draw, draw_text
 from stree_jax.bench.method import write_report
+from stree_jax.bench.plots import check_matplotlib, save
 from stree_jax.bench.report import write_all
 from stree_jax.bench.staged import write_html
 
@@ -29,11 +33,20 @@ def run(args: argparse.Namespace) -> int:
         write_report(report, args.json)
     print(table_of(report))
     if args.figure is not None:
-        save(draw(report), args.figure)
-        if report.get("text"):
-            stem = args.figure.with_suffix("")
-            save(draw_text(report), stem.with_name(f"{stem.name}-text"))
-            write_html(report, stem.with_name(f"{stem.name}-text.html"))
+        _save_figures(report, args.figure)
     if not report["complete"]:
         print("stree-jax: stopped at --minutes; not complete", file=sys.stderr)
     return 0
+
+
+def _save_figures(report: dict[str, Any], path: Path) -> None:
+    """The figure of a report, or one a part, and texts by their origins."""
+    stem = path.with_suffix("") if path.suffix in (".png", ".svg") else path
+    if report["kind"] == "memory":
+        for part, figure in draw_parts(report).items():
+            save(figure, stem.with_name(f"{stem.name}-{part}"))
+        return
+    save(draw(report), path)
+    if report.get("text"):
+        save(draw_text(report), stem.with_name(f"{stem.name}-text"))
+        write_html(report, stem.with_name(f"{stem.name}-text.html"))

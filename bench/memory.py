@@ -1,7 +1,9 @@
 """What a program holds in memory, and how fast memory is read."""
 
+import resource
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +35,15 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
 def peak_in_use() -> int | None:
     """The allocator's peak of this process so far, in bytes; a CPU keeps none."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def resident() -> int | None:
+    """Bytes of this process in memory now, where the system tells it (Linux)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * resource.getpagesize()
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:

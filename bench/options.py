@@ -12,6 +12,10 @@ from typing import Any
 DTYPES = ["float32", "bfloat16"]
 SHAPE = "mamba2-130m"
 PAIR = "NAME=TARGET:DRAFTER"
+COUNTED = ("breakdown", "longest", "ratios", "printed")
+MEMORY_PARTS = (*COUNTED, "caches", "pruned", "batch", "turns")
+MEMORY_SHAPES = ("pair", "mamba2-2.7b", "granite-4.0-h-micro", "llama-7b")
+PRUNED = ("pruned:2x3x8", "pruned:3x4x16", "pruned:5x4x32", "pruned:10x4x64")
 # Multi-step sampling on tree A and Leviathan's rule on a chain of four are the paper's;
 # at T = 0 only the trees make a difference.
 ARMS = {
@@ -72,8 +76,8 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "
-        "beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, with n-grams "
-        "or mtp E",
+        "pruned:4x4x32, beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, "
+        "with n-grams or mtp E",
     )
 
 
@@ -150,6 +154,27 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--typical", str, "sparse:16", "tree of the heads, with rule typical")
     add(b, "--batch", int, 1, "prompts decoded together")
 
+    text = "where the bytes go and what fits in few of them (SpecMemo's figures)"
+    b = benchmark("memory", text, 2)
+    add_prompts(b, 2, needed=False, without="none, and nothing is measured")
+    add(b, "--parts", str, COUNTED, "what to count and measure", "+", MEMORY_PARTS)
+    add(b, "--heads", str, "demo-heads", "directory of the target's heads")
+    add(b, "--shapes", str, MEMORY_SHAPES, "published ones, and the pair", "+")
+    add(b, "--memory", str, "16GB", "that shapes are to fit in")
+    add(b, "--small", str, "64MB", "that the pair is to fit in")
+    add(b, "--sizes", int, (8, 16, 44, 64), "nodes of trees", "+")
+    add(b, "--head-counts", int, (3, 4), "of part caches", "+")
+    add(b, "--caches", int, (1024, 4096), "their rows, of that part", "+")
+    add(b, "--pruned", str, PRUNED, "trees of that part", "+")
+    add(b, "--batches", int, (1, 2, 4, 8, 10), "prompts decoded together", "+")
+    add(b, "--tree", str, "sparse:8", "of the heads, of part batch")
+    shares = "of run-time memory that part turns keeps to"
+    add(b, "--shares", float, (1.0, 0.7, 0.5, 0.35), shares, "+")
+    timed = (
+        "time steps before planning for part turns (default: what is known or assumed)"
+    )
+    b.add_argument("--tune", action="store_true", help=timed)
+
     b = benchmark("trees", "the static trees A to E (Table 3)", 2)
     add_prompts(b, 10)
     add_arms(b, "trees")
@@ -209,11 +234,16 @@ def add_minutes(b: argparse.ArgumentParser) -> None:
     b.add_argument("--minutes", type=float, help=text)
 
 
-def add_prompts(b: argparse.ArgumentParser, count: int, needed: bool = True) -> None:
+def add_prompts(
+    b: argparse.ArgumentParser,
+    count: int,
+    needed: bool = True,
+    without: str = "random ones, with --shape",
+) -> None:
     """The pair, and the prompts that it decodes."""
     add_model_options(b)
     files = ".jsonl[.gz] files, a prompt, turns or question a line"
-    files += "" if needed else " (default: random ones, with --shape)"
+    files += "" if needed else f" (default: {without})"
     b.add_argument("--prompts", type=Path, nargs="+", required=needed, help=files)
     add(b, "--count", int, count, "prompts per file")
     add(b, "--max-new-tokens", int, 128, "tokens per prompt; no text ends before")

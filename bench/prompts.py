@@ -22,14 +22,27 @@ def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
 
     Fields as HumanEval (`prompt`), MT-Bench (`turns`, the first), GSM8K (`question`).
     """
-    prompts: dict[str, list[Prompt]] = {}
-    for path in paths:
-        opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in islice(lines, count)]
-        name = NAMES.get(path.name, path.name)
-        prompts[name] = [prompt_of(row, path) for row in rows]
-    return prompts
+    return {
+        NAMES.get(path.name, path.name): [
+            prompt_of(row, path) for row in read_records(path, count)
+        ]
+        for path in paths
+    }
+
+
+def read_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first `count` lines of a file."""
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in islice(lines, count)]
+
+
+def read_turns(paths: Sequence[Path], count: int) -> list[list[str]]:
+    """What the user says, turn by turn, in the first conversations of every file that
+    has such; the others are left out."""
+    records = [row for path in paths for row in read_records(path, count)]
+    said = [row["turns"] for row in records if len(row.get("turns", ())) > 1]
+    return [[f"{turn}\n" for turn in turns] for turns in said]
 
 
 def rounds(

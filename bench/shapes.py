@@ -27,7 +27,7 @@ MAMBA2_SIZES = {  # d_model, layers
     "mamba2-1.3b": (2048, 48),
     "mamba2-2.7b": (2560, 64),
 }
-NAMES = (*MAMBA2_SIZES, "mambainllama-8b")
+NAMES = (*MAMBA2_SIZES, "mambainllama-8b", "granite-4.0-h-micro", "llama-7b")
 
 
 def mamba2(d_model: int, n_layer: int) -> ModelConfig:
@@ -68,12 +68,47 @@ def mambainllama(attention: int = 16) -> ModelConfig:
     )
 
 
+def granite_micro() -> ModelConfig:
+    """Granite-4.0-H-Micro: 36 Mamba2 layers and 4 of attention, an MLP behind each."""
+    layers: tuple[LayerKind, ...] = ()
+    for i in range(40):
+        layers += ("attention" if i % 10 == 5 else "mamba", "mlp")
+    return ModelConfig(
+        vocab_size=100352,
+        num_tokens=100352,
+        d_model=2048,
+        layers=layers,
+        mamba=MambaConfig(num_heads=64, head_dim=64, d_state=128),
+        attention=AttentionConfig(32, 8, 64),
+        mlp=MLPConfig(8192),
+        tie_embeddings=True,
+    )
+
+
+def llama_7b() -> ModelConfig:
+    """Llama-2-7B, and Vicuna-7B, which SpecMemo and Medusa measure."""
+    layers: tuple[LayerKind, ...] = ("attention", "mlp")
+    return ModelConfig(
+        vocab_size=32000,
+        num_tokens=32000,
+        d_model=4096,
+        layers=32 * layers,
+        attention=AttentionConfig(32, 32, 128, rope=Rope(theta=10000.0, dim=128)),
+        mlp=MLPConfig(11008),
+        tie_embeddings=False,
+    )
+
+
 def config_of(shape: str) -> ModelConfig:
     """Raises ValueError for an unknown name."""
     if shape in MAMBA2_SIZES:
         return mamba2(*MAMBA2_SIZES[shape])
     if shape == "mambainllama-8b":
         return mambainllama()
+    if shape == "granite-4.0-h-micro":
+        return granite_micro()
+    if shape == "llama-7b":
+        return llama_7b()
     raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(NAMES)}")
 
 

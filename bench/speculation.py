@@ -25,7 +25,7 @@ from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.generation import begin, encode_prompts
 from stree_jax.models import param_dtype
-from stree_jax.models.heads import Heads
+from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
@@ -54,6 +54,7 @@ class Arm:
       drafting: who drafts: the model, "lookup", n-grams or heads alone, or n-grams for
         the model ("staged").
       ahead: levels that they guess for it.
+      heads: how many of them, the first; 0: all.
       verify: how trees are verified, see `stree_jax.speculation.step`.
     """
 
@@ -62,6 +63,7 @@ class Arm:
     rule: str | None = None
     drafting: Literal["model", "lookup", "ngrams", "staged", "heads"] = "model"
     ahead: int = 0
+    heads: int = 0
     verify: Verify = packed
 
     @property
@@ -129,7 +131,9 @@ class Workload:
             case "ngrams":
                 return self.ngrams
             case "heads":
-                return self.heads
+                if self.heads is None or not arm.heads:
+                    return self.heads
+                return first_heads(self.heads, arm.heads)
             case "staged":
                 return Staged(self.drafter, self.ngrams, arm.ahead)
             case _:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from stree_jax.speculation.tree import full_tree as full_tree
     from stree_jax.speculation.tree import layered as layered
     from stree_jax.speculation.tree import make_tree as make_tree
+    from stree_jax.speculation.tree import pruned as pruned
     from stree_jax.traffic import Traffic as Traffic
 
 _NAMES = {
@@ -64,7 +65,7 @@ _NAMES = {
     "speculation.ngrams": "NGrams",
     "speculation.staged_drafter": "Staged",
     "speculation.tree": "NAMED_TREES Auto Beam Tree cartesian chain full_tree layered "
-    "make_tree",
+    "make_tree pruned",
     "traffic": "Traffic",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}

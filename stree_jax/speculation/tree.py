@@ -6,6 +6,7 @@ A `Beam` is a tree whose parents are chosen anew at every step; with `Auto`, its
 is, too.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 
@@ -19,6 +20,7 @@ from stree_jax.models import Nodes, tree_nodes
 MOST_CHILDREN = 8  # of one node of a `Budget`; sampled acceptance looks at so many
 DEEPEST = 15  # of a `Budget`: each more is a row that every step replays
 MAX_NODES = 1024  # masks grow with the square, and no measured tree has paid above 64
+STEEPNESS = 2.0  # of `pruned`'s logistic, by level
 
 
 @struct.dataclass
@@ -252,6 +254,111 @@ def layered(width: int, depth: int) -> Tree:
     return from_child_counts([[width]] + [inner] * (depth - 1))
 
 
+def pruned(
+    children: int, levels: int, nodes: int | None = None, leaves: int | None = None
+) -> Tree:
+    """A full tree pruned level by level, after SpecMemo (Yildirim and Chen 2025).
+
+    Of a level's k**d nodes a share is kept that is a scaled logistic function of the
+    level d: all of the first, little less of the next, few of the deepest, never fewer
+    than k. The rightmost go first, and with them what is below. The paper gives no
+    constants: here the share is 1 / (1 + exp(2 (d - middle of the levels))), scaled to
+    1 at the first level.
+
+    Args:
+      children: k, of each node of the full tree.
+      levels: l, below the root.
+      nodes: of the tree, the root included, at least 1 + k l; the scale is then what
+        makes so many, up to shares of 1. None: as many as the scale above keeps.
+      leaves: of those nodes; None: as many as there can be, as nodes to the left have
+        all their children.
+
+    Raises:
+      ValueError: fewer than 1 child or level; nodes or leaves that cannot be.
+    """
+    if children < 1 or levels < 1:
+        raise ValueError(f"pruned: want k and l >= 1, got {children} and {levels}")
+    _check_size("pruned", max(1 + children * levels, nodes or 1))
+    if nodes is None:
+        widths = _pruned_widths(children, levels, 1 / _logistic(1, levels))
+    else:
+        widths = _widths_of_sum(children, levels, nodes - 1)
+    _check_size("pruned", 1 + sum(widths))
+    return from_child_counts(_child_counts([1, *widths], children, leaves))
+
+
+def _logistic(level: int, levels: int) -> float:
+    """1 / (1 + exp(x)), which overflows nowhere if written so."""
+    return (1 - math.tanh(STEEPNESS / 2 * (level - (1 + levels) / 2))) / 2
+
+
+def _pruned_widths(children: int, levels: int, scale: float) -> list[int]:
+    """Nodes of each level; none has more than its parents can have."""
+    widths = [children]
+    for level in range(2, levels + 1):
+        share = min(1.0, scale * _logistic(level, levels))
+        kept = max(children, int(share * float(children) ** level))
+        widths.append(min(kept, children * widths[-1]))
+    return widths
+
+
+def _widths_of_sum(children: int, levels: int, total: int) -> list[int]:
+    """Nodes of each level, by the scale that keeps `total` of them."""
+
+    def widths_at(exponent: float) -> list[int]:
+        return _pruned_widths(children, levels, 2.0**exponent)
+
+    low, high = -1000.0, 1000.0
+    least, most = (1 + sum(widths_at(end)) for end in (low, high))
+    if not least <= 1 + total <= most:
+        raise ValueError(
+            f"pruned: {children} children and {levels} levels make trees of {least}.."
+            f"{min(most, MAX_NODES)} nodes, the root included, got {1 + total}"
+        )
+    for _ in range(64):
+        middle = (low + high) / 2
+        fits = sum(widths_at(middle)) <= total
+        low, high = (middle, high) if fits else (low, middle)
+    widths = widths_at(low)
+    while sum(widths) < total:  # where several levels grow at one scale
+        room = (d for d in range(1, levels) if widths[d] < children * widths[d - 1])
+        widths[next(room)] += 1
+    return widths
+
+
+def _child_counts(
+    widths: Sequence[int], children: int, leaves: int | None
+) -> list[list[int]]:
+    """Numbers of children of every node, by level, the leftmost having all they can.
+
+    Args:
+      widths: nodes of each level, the root's too.
+      leaves: how many; fewer than there can be: more nodes have children, each at
+        least one, from the first level on.
+    """
+    pairs = list(pairwise(widths))
+    inner = [-(-below // children) for _, below in pairs]
+    most = [min(own, below) for own, below in pairs]
+    if leaves is not None:
+        nodes = sum(widths)
+        more = nodes - leaves - sum(inner)
+        if not 0 <= more <= sum(most) - sum(inner):
+            raise ValueError(
+                f"pruned: levels of {', '.join(map(str, widths[1:]))} nodes have "
+                f"{nodes - sum(most)}..{nodes - sum(inner)} leaves, got {leaves}"
+            )
+        for level, room in enumerate(most):
+            added = min(more, room - inner[level])
+            inner[level] += added
+            more -= added
+    counts = []
+    for (own, below), parents in zip(pairs, inner, strict=True):
+        spare = [below - parents - i * (children - 1) for i in range(parents)]
+        row = [1 + min(children - 1, max(0, n)) for n in spare]
+        counts.append(row + [0] * (own - parents))
+    return counts
+
+
 # The static trees of STree's Table 3. The paper gives max width / depth / tokens; the
 # connectivity is ours: drafts are in order of rank, and better ranks get more children.
 NAMED_TREES = {
@@ -270,7 +377,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
 
     Names are those of `NAMED_TREES`, "chain:N" (N drafted tokens), "binary:L" (full, L
     levels of nodes, the root's included), "cartesian:4x2x2" (so many children of each
-    node, level by level), "beam:WxD" (`Beam(W, D)`),
+    node, level by level), "pruned:KxL", "pruned:KxLxN" and "pruned:KxLxNxS"
+    (`pruned(K, L, N, S)`), "beam:WxD" (`Beam(W, D)`),
     "parents:0,0,1" for the list [-1, 0, 0, 1], "auto" (`Auto()`) and "auto:1,4,8" (of
     these sizes).
     """
@@ -293,6 +401,8 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
                 return full_tree(2, levels - 1)
             case "cartesian", _:
                 return cartesian(*numbers)
+            case "pruned", [k, levels, *rest] if len(rest) <= 2:
+                return pruned(k, levels, *rest)
             case "beam", [width, depth]:
                 return Beam(width, depth)
             case "parents", _:
@@ -300,5 +410,5 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
             case "auto", _:
                 return Auto(tuple(numbers))
     known = f"{', '.join(NAMED_TREES)}, auto, chain:N, binary:L, beam:WxD, "
-    known += "cartesian:4x2x2, parents:0,0,1"
+    known += "cartesian:4x2x2, pruned:4x4x32, parents:0,0,1"
     raise ValueError(f"tree: unknown name {tree!r}; known: {known}")

@@ -17,6 +17,7 @@ from stree_jax.bench import (
     figures,
     method,
     options,
+    plots,
     profile,
     speculation,
 )
@@ -226,7 +227,7 @@ def test_decoding_is_measured_arm_by_arm(pair, report):
 def test_figures_can_be_drawn(report, tmp_path, kind):
     shown = {**report, "kind": kind, "temperatures": [0, 1]}
     figure = figures.draw(shown)
-    figures.save(figure, tmp_path / "f.png")
+    plots.save(figure, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
     svg = (tmp_path / "f.svg").read_text()
     assert svg.startswith("<?xml")

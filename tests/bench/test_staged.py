@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import benchmarks, figures, staged
+from stree_jax.bench import benchmarks, figures, plots, staged
 from stree_jax.bench.method import Run
 from stree_jax.cost import MeasuredTime, staged_gain
 from stree_jax.speculation.tree import resolve_tree
@@ -99,8 +99,8 @@ def test_tables_and_figures(report, tmp_path):
     text = benchmarks.table_of(report)
     assert "| HumanEval | greedy | staged, 1 ahead |" in text
     assert "| GSM8K | top-k 5, T = 1 | n-grams alone |" in text
-    figures.save(figures.draw(report), tmp_path / "f")
-    figures.save(figures.draw_text(report), tmp_path / "t")
+    plots.save(figures.draw(report), tmp_path / "f")
+    plots.save(figures.draw_text(report), tmp_path / "t")
     staged.write_html(report, tmp_path / "t.html")
     page = (tmp_path / "t.html").read_text("utf-8")
     runs = report["text"]["runs"]

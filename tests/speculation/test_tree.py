@@ -1,16 +1,20 @@
 """Topologies: sizes, derived layouts, and errors that say what is wrong."""
 
+from itertools import pairwise, product
+
 import numpy as np
 import pytest
 
 from stree_jax.speculation.layout import tree_layout, tree_levels
 from stree_jax.speculation.tree import (
+    MAX_NODES,
     NAMED_TREES,
     chain,
     from_child_counts,
     full_tree,
     layered,
     make_tree,
+    pruned,
     resolve_tree,
 )
 from tests.support.reference import depth_of, path_to
@@ -105,3 +109,75 @@ def test_unknown_names_and_bad_sizes():
         layered(2, 0)
     with pytest.raises(ValueError, match="child counts"):
         from_child_counts([[2], [1]])
+
+
+def rank_paths(tree):
+    """By level below the root, the ranks among siblings on each node's path."""
+    parents = np.asarray(tree.parents).tolist()
+    paths, used = [()], [0] * tree.size
+    for parent in parents[1:]:
+        paths.append((*paths[parent], used[parent]))
+        used[parent] += 1
+    return [[p for p in paths if len(p) == d] for d in range(1, tree.depth + 1)]
+
+
+@pytest.mark.parametrize(
+    ("k", "levels"), [*product(range(1, 6), range(1, 6)), (2, 8), (10, 3)]
+)
+def test_pruned_trees_keep_the_left_of_every_level(k, levels):
+    """All of the first level; of the next ever smaller shares, the leftmost nodes of
+    the full tree; of any size that a tree with k nodes a level can have."""
+    full = sum(k**d for d in range(levels + 1))
+    most = min(full, MAX_NODES)
+    sizes = {int(n) for n in np.linspace(1 + k * levels, most, 12)}
+    for size in [None, *sizes]:
+        tree = pruned(k, levels, size)
+        assert size in (None, tree.size) and tree.depth == levels
+        by_level = rank_paths(tree)
+        widths = [len(paths) for paths in by_level]
+        assert widths[0] == k and min(widths) >= k
+        shares = [n / k**d for d, n in enumerate(widths, start=1)]
+        assert all(a >= b for a, b in pairwise(shares))
+        for above, paths in pairwise([[()], *by_level]):
+            lefts = ((*p, rank) for p, rank in product(above, range(k)))
+            assert [p for p, _ in zip(lefts, paths, strict=False)] == paths
+
+
+def test_the_logistic_prunes_little_near_the_root_and_much_at_depth():
+    shares = [len(paths) / 4**d for d, paths in enumerate(rank_paths(pruned(4, 4)), 1)]
+    share = [1 / (1 + np.exp(2 * (d - 2.5))) for d in (1, 2, 3, 4)]
+    assert np.allclose(shares, np.array(share) / share[0], atol=0.02)
+    assert shares[1] > 0.7 and shares[3] < 0.1
+    assert resolve_tree("pruned:4x4").size == pruned(4, 4).size
+    assert resolve_tree("pruned:5x4x32").size == 32
+
+
+@pytest.mark.parametrize("leaves", [42, 50, 57])
+def test_pruned_trees_have_the_leaves_that_are_asked_for(leaves):
+    tree = resolve_tree(f"pruned:10x4x64x{leaves}")
+    children = np.bincount(np.asarray(tree.parents)[1:], minlength=tree.size)
+    assert (tree.size, tree.depth) == (64, 4) and (children == 0).sum() == leaves
+    assert [len(p) for p in rank_paths(tree)] == [
+        len(p) for p in rank_paths(pruned(10, 4, 64))
+    ]
+    assert tree.children == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("pruned:4x3x12", "trees of 13..85 nodes, the root included, got 12"),
+        ("pruned:4x3x86", "trees of 13..85 nodes"),
+        ("pruned:10x3x44x22", "levels of 10, 10, 23 nodes have 23..39 leaves, got 22"),
+        ("pruned:10x3x44x40", "23..39 leaves"),
+        ("pruned:0x3", "want k and l >= 1"),
+        ("pruned:3x0", "want k and l >= 1"),
+        ("pruned:2x600", "1201 nodes; want at most 1024"),
+        ("pruned:2x60", "want at most 1024"),
+        ("pruned:3", "unknown name"),
+        ("pruned:3x3x16x8x2", "unknown name"),
+    ],
+)
+def test_pruned_trees_that_cannot_be(name, error):
+    with pytest.raises(ValueError, match=error):
+        resolve_tree(name)

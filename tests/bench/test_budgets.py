@@ -1,0 +1,247 @@
+"""`bench memory`: bytes of shapes, what fits, conversations in a budget."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from stree_jax.bench import benchmarks, budget_runs, budget_turns, budgets, plots
+from stree_jax.bench.budget_figures import draw_parts
+from stree_jax.bench.budgets import Subject, last_fit, run_time
+from stree_jax.bench.method import Run
+from stree_jax.bench.prompts import read_turns
+from stree_jax.generation import bucket
+from stree_jax.memory import Room, memory_of
+from stree_jax.models.heads import first_heads
+from stree_jax.planning import Choice, Request, plan
+from tests.bench.pairs import pair_with_words
+from tests.support.heads import random_heads
+
+PROMPTS = {"MT-Bench": ["def f(x):", "x"]}
+TURNS = [["def f(x):\n", "return x\n"]]
+NEW, K = 6, 2
+MOST = "2 heads, pruned:2x2x6"
+OPTIONS = budget_runs.Options(
+    parts=("breakdown", "longest", "caches", "pruned", "turns"),
+    shapes=("pair",),
+    limit=10**9,
+    small=10**6,
+    sizes=(6,),
+    head_counts=(1, 2),
+    caches=(512,),
+    pruned=("pruned:2x2x6",),
+    batches=(1,),
+    tree="sparse:4",
+    shares=(1.0, 0.5),
+    tune=False,
+    max_new_tokens=NEW,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgets, "BATCHES", (1, 8))
+        patch.setattr(budgets, "CONTEXTS", (1024, 4096))
+        patch.setattr(budgets, "LONGEST", 2**13)
+        yield
+
+
+@pytest.fixture(scope="module")
+def models():
+    target, drafter = pair_with_words(layers=("mamba", "attention"))
+    return budget_runs.Models(target, drafter, random_heads(target, heads=K))
+
+
+@pytest.fixture(scope="module")
+def subject(models):
+    return Subject(models.target, models.heads, "float32", 10**6)
+
+
+def fixed(models, name, heads=K):
+    """A choice of the planner's kind, of a tree that needs no times."""
+    request = Request(1, 64, 2, NEW)
+    room = request.room(2)
+    memory = memory_of(models.target, models.heads, name, room)
+    return Choice("heads", heads, name, "float32", 1.5, 1e-3, False, memory)
+
+
+def plans(target, heads, turns, shares, max_new_tokens, timed):
+    """As the planner's, of fixed trees: "auto" would time steps."""
+    models = budget_runs.Models(target, target, heads)
+    ample, less = fixed(models, "pruned:2x2x6"), fixed(models, "chain:1", heads=1)
+    found = {shares[0]: (10**6, ample), shares[1]: (10**5, less), 0.1: (9, "too few")}
+    return budget_turns.Talk(target, heads, turns, Request(1, 64, 2, NEW), ample, found)
+
+
+@pytest.fixture(scope="module")
+def report(models):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget_turns, "plans", plans)
+        found = budget_runs.measure_memory(models, PROMPTS, TURNS, OPTIONS, Run(1))
+    jax.clear_caches()
+    return json.loads(json.dumps(found))
+
+
+def test_the_breakdown_is_of_all_bytes(subject):
+    rows = budgets.breakdown(subject, (4,))
+    assert all(sum(row["parts"].values()) == row["total"] for row in rows)
+    of = {(row["axis"], row["value"]): row["parts"] for row in rows}
+    for part in ("attention caches", "SSM and convolution state"):
+        assert of["batch", 8][part] == 8 * of["batch", 1][part]
+    assert (
+        of["context", 4096]["attention caches"]
+        > of["context", 1024]["attention caches"]
+    )
+    assert "drafter's weights" not in of["nodes", 1]
+    assert "drafter's weights" in of["nodes", 4]
+    row = next(row for row in rows if row["axis"] == "nodes" and row["value"] == 4)
+    weights = row["parts"]["target's weights"] + row["parts"]["drafter's weights"]
+    assert row["run_time"] == row["total"] - weights
+
+
+def test_the_longest_text_fits_and_the_next_does_not(subject):
+    for row in budgets.longest(subject, (6,)):
+        tree = subject.tree(row["nodes"])
+        for name, total in (("context", "total"), ("steps", "steps_total")):
+            width = row[name] - budgets.NEW_TOKENS
+            after = next(n for n in range(width + 1, 2 * width) if bucket(n) == n)
+            sizes = [
+                getattr(subject.memory(tree, Request(1, n + 128)), total)
+                for n in (width, after)
+            ]
+            assert sizes[0] <= subject.limit < sizes[1], (row, name)
+        assert row["steps"] >= row["context"]
+    alone = replace(subject, limit=1000)
+    assert [row["context"] for row in budgets.longest(alone, ())] == [0]
+
+
+def test_a_search_finds_the_last_that_fits():
+    for count in (1, 2, 7, 20):
+        sizes = [3 * i for i in range(count)]
+        for limit in range(-1, 3 * count):
+            fitting = [i for i in range(count) if sizes[i] <= limit]
+            want = fitting[-1] if fitting else -1
+            assert last_fit(sizes.__getitem__, limit, count) == want
+
+
+def test_fixed_ratios_beside_the_planner(subject, monkeypatch):
+    monkeypatch.setattr(budgets, "RATIOS", (1, 63))
+    limit = 3 * 10**6
+    half, little = budgets.ratios(replace(subject, limit=limit), (4, 6))
+    for row, parts in ((half, 2), (little, 64)):
+        assert row["cache_bytes"] <= limit // parts
+        served = budgets.served(row["most_queries"] + row["most_queries"] // 2)
+        assert subject.memory(subject.tree(1), served).total > limit
+    assert half["planned"] is None and half["queries"] > half["most_queries"]
+    assert little["planned"]["bytes"] <= limit
+    assert little["fixed"]["nodes"] == 6
+    assert little["fixed"]["bytes"] + little["fixed"]["unused"] == limit - limit // 64
+
+
+def test_printed_numbers_are_the_papers():
+    rows = budgets.printed(budgets.subject_of(budgets.PAPER, 16 * 10**9))
+    assert [round(row["specmemo"] / 2**20, 1) for row in rows] == [55.2, 19.5]
+    assert [row["printed_mib"] for row in rows] == ["55", "19.5"]
+    assert rows[0]["head_bytes"] * 3 == rows[1]["head_bytes"] * 4
+
+
+def test_arms_give_plain_text_and_their_bytes(report, models):
+    assert report["complete"]
+    rows = {row["arm"]: row for row in report["results"]}
+    names = [f"{k} heads, sparse:{n}" for k in (1, 2) for n in OPTIONS.sizes]
+    assert list(rows) == ["plain", *names, "heads, sparse:6", "heads, pruned:2x2x6"]
+    assert all(row["equal_to_plain"] == row["units"] == 2 for row in rows.values())
+    row = rows["1 heads, sparse:6"]
+    heads = first_heads(models.heads, 1)
+    memory = memory_of(models.target, heads, "chain:0", Room(1, 512, 64))
+    assert (row["nodes"], rows["plain"]["nodes"]) == (6, 1)
+    assert row["bytes"] - row["run_time"] == memory.weights + memory.drafter_weights
+    assert row["expected_tau"] > 1 and rows["plain"]["expected_tau"] is None
+    # More heads have better places for as many nodes.
+    better = [rows[f"{k} heads, sparse:6"]["expected_tau"] for k in (1, 2)]
+    assert better[0] <= better[1]
+
+
+def test_conversations_in_budgets(report):
+    found = report["conversations"]
+    one, half, none = found["budgets"]
+    assert (one["share"], one["of_ample"], one["arm"]) == (1.0, 1.0, MOST)
+    assert half["arm"] == "1 heads, chain:1" and half["of_ample"] > 0
+    assert none["arm"] is None and none["refusal"] == "too few"
+    arms = [row["arm"] for row in found["arms"]]
+    assert arms == ["plain", MOST, "1 heads, chain:1"]
+    assert all(row["equal"] == row["conversations"] == 1 for row in found["arms"])
+    record = report["units"]["turns/0"]["plain"]
+    assert record["tokens"] == 2 * NEW and len(record["resident"]) == 2
+
+
+def test_a_wrong_turn_is_found(models):
+    talk = plans(models.target, models.heads, TURNS, (1.0, 0.5), NEW, False)
+    said = [result for result, _ in budget_turns.converse(talk, TURNS[0], None)]
+    same = {"plain": said, "a": said}
+    assert budget_turns.check_turns(models.target, same) == {"plain": True, "a": True}
+    last = said[1].tokens[0]
+    wrong = replace(said[1], tokens=[[*last[:-1], (last[-1] + 1) % 200]])
+    with pytest.raises(RuntimeError, match="a: token 5 differs"):
+        budget_turns.check_turns(models.target, {"plain": said, "a": [said[0], wrong]})
+
+
+def test_the_planner_is_asked_at_every_budget(models):
+    """And is told of a limit that its own choice just fits."""
+    talk = budget_turns.plans(
+        models.target, models.heads, TURNS, (1.0, 0.0), NEW, False
+    )
+    ample = talk.ample.memory
+    limit, choice = talk.budgets[1.0]
+    assert limit == ample.total and choice == talk.ample
+    limit, choice = talk.budgets[0.0]
+    assert (
+        limit == ample.weights + ample.drafter_weights == ample.total - run_time(ample)
+    )
+    assert isinstance(choice, str) or choice.memory.total <= limit
+    best = plan(
+        models.target.config,
+        budget_turns.AMPLE,
+        drafter=models.heads.config,
+        context=talk.request.context,
+        queries=2,
+        max_new_tokens=NEW,
+        dtypes=["float32"],
+    ).best
+    assert best == talk.ample
+
+
+def test_tables_and_figures(report, tmp_path):
+    text = benchmarks.table_of(report)
+    for words in ("| pair | batch | 8 |", "| pair | steps |", "heads, pruned:2x2x6"):
+        assert words in text
+    assert "| 10% | 0.0 | refused |" in text
+    figures = draw_parts(report)
+    assert list(figures) == ["breakdown", "longest", "caches", "pruned", "turns"]
+    for part, figure in figures.items():
+        plots.save(figure, tmp_path / part)
+        assert (tmp_path / f"{part}.png").stat().st_size > 10_000
+
+
+def test_what_is_measured_wants_prompts(models):
+    for parts, error in (
+        ("batch", "--parts batch: what is measured wants --prompts"),
+        ("turns", "--parts turns: want --prompts with conversations"),
+    ):
+        options = replace(OPTIONS, parts=(parts,))
+        with pytest.raises(ValueError, match=error):
+            budget_runs.measure_memory(models, {}, [], options, Run(1))
+    options = replace(OPTIONS, parts=("caches",), caches=(8,))
+    with pytest.raises(ValueError, match="--caches: want"):
+        budget_runs.works_of(models, PROMPTS, options)
+
+
+def test_conversations_are_read(tmp_path):
+    records = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"turns": ["d"]}]
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in records))
+    assert read_turns([path, path], 3) == [["a\n", "b\n"]] * 2
+    assert np.shape(read_turns([path], 0)) == (0,)
