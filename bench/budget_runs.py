@@ -29,9 +29,10 @@ from stree_jax.bench.speculation import (
     summarise_arms,
     workload,
 )
+from stree_jax.buckets import bucket
 from stree_jax.checkpoint import Model
 from stree_jax.cost import Acceptance, expected_tau
-from stree_jax.generation import accuracy_of, bucket, tree_for
+from stree_jax.default_tree import accuracy_of, tree_for
 from stree_jax.memory import Room, memory_of
 from stree_jax.models import param_dtype
 from stree_jax.models.heads import Heads

@@ -133,6 +133,7 @@ def converse(
             tree=None if choice is None or drafter is None else choice.tree,
             stop_tokens=(),
             past=answers[-1][0].past if answers else None,
+            take_past=True,
             keep_past=True,
             capacity=talk.request.room(depth).capacity,
         )

@@ -11,15 +11,15 @@ from functools import cache
 from typing import Any
 
 from stree_jax.bench.shapes import config_of
+from stree_jax.buckets import bucket
+from stree_jax.candidates import assumed
 from stree_jax.cost import greedy_tree
-from stree_jax.generation import bucket
 from stree_jax.memory import Memory, abstract_heads, abstract_model, memory_of
 from stree_jax.models import Model, param_dtype
 from stree_jax.models.heads import Heads, HeadsConfig, first_heads
 from stree_jax.planning import (
     Choice,
     Request,
-    assumed,
     plan,
     specmemo_bytes,
     specmemo_cache_bytes,
