@@ -102,9 +102,11 @@ def plans(
         ).best
 
     ample = ask(AMPLE)
+    weights = ample.memory.total - run_time(ample.memory)
     budgets: dict[float, tuple[int, Choice | str]] = {}
     for share in shares:
-        limit = int(ample.memory.total - (1 - share) * run_time(ample.memory))
+        promised = ample.memory.promised - weights
+        limit = weights + int(share * promised)
         try:
             budgets[share] = limit, ask(limit)
         except ValueError as error:  # of the planner: that nothing fits

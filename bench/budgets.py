@@ -128,7 +128,7 @@ def longest(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
             return subject.memory(tree, _request(widths[i] + NEW_TOKENS))
 
         found = [
-            last_fit(lambda i: memory(i).total, subject.limit, len(widths)),
+            last_fit(lambda i: memory(i).promised, subject.limit, len(widths)),
             last_fit(lambda i: memory(i).steps_total, subject.limit, len(widths)),
         ]
         texts = [
@@ -166,7 +166,7 @@ def ratios(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
     each = specmemo_cache_bytes(*sizes_of, param_dtype(subject.target.params).itemsize)
 
     def plain_bytes(queries: int) -> int:
-        return subject.memory(chain(0), served(queries)).total
+        return subject.memory(chain(0), served(queries)).promised
 
     steps = [n for n in range(1, LONGEST // QUERY) if bucket(n, 1) == n]
     last = last_fit(lambda i: plain_bytes(steps[i]), subject.limit, len(steps))

@@ -65,7 +65,9 @@ def fixed(models, name, heads=K):
     request = Request(1, 64, 2, NEW)
     room = request.room(2)
     memory = memory_of(models.target, models.heads, name, room)
-    return Choice("heads", heads, name, "float32", 1.5, 1e-3, False, memory)
+    return Choice(
+        "heads", heads, name, "float32", 1.5, 1e-3, False, room.capacity, memory
+    )
 
 
 def plans(target, heads, turns, shares, max_new_tokens, timed):
@@ -105,7 +107,7 @@ def test_the_breakdown_is_of_all_bytes(subject):
 def test_the_longest_text_fits_and_the_next_does_not(subject):
     for row in budgets.longest(subject, (6,)):
         tree = subject.tree(row["nodes"])
-        for name, total in (("context", "total"), ("steps", "steps_total")):
+        for name, total in (("context", "promised"), ("steps", "steps_total")):
             width = row[name] - budgets.NEW_TOKENS
             after = next(n for n in range(width + 1, 2 * width) if bucket(n) == n)
             sizes = [
@@ -134,7 +136,7 @@ def test_fixed_ratios_beside_the_planner(subject, monkeypatch):
     for row, parts in ((half, 2), (little, 64)):
         assert row["cache_bytes"] <= limit // parts
         served = budgets.served(row["most_queries"] + row["most_queries"] // 2)
-        assert subject.memory(subject.tree(1), served).total > limit
+        assert subject.memory(subject.tree(1), served).promised > limit
     assert half["planned"] is None and half["queries"] > half["most_queries"]
     assert little["planned"]["bytes"] <= limit
     assert little["fixed"]["nodes"] == 6
@@ -196,12 +198,12 @@ def test_the_planner_is_asked_at_every_budget(models):
     )
     ample = talk.ample.memory
     limit, choice = talk.budgets[1.0]
-    assert limit == ample.total and choice == talk.ample
+    assert limit == ample.promised and choice == talk.ample
     limit, choice = talk.budgets[0.0]
     assert (
         limit == ample.weights + ample.drafter_weights == ample.total - run_time(ample)
     )
-    assert isinstance(choice, str) or choice.memory.total <= limit
+    assert isinstance(choice, str) or choice.memory.promised <= limit
     best = plan(
         models.target.config,
         budget_turns.AMPLE,
