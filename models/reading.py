@@ -9,7 +9,14 @@ from jax import lax
 
 from stree_jax.models.model import Model, forward_hidden, param_dtype
 from stree_jax.models.nodes import chain_nodes
-from stree_jax.models.state import State, commit, grow, init_state
+from stree_jax.models.state import (
+    Records,
+    State,
+    commit,
+    grow,
+    init_records,
+    init_state,
+)
 
 PREFILL_CHUNK = 64  # tokens that a pass reads
 
@@ -65,20 +72,34 @@ def prefill(
     Returns:
       the state, and what was heard.
     """
+    batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    nodes = chain_nodes(batch, chunk, config.conv_taps)
+    path = nodes.depth  # row j of a chain is its j-th token
 
-    def one_chunk(i: jax.Array, carry: tuple[State, Any]) -> tuple[State, Any]:
-        state, heard = carry
+    def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
+        # What was read before is written first: a cache that is written after it was
+        # read would be copied.
+        state, records, heard = carry
+        state = commit(state, records, path, here(i - 1))
         part, then = (
             lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
             for table in (tokens, following)
         )
-        here = jnp.clip(length - i * chunk, 0, chunk)
-        hidden, state = extend(model, state, part, here)
-        return state, heard if hear is None else hear(heard, then, hidden, here)
+        hidden, records, _ = forward_hidden(model, state, part, nodes)
+        if hear is not None:
+            heard = hear(heard, then, hidden, here(i))
+        return state, records, heard
+
+    def here(i: jax.Array) -> jax.Array:
+        """Tokens of chunk i, of -1 none."""
+        return jnp.where(i < 0, 0, jnp.clip(length - i * chunk, 0, chunk))
 
     passes = (jnp.max(length) + chunk - 1) // chunk
-    return lax.fori_loop(0, passes, one_chunk, (state, heard))
+    empty = init_records(config, batch, chunk, param_dtype(model.params))
+    carry = state, empty, heard
+    state, records, heard = lax.fori_loop(0, passes, one_chunk, carry)
+    return commit(state, records, path, here(passes - 1)), heard
 
 
 def read_text(
