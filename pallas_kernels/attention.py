@@ -122,10 +122,17 @@ def in_blocks(
 
 def _rows(cache: jax.Array, begin: jax.Array, count: int) -> jax.Array:
     """Rows of a cache [B, Hk, S, hd] from `begin` [] on."""
-    # XLA:CPU slices nothing in 16 bits. It makes the rows float32 and back; where it
-    # may, all rows of the cache, before the loop.
-    cache, begin = lax.optimization_barrier((cache, begin))
-    return lax.dynamic_slice_in_dim(cache, begin, count, axis=2)
+    rows = lax.dynamic_slice_in_dim(as_bits(cache), begin, count, axis=2)
+    return rows.view(cache.dtype)
+
+
+def as_bits(z: jax.Array) -> jax.Array:
+    """16-bit numbers as the uint16 that they are kept as in caches; others as they are.
+
+    XLA:CPU slices and updates nothing in 16-bit floats: it would make the whole cache
+    float32 and back, for a few rows.
+    """
+    return z.view(jnp.uint16) if z.dtype.itemsize == 2 else z
 
 
 @jax.custom_vjp
