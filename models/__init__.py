@@ -33,6 +33,7 @@ from stree_jax.models.params import cast_params as cast_params
 from stree_jax.models.params import nest as nest
 from stree_jax.models.params import stored_dtype as stored_dtype
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
+from stree_jax.models.reading import chunk_of as chunk_of
 from stree_jax.models.reading import extend as extend
 from stree_jax.models.reading import prefill as prefill
 from stree_jax.models.reading import read_aloud as read_aloud
@@ -44,3 +45,4 @@ from stree_jax.models.state import commit as commit
 from stree_jax.models.state import grow as grow
 from stree_jax.models.state import init_records as init_records
 from stree_jax.models.state import init_state as init_state
+from stree_jax.models.state import whole_blocks as whole_blocks

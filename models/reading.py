@@ -18,7 +18,14 @@ from stree_jax.models.state import (
     init_state,
 )
 
-PREFILL_CHUNK = 64  # tokens that a pass reads
+PREFILL_CHUNK = 64  # tokens that a pass reads, at least
+
+
+def chunk_of(width: int) -> int:
+    """Most tokens that a pass reads of texts padded to `width`: PREFILL_CHUNK, or 2 or 4
+    of them where texts are long. A pass over more reads the weights less often."""
+    return PREFILL_CHUNK * (4 if width > 1024 else 2 if width > 128 else 1)
+
 
 Hear = Callable[[Any, jax.Array, jax.Array, jax.Array], Any]
 """What is told of text while it is read. From what it has made of the text so far: the
@@ -138,11 +145,15 @@ def read_aloud(
     unread = unread_text(token_ids, past.length)
     amount = lengths - 1 - past.length
     past = grow(past, capacity)
-    return prefill(model, past, unread, amount, PREFILL_CHUNK, hear, heard)
+    # Scans gain nothing by longer passes, and hold what all of their tokens bring.
+    scans = set(model.config.layers) & {"mamba", "parallel", "shared"}
+    chunk = PREFILL_CHUNK if scans else chunk_of(token_ids.shape[1])
+    return prefill(model, past, unread, amount, chunk, hear, heard)
 
 
 def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:
     """Text [Bp, S] from place `length` [Bp] on, in whole chunks, padded with 0."""
-    width = token_ids.shape[1] + -token_ids.shape[1] % PREFILL_CHUNK
+    width = token_ids.shape[1]
+    width += -width % chunk_of(width)
     place = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(token_ids, place, axis=1, mode="fill", fill_value=0)

@@ -9,7 +9,13 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.config import LayerKind, ModelConfig, given
-from stree_jax.pallas_kernels import Replayed, as_bits, commit_window, replay
+from stree_jax.pallas_kernels import (
+    ATTENTION_BLOCK,
+    Replayed,
+    as_bits,
+    commit_window,
+    replay,
+)
 
 
 @struct.dataclass
@@ -187,6 +193,11 @@ def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Rec
                 return None
 
     return tuple(layer(kind) for kind in config.layers)
+
+
+def whole_blocks(rows: int) -> int:
+    """Rows of the caches in the blocks that a CPU's attention reads, `rows` or more."""
+    return -(-rows // ATTENTION_BLOCK) * ATTENTION_BLOCK
 
 
 def grow(state: State, capacity: int) -> State:

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
-BLOCK = 128  # rows of the cache at a time: their scores stay in a core's own cache
+ATTENTION_BLOCK = (
+    128  # rows of the cache at a time: their scores stay in a core's own cache
+)
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -77,16 +79,18 @@ def in_blocks(
     mask: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """`tree_attention` over BLOCK rows of the cache at a time, up to the longest text.
+    """`tree_attention` by blocks of the cache, up to the longest text.
 
     The nodes come first, which gives every query a finite maximum m. Of each block it
     then keeps, as `triton_attention` has it, m, the sum l of exp(score - m) and the sum
-    a of values with these weights. Capacity changes no bit of a result: the last block
-    begins early where the cache ends, and what was seen before weighs exactly 0.
+    a of values with these weights. Where the cache ends inside a block, that one begins
+    early, and what was seen before weighs 0. Of caches of whole blocks there is none,
+    and the capacity changes no bit of a result. Weights of values stay float32, as
+    rounding them costs XLA:CPU more than the product.
     """
     (Bb, Tq, Hq, hd), T = q.shape, k.shape[1]
     Hk, S = k_cache.shape[1:3]
-    groups, block = Hq // Hk, min(BLOCK, S)
+    groups, block = Hq // Hk, min(ATTENTION_BLOCK, S)
     q = q.astype(k_cache.dtype).reshape(Bb, Tq, Hk, groups, hd)
     q = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(Bb, Hk, groups * Tq, hd)
 
@@ -96,7 +100,7 @@ def in_blocks(
 
     def sums(s: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         p = jnp.exp(s - m[..., None])
-        return p.sum(-1), _product("bkms,bksd->bkmd", p.astype(v.dtype), v)
+        return p.sum(-1), _product("bkms,bksd->bkmd", p, v.astype(jnp.float32))
 
     def add_block(i: jax.Array, seen: Sums) -> Sums:
         m, total, weighted = seen

@@ -166,7 +166,7 @@ def begin(
         jnp.asarray(np.array([len(ids) for ids in text], np.int32)),
         requests,
         max_new_tokens=room,
-        capacity=max(needed, capacity),
+        capacity=models.whole_blocks(max(needed, capacity)),
         samples=n,
         top_logprobs=logprobs,
         past=None if past is None else (past.target, past.drafter),
