@@ -38,6 +38,7 @@ from stree_jax.models.reading import extend as extend
 from stree_jax.models.reading import prefill as prefill
 from stree_jax.models.reading import read_aloud as read_aloud
 from stree_jax.models.reading import read_text as read_text
+from stree_jax.models.reading import reading_chunk as reading_chunk
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State

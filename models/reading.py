@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, forward_hidden, param_dtype
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.state import (
@@ -22,9 +23,18 @@ PREFILL_CHUNK = 64  # tokens that a pass reads, at least
 
 
 def chunk_of(width: int) -> int:
-    """Most tokens that a pass reads of texts padded to `width`: PREFILL_CHUNK, or 2 or 4
-    of them where texts are long. A pass over more reads the weights less often."""
+    """Most tokens that a pass reads of texts padded to `width`.
+
+    PREFILL_CHUNK, or 2 or 4 of them: a pass over more reads the weights less often.
+    """
     return PREFILL_CHUNK * (4 if width > 1024 else 2 if width > 128 else 1)
+
+
+def reading_chunk(config: ModelConfig, width: int) -> int:
+    """`chunk_of`, but for scans, which gain nothing by longer passes and hold what all of
+    their tokens bring."""
+    scans = set(config.layers) & {"mamba", "parallel", "shared"}
+    return PREFILL_CHUNK if scans else chunk_of(width)
 
 
 Hear = Callable[[Any, jax.Array, jax.Array, jax.Array], Any]
@@ -145,9 +155,7 @@ def read_aloud(
     unread = unread_text(token_ids, past.length)
     amount = lengths - 1 - past.length
     past = grow(past, capacity)
-    # Scans gain nothing by longer passes, and hold what all of their tokens bring.
-    scans = set(model.config.layers) & {"mamba", "parallel", "shared"}
-    chunk = PREFILL_CHUNK if scans else chunk_of(token_ids.shape[1])
+    chunk = reading_chunk(model.config, token_ids.shape[1])
     return prefill(model, past, unread, amount, chunk, hear, heard)
 
 
