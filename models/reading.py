@@ -31,8 +31,8 @@ def chunk_of(width: int) -> int:
 
 
 def reading_chunk(config: ModelConfig, width: int) -> int:
-    """`chunk_of`, but for scans, which gain nothing by longer passes and hold what all of
-    their tokens bring."""
+    """`chunk_of` without scans, which gain nothing by longer passes and hold what all
+    of their tokens bring."""
     scans = set(config.layers) & {"mamba", "parallel", "shared"}
     return PREFILL_CHUNK if scans else chunk_of(width)
 
