@@ -94,8 +94,9 @@ class Attention(nn.Module):
 
         with jax.named_scope("attention"):
             scale = c.head_dim**-0.5 if c.scale is None else c.scale
-            caches = (z.view(self.dtype) for z in (state.k, state.v))
-            y = tree_attention(q, record.k, record.v, *caches, length, mask, scale)
+            k_cache, v_cache = (z.view(self.dtype) for z in (state.k, state.v))
+            arrays = (q, record.k, record.v, k_cache, v_cache, length, mask)
+            y = tree_attention(*arrays, scale)
             y = y.reshape(*u.shape[:2], -1)
             if c.d_mlp:
                 up, gate = jnp.split(mlp, 2, axis=-1)

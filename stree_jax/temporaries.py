@@ -80,14 +80,14 @@ def temporaries_of(spec: Spec, batch: int) -> Temporaries:
 
 def reading_at_most(spec: Spec, batch: int, width: int) -> int:
     """What reading texts padded to `width` holds besides what it makes: a pass over a
-    chunk and its records, and what it adds to the SSM states."""
+    chunk, its records, and what they add to the SSM states."""
     most = 0
     for model in (spec.target, *drafting_models(spec.drafter)):
         dtype = param_dtype(model.params)
         args = model.config, batch, reading_chunk(model.config, width), dtype
         records = jax.eval_shape(partial(init_records, *args))
-        replay = _replay(model.config, batch)
-        most = max(most, _pass(*args) + size_of(records), replay + size_of(records))
+        added = _replay(model.config, batch)
+        most = max(most, _pass(*args) + size_of(records) + added)
     return most
 
 
