@@ -33,10 +33,12 @@ from stree_jax.models.params import cast_params as cast_params
 from stree_jax.models.params import nest as nest
 from stree_jax.models.params import stored_dtype as stored_dtype
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
+from stree_jax.models.reading import chunk_of as chunk_of
 from stree_jax.models.reading import extend as extend
 from stree_jax.models.reading import prefill as prefill
 from stree_jax.models.reading import read_aloud as read_aloud
 from stree_jax.models.reading import read_text as read_text
+from stree_jax.models.reading import reading_chunk as reading_chunk
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State
@@ -45,3 +47,4 @@ from stree_jax.models.state import commit as commit
 from stree_jax.models.state import grow as grow
 from stree_jax.models.state import init_records as init_records
 from stree_jax.models.state import init_state as init_state
+from stree_jax.models.state import whole_blocks as whole_blocks

@@ -88,13 +88,14 @@ class Attention(nn.Module):
             if c.rope is not None:
                 positions = length[:, None] + depth
                 q, k = (apply_rope(w, positions, c.rope) for w in (q, k))
-            new = AttentionRecord(k.astype(state.k.dtype), v.astype(state.v.dtype))
+            new = AttentionRecord(k.astype(self.dtype), v.astype(self.dtype))
             before = None if record is None else replace(record, qkv=None)
             record = replace(pass_.merged(before, new), qkv=inputs)
 
         with jax.named_scope("attention"):
             scale = c.head_dim**-0.5 if c.scale is None else c.scale
-            arrays = (q, record.k, record.v, state.k, state.v, length, mask)
+            k_cache, v_cache = (z.view(self.dtype) for z in (state.k, state.v))
+            arrays = (q, record.k, record.v, k_cache, v_cache, length, mask)
             y = tree_attention(*arrays, scale)
             y = y.reshape(*u.shape[:2], -1)
             if c.d_mlp:

@@ -226,7 +226,10 @@ class LanguageModel(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """What the layers read of tokens [B, T]: [B, T, d] float32."""
-        h = self.embedding[tokens].astype(jnp.float32)
+        # XLA:CPU looks nothing up in 16 bits. It makes the rows float32; where it may,
+        # the whole table, before a loop, and keeps that.
+        table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
+        h = table[tokens].astype(jnp.float32)
         return h * self.config.embedding_multiplier
 
     def __call__(

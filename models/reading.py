@@ -7,11 +7,35 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, forward_hidden, param_dtype
 from stree_jax.models.nodes import chain_nodes
-from stree_jax.models.state import State, commit, grow, init_state
+from stree_jax.models.state import (
+    Records,
+    State,
+    commit,
+    grow,
+    init_records,
+    init_state,
+)
 
-PREFILL_CHUNK = 64  # tokens that a pass reads
+PREFILL_CHUNK = 64  # tokens that a pass reads, at least
+
+
+def chunk_of(width: int) -> int:
+    """Most tokens that a pass reads of texts padded to `width`.
+
+    PREFILL_CHUNK, or 2 or 4 of them: a pass over more reads the weights less often.
+    """
+    return PREFILL_CHUNK * (4 if width > 1024 else 2 if width > 128 else 1)
+
+
+def reading_chunk(config: ModelConfig, width: int) -> int:
+    """`chunk_of` without scans, which gain nothing by longer passes and hold what all
+    of their tokens bring."""
+    scans = set(config.layers) & {"mamba", "parallel", "shared"}
+    return PREFILL_CHUNK if scans else chunk_of(width)
+
 
 Hear = Callable[[Any, jax.Array, jax.Array, jax.Array], Any]
 """What is told of text while it is read. From what it has made of the text so far: the
@@ -65,20 +89,34 @@ def prefill(
     Returns:
       the state, and what was heard.
     """
+    batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    nodes = chain_nodes(batch, chunk, config.conv_taps)
+    path = nodes.depth  # row j of a chain is its j-th token
 
-    def one_chunk(i: jax.Array, carry: tuple[State, Any]) -> tuple[State, Any]:
-        state, heard = carry
+    def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
+        # What was read before is written first: a cache that is written after it was
+        # read would be copied.
+        state, records, heard = carry
+        state = commit(state, records, path, here(i - 1))
         part, then = (
             lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
             for table in (tokens, following)
         )
-        here = jnp.clip(length - i * chunk, 0, chunk)
-        hidden, state = extend(model, state, part, here)
-        return state, heard if hear is None else hear(heard, then, hidden, here)
+        hidden, records, _ = forward_hidden(model, state, part, nodes)
+        if hear is not None:
+            heard = hear(heard, then, hidden, here(i))
+        return state, records, heard
+
+    def here(i: jax.Array) -> jax.Array:
+        """Tokens of chunk i, of -1 none."""
+        return jnp.where(i < 0, 0, jnp.clip(length - i * chunk, 0, chunk))
 
     passes = (jnp.max(length) + chunk - 1) // chunk
-    return lax.fori_loop(0, passes, one_chunk, (state, heard))
+    empty = init_records(config, batch, chunk, param_dtype(model.params))
+    carry = state, empty, heard
+    state, records, heard = lax.fori_loop(0, passes, one_chunk, carry)
+    return commit(state, records, path, here(passes - 1)), heard
 
 
 def read_text(
@@ -117,11 +155,13 @@ def read_aloud(
     unread = unread_text(token_ids, past.length)
     amount = lengths - 1 - past.length
     past = grow(past, capacity)
-    return prefill(model, past, unread, amount, PREFILL_CHUNK, hear, heard)
+    chunk = reading_chunk(model.config, token_ids.shape[1])
+    return prefill(model, past, unread, amount, chunk, hear, heard)
 
 
 def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:
     """Text [Bp, S] from place `length` [Bp] on, in whole chunks, padded with 0."""
-    width = token_ids.shape[1] + -token_ids.shape[1] % PREFILL_CHUNK
+    width = token_ids.shape[1]
+    width += -width % chunk_of(width)
     place = length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(token_ids, place, axis=1, mode="fill", fill_value=0)

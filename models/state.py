@@ -9,7 +9,13 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.config import LayerKind, ModelConfig, given
-from stree_jax.pallas_kernels import Replayed, commit_window, replay
+from stree_jax.pallas_kernels import (
+    ATTENTION_BLOCK,
+    Replayed,
+    as_bits,
+    commit_window,
+    replay,
+)
 
 
 @struct.dataclass
@@ -22,7 +28,8 @@ class MambaState:
 
 @struct.dataclass
 class AttentionState:
-    """k, v [B, Hk, S, hd]; entries below the committed length are valid.
+    """k, v [B, Hk, S, hd]; entries below the committed length are valid. 16-bit numbers
+    are kept `as_bits`, to be viewed as numbers where they are read.
 
     conv [B, K-1, C]: the last inputs of the convolution over q, k, v, if there is one.
     """
@@ -131,8 +138,8 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
         shape = (batch, c.num_kv_heads, capacity, c.head_dim)
         window = (batch, c.d_conv - 1, c.d_qkv)
         return AttentionState(
-            jnp.zeros(shape, dtype),
-            jnp.zeros(shape, dtype),
+            as_bits(jnp.zeros(shape, dtype)),
+            as_bits(jnp.zeros(shape, dtype)),
             jnp.zeros(window, dtype) if c.d_conv else None,
         )
 
@@ -197,6 +204,11 @@ def cache_rows(state: State) -> int | None:
     return None
 
 
+def whole_blocks(rows: int) -> int:
+    """Rows of the caches in the blocks that a CPU's attention reads, `rows` or more."""
+    return -(-rows // ATTENTION_BLOCK) * ATTENTION_BLOCK
+
+
 def grow(state: State, capacity: int) -> State:
     """The same state with room for at least `capacity` tokens of attention."""
 
@@ -229,7 +241,7 @@ def append_rows(
     zero = np.int32(0)
     for b in range(cache.shape[0]):  # one in-place slice update a row
         place = (np.int32(b), zero, start[b], zero)
-        row = chosen[b : b + 1].astype(cache.dtype)
+        row = as_bits(chosen[b : b + 1])
         cache = jax.lax.dynamic_update_slice(cache, row, place)
     return cache
 

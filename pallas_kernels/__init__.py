@@ -5,6 +5,8 @@ P head size, N state size, G groups, K conv taps, C conv channels,
 Hq/Hk query/KV heads, M longest path.
 """
 
+from stree_jax.pallas_kernels.attention import ATTENTION_BLOCK as ATTENTION_BLOCK
+from stree_jax.pallas_kernels.attention import as_bits as as_bits
 from stree_jax.pallas_kernels.conv import commit_window as commit_window
 from stree_jax.pallas_kernels.conv import tree_conv as tree_conv
 from stree_jax.pallas_kernels.dispatch import Implementation as Implementation

@@ -79,7 +79,7 @@ def tree_attention(
     return dispatch(
         "tree_attention",
         implementation,
-        partial(attention.tree_attention, scale=scale),
+        lambda *arrays: attention.by_platform(*arrays, scale),
         {"triton": Kernel(kernel, reason)},
         *(q, k, v, k_cache, v_cache, length, mask),
     )

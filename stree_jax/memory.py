@@ -70,7 +70,7 @@ class Memory:
       drafting: the drafter's state, a model's caches among it.
       text: the output, the requests, counts.
       temporaries: of the steps, see `temporaries`.
-      reading: of reading the prompts, at most, beside what is held all along.
+      reading: of reading the prompts, at most.
       shared: counted once here, and twice by the compiler: weights of the target that
         the drafter is given, too.
     """
@@ -101,7 +101,6 @@ class Memory:
             "records of the nodes": self.records,
             "drafter's state": self.drafting,
             "text and requests": self.text,
-            **self.temporaries.held,
             f"temporaries ({name})": most,
         }
 
@@ -212,7 +211,7 @@ def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
         records=records,
         drafting=drafting,
         text=size_of(decoding) + size_of(spec.policy) - state - records - drafting,
-        temporaries=temporaries_of(spec, room.batch, room.capacity),
+        temporaries=temporaries_of(spec, room.batch),
         reading=reading_at_most(spec, room.batch, room.capacity),
         shared=shared,
     )

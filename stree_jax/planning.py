@@ -68,7 +68,8 @@ class Request:
         at once or, told of as `capacity`, turn by turn."""
         answer = bucket(self.max_new_tokens)
         whole = cache_capacity(bucket(self.text) + 1, answer, depth)
-        turns = cache_capacity(self.text + 1, answer, depth, resumed=True)
+        padded = -(-self.text // models.PREFILL_CHUNK) * models.PREFILL_CHUNK + 1
+        turns = cache_capacity(padded, answer, depth, resumed=True)
         return Room(self.batch, max(whole, turns), answer)
 
     @property

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.buckets import PAST_STEP, bucket
-from stree_jax.models import PREFILL_CHUNK, cache_rows
+from stree_jax.models import PREFILL_CHUNK, cache_rows, whole_blocks
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.adaptive_drafter import to_keep
 from stree_jax.speculation.decoding import Decoding
@@ -64,15 +64,20 @@ class Start:
         longest = max(max(len(ids) for ids in self.text) - 1, 1)
         if self.past is None:
             return bucket(longest) + 1
-        beside = self.room + depth + 2
-        fits = ((self.capacity - beside) // PREFILL_CHUNK - 1) * PREFILL_CHUNK
+        room = whole_blocks(self.capacity)
+        for widest in range(self.capacity, longest - 1, -PREFILL_CHUNK):
+            fits = widest - widest % PREFILL_CHUNK
+            if cache_capacity(fits + 1, self.room, depth, resumed=True) <= room:
+                break
+        else:
+            fits = 0
         return (fits if longest <= fits else bucket(longest, PAST_STEP)) + 1
 
     def caches(self, depth: int) -> int:
         """Rows of the attention caches for trees so deep."""
         resumed = self.past is not None
         least = cache_capacity(self.width(depth), self.room, depth, resumed=resumed)
-        return max(least, self.capacity)
+        return whole_blocks(max(least, self.capacity))
 
     def begun(self, spec: Spec) -> Decoding:
         """Read the texts."""

@@ -2,12 +2,12 @@
 
 The terms are what XLA:CPU of jax 0.10.2 was seen to do (`--xla_dump_to`, the buffer
 assignment of `loop.advance`); docs/memory.md has the table of how far off they are. The
-parts of a step use the same memory one after another: the largest counts, and what is
-held all along. Other platforms fuse otherwise: there the terms are a guess, and
-`memory.compiled_bytes` is what counts.
+parts of a step use the same memory one after another: the largest counts. Other
+platforms fuse otherwise: there the terms are a guess, and `memory.compiled_bytes` is
+what counts.
 
-Letters: B rows, T nodes, M depth of the tree, S rows of the caches, V tokens of the
-vocabulary, H, P, N as in `pallas_kernels.scan`, Hq, Hk, hd as in `attention`.
+Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, H, P, N as in
+`pallas_kernels.scan`, Hq, Hk, hd as in `attention`.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.models import (
-    PREFILL_CHUNK,
     Model,
     ModelConfig,
     init_records,
     init_state,
     param_dtype,
+    reading_chunk,
 )
 from stree_jax.models.config import LayerKind, given
 from stree_jax.models.linear import SKINNY
 from stree_jax.models.memory import size_of
-from stree_jax.models.state import AttentionState, MambaState, ParallelState
+from stree_jax.models.state import (
+    ATTENTION_BLOCK,
+    AttentionState,
+    MambaState,
+    ParallelState,
+)
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
@@ -44,11 +49,9 @@ class Temporaries:
     """Bytes by name.
 
     Attributes:
-      held: all through the loop.
       phases: of one part of a step each, at its most.
     """
 
-    held: dict[str, int]
     phases: dict[str, int]
 
     @property
@@ -58,37 +61,33 @@ class Temporaries:
 
     @property
     def total(self) -> int:
-        return sum(self.held.values()) + self.phases[self.largest]
+        return self.phases[self.largest]
 
 
-def temporaries_of(spec: Spec, batch: int, capacity: int) -> Temporaries:
+def temporaries_of(spec: Spec, batch: int) -> Temporaries:
     """Of a generation's steps, whichever tree of the menu takes most.
 
     Args:
       spec: of arrays, or of `jax.ShapeDtypeStruct`.
       batch: B.
-      capacity: S.
     """
-    held = {"embedding in float32": _float32_embedding(spec.target)}
-    for model in drafting_models(spec.drafter):
-        held["embedding in float32"] += _float32_embedding(model)
     phases: dict[str, int] = {}
     for tree in spec.policy.menu:
-        for name, size in _phases(spec, tree, batch, capacity).items():
+        for name, size in _phases(spec, tree, batch).items():
             phases[name] = max(size, phases.get(name, 0))
-    return Temporaries(held, phases)
+    return Temporaries(phases)
 
 
-def reading_at_most(spec: Spec, batch: int, capacity: int) -> int:
-    """What reading the prompts holds besides what it makes: a pass over a chunk, and at
-    most one copy of the caches, which XLA:CPU makes of some."""
+def reading_at_most(spec: Spec, batch: int, width: int) -> int:
+    """What reading texts padded to `width` holds besides what it makes: a pass over a
+    chunk, its records, and what they add to the SSM states."""
     most = 0
     for model in (spec.target, *drafting_models(spec.drafter)):
-        args = model.config, batch
         dtype = param_dtype(model.params)
-        state = jax.eval_shape(partial(init_state, *args, capacity, dtype))
-        chunk = _pass(*args, PREFILL_CHUNK, capacity, dtype)
-        most = max(most, chunk + caches_of(state), _replay(*args))
+        args = model.config, batch, reading_chunk(model.config, width), dtype
+        records = jax.eval_shape(partial(init_records, *args))
+        added = _replay(model.config, batch)
+        most = max(most, _pass(*args) + size_of(records) + added)
     return most
 
 
@@ -120,17 +119,10 @@ def heads_of(drafter: Any) -> MedusaDrafter | None:
     return model if isinstance(model, MedusaDrafter) else None
 
 
-def _float32_embedding(model: Model) -> int:
-    """The rows that a pass looks up are float32; of 16-bit weights XLA:CPU converts the
-    whole table, once, before the loop."""
-    table = model.params["embedding"]
-    return 0 if table.dtype.itemsize == FLOAT else table.size * FLOAT
-
-
-def _phases(spec: Spec, tree: Topology, batch: int, capacity: int) -> dict[str, int]:
+def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
     target, T, M = spec.target, tree.size, tree.depth
     drafting = _drafting(spec, tree, batch)
-    passes = _pass(target.config, batch, T, capacity, param_dtype(target.params))
+    passes = _pass(target.config, batch, T, param_dtype(target.params))
     replay = _replay(target.config, batch) if M else 0
     V = target.config.vocab_size
     logits = FLOAT * V * (padded_rows(batch * T) + batch * (M + 1))
@@ -162,23 +154,15 @@ def _ssm(layer: Any) -> MambaState | None:
     return layer if isinstance(layer, MambaState) else None
 
 
-def _pass(
-    config: ModelConfig, batch: int, nodes: int, capacity: int, dtype: Any
-) -> int:
+def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
     """Of the layer that takes most, beside the records of those before it, which are
     written over the old ones only when the step ends."""
-    keys = _transposed_keys(config, batch, capacity, dtype)
-    if batch == nodes == 1 and keys and np.dtype(dtype).itemsize == FLOAT:
-        # For one token keys and values are copied besides.
-        return 2 * sum(keys) + keys[0]
     most = before = 0
     for kind in config.layers:
-        own, scores = _products(kind, config, batch, nodes), 0
+        own = _products(kind, config, batch, nodes)
         if kind in ATTENDING:
-            scores = _scores(config, batch, nodes, capacity)
-            most = max(most, before + sum(keys) + scores)
-            keys = keys[1:]  # once they have met the queries
-        most = max(most, before + sum(keys) + max(own, 2 * scores))
+            own = max(own, _attention(config, batch, nodes, dtype))
+        most = max(most, before + own)
         before += _record(kind, config, batch, nodes)
     return most
 
@@ -195,25 +179,17 @@ def _record(kind: LayerKind, config: ModelConfig, batch: int, nodes: int) -> int
     return FLOAT * batch * nodes * width
 
 
-def _transposed_keys(
-    config: ModelConfig, batch: int, capacity: int, dtype: Any
-) -> list[int]:
-    """Bytes by attention layer of copies of the keys [Hk, hd, S] that a product with
-    the queries of one row reads; all are made before the pass. With several rows the
-    caches are read as they are."""
-    if batch > 1:
-        return []
-    state = jax.eval_shape(lambda: init_state(config, 1, capacity, dtype))
-    layers = [
-        layer.attention if isinstance(layer, ParallelState) else layer
-        for layer in state.layers
-    ]
-    return [size_of(layer.k) for layer in layers if isinstance(layer, AttentionState)]
-
-
-def _scores(config: ModelConfig, batch: int, nodes: int, capacity: int) -> int:
-    """[B, Hq, T, S] float32 of one layer; they and their exponentials are two."""
-    return FLOAT * batch * given(config.attention).num_heads * nodes * capacity
+def _attention(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
+    """Scores [B, Hq, T, block] float32 of one block and their exponentials, beside what
+    the blocks before it gave; the block's keys or values as they are sliced."""
+    c = given(config.attention)
+    queries = batch * c.num_heads * nodes
+    scores = FLOAT * queries * max(ATTENTION_BLOCK, nodes)
+    sums = FLOAT * queries * (c.head_dim + 2)
+    rows = batch * c.num_kv_heads * ATTENTION_BLOCK * c.head_dim
+    sliced = rows * FLOAT
+    asked = queries * c.head_dim * np.dtype(dtype).itemsize
+    return 2 * scores + 2 * sums + sliced + asked
 
 
 def _products(kind: LayerKind, config: ModelConfig, batch: int, nodes: int) -> int:

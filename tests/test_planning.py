@@ -126,7 +126,7 @@ def test_it_ends_and_says_what_to_shrink(limit, target, drafter):
 
 
 def test_the_advice_fits(target):
-    asked = {"batch": 4, "context": 1024, "queries": 3, "max_new_tokens": 64}
+    asked = {"batch": 4, "context": 4096, "queries": 3, "max_new_tokens": 64}
     (whole,) = plan(target, 100 * MB, drafter=None, **asked).choices
     limit = whole.memory.promised // 2
     with pytest.raises(ValueError, match="it fits with") as error:

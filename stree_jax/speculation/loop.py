@@ -15,15 +15,16 @@ import numpy as np
 from jax import lax
 
 from stree_jax.models import (
-    PREFILL_CHUNK,
     Model,
     Pending,
     State,
+    chunk_of,
     commit,
     init_records,
     mtp_model,
     param_dtype,
     read_aloud,
+    whole_blocks,
     without_mtp,
 )
 from stree_jax.models.heads import Heads, head_of
@@ -202,9 +203,11 @@ def cache_capacity(
 
     Text is read by whole chunks, which begin anywhere when a past is resumed, and a
     commit writes a whole path (`depth` + 1 rows), of which the accepted part counts.
+    Caches are of whole blocks, so that no bit of a text depends on their capacity.
     """
-    chunks = -(-max(text_tokens - 1, 1) // PREFILL_CHUNK) + resumed
-    return chunks * PREFILL_CHUNK + max_new_tokens + depth + 2
+    chunk = chunk_of(text_tokens)
+    chunks = -(-max(text_tokens - 1, 1) // chunk) + resumed
+    return whole_blocks(chunks * chunk + max_new_tokens + depth + 2)
 
 
 def deepest(policy: Policy) -> int:
