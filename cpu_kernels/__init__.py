@@ -6,6 +6,7 @@ Axes: t rows, k and m columns and rows of a weight; others as in `pallas_kernels
 
 from stree_jax.cpu_kernels.library import describe as describe
 from stree_jax.cpu_kernels.library import level as level
+from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
 from stree_jax.cpu_kernels.product import skinny_product as skinny_product
 from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8
 from stree_jax.cpu_kernels.product import unsupported as unsupported

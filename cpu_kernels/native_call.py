@@ -98,9 +98,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return outs, [0] * len(outs)
 
 
-mlir.register_lowering(
-    _native_call, mlir.lower_fun(_definition, multiple_results=True)
-)
+mlir.register_lowering(_native_call, mlir.lower_fun(_definition, multiple_results=True))
 mlir.register_lowering(_native_call, _lower_on_cpu, platform="cpu")
 ad.primitive_jvps[_native_call] = _derivative
 batching.primitive_batchers[_native_call] = _batch

@@ -1,11 +1,11 @@
 """Products with weights, written as each platform streams them fastest."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-SKINNY = 64  # rows up to which a product is bound by reading the weight
+from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
+from stree_jax.cpu_kernels import skinny_product, unsupported
+
 GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 1 to 3
 
 
@@ -20,16 +20,17 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     Returns:
       [..., m] float32.
     """
-    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
+    rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] > SKINNY:
-        y = _product("tk,mk->tm", rows, weight)
+        y = _whole(rows, weight)
     else:
+        native = unsupported(rows, weight) is None
         y = jax.lax.platform_dependent(
             rows,
             weight,
-            cpu=_skinny_cpu,
+            cpu=_skinny_native if native else _skinny_cpu,
             cuda=_skinny_gpu,
-            default=partial(_product, "tk,mk->tm"),
+            default=_whole,
         )
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
@@ -47,6 +48,14 @@ def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     )
 
 
+def _whole(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return _product("tk,mk->tm", rows.astype(weight.dtype), weight)
+
+
+def _skinny_native(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return skinny_product(rows, weight, definition=_skinny_cpu)
+
+
 def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:GPU streams fastest.
 
@@ -55,9 +64,8 @@ def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """
     count = rows.shape[0]
     if count >= 4 or weight.dtype.itemsize != 2:
-        return _product("tk,mk->tm", rows, weight)
-    rows = jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0)))
-    return _product("tk,mk->tm", rows, weight)[:count]
+        return _whole(rows, weight)
+    return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
 
 
 def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
@@ -72,7 +80,7 @@ def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
         padded = 2 if weight.dtype.itemsize == 2 and count == 1 else count
     else:
         padded = 8 if count <= 8 else -(-count // 16) * 16
-    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+    rows = jnp.pad(rows.astype(weight.dtype), ((0, padded - count), (0, 0)))
     blocks = next(n for n in (4, 2, 1) if m % n == 0)
     y = _product("bmk,kt->bmt", weight.reshape(blocks, m // blocks, k), rows.T)
     y = jax.lax.optimization_barrier(y)  # or XLA puts the weight back on the right

@@ -13,7 +13,7 @@ cd "$work"
 "$work/venv/bin/python" - <<'PY'
 import sys
 import stree_jax, stree_jax.convert
-assert not {"models", "convert", "pallas_kernels"} & set(sys.modules), "generic names leaked"
+assert not {"models", "convert", "pallas_kernels", "cpu_kernels"} & set(sys.modules), "generic names leaked"
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print("wheel", stree_jax.__version__, "ok")
 PY
