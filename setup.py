@@ -37,4 +37,4 @@ def kernels() -> list[Extension]:
     return [extension]
 
 
-setup(ext_modules=kernels())
+setup(ext_modules=kernels(), options={"bdist_wheel": {"py_limited_api": "cp311"}})

@@ -1,27 +1,34 @@
 """Products with weights, written as each platform streams them fastest."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
-from stree_jax.cpu_kernels import skinny_product, unsupported
+from stree_jax.cpu_kernels import skinny_product, skinny_product_int8, unsupported
+from stree_jax.models.quantized import Quantized, int8_product
 
 GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 1 to 3
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, weight: jax.Array | Quantized, bias: jax.Array | None = None
+) -> jax.Array:
     """x @ weight.T + bias in float32; x is rounded to the weight's dtype first.
 
     Args:
       x: [..., k].
-      weight: [m, k], PyTorch's own layout.
+      weight: [m, k], PyTorch's own layout; or int8 with scales.
       bias: [m] or None.
 
     Returns:
       [..., m] float32.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] > SKINNY:
+    if isinstance(weight, Quantized):
+        y = _by_int8(rows, weight)
+    elif rows.shape[0] > SKINNY:
         y = _whole(rows, weight)
     else:
         native = unsupported(rows, weight) is None
@@ -35,6 +42,14 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _by_int8(rows: jax.Array, weight: Quantized) -> jax.Array:
+    args = rows.astype(jnp.float32), weight.q, weight.scale
+    if unsupported(rows, weight.q) is not None:
+        return int8_product(*args)
+    native = partial(skinny_product_int8, definition=int8_product)
+    return jax.lax.platform_dependent(*args, cpu=native, default=int8_product)
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """The ops as models call them: one public function each, run by a kernel or by XLA.
 
 `implementation` is None (a kernel where there is one for the platform that the program
-is compiled for, the arguments allow it and it pays, else plain JAX), "xla", or the name of a kernel, which then
-runs or raises. What they compute is defined in `scan` and `attention`, with the axes of
-their arguments.
+is compiled for, the arguments allow it and it pays, else plain JAX), "xla", or the name
+of a kernel, which then runs or raises. What they compute is defined in `scan` and
+`attention`, with the axes of their arguments.
 """
 
 from functools import partial

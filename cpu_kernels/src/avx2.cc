@@ -74,14 +74,16 @@ struct Bfloat16 : Float32 {
   }
 };
 
+typedef int32_t Ints __attribute__((vector_size(32)));
+
 struct Int8 {
   using Weight = int8_t;
   using Row = int16_t;
-  using Sum = __m256i;
+  using Sum = Ints;
   using Loaded = __m256i;
   using Total = __m256;
-  static constexpr int step = 16, most_rows = 2, offset = 0;
-  TARGET static inline Sum begin(int32_t) { return _mm256_setzero_si256(); }
+  static constexpr int step = 16, most_rows = 2, lanes = 1, offset = 0;
+  TARGET static inline Sum begin(const int32_t*) { return Ints{}; }
   TARGET static inline Total zero() { return _mm256_setzero_ps(); }
   TARGET static inline Loaded weight(const int8_t* w) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
@@ -94,10 +96,10 @@ struct Int8 {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
   }
   TARGET static inline Sum dot(Sum sum, Loaded w, __m256i x) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
+    return sum + (Ints)_mm256_madd_epi16(w, x);
   }
   TARGET static inline Total add(Total total, Sum sum, float scale) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(scale), total);
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps((__m256i)sum), _mm256_set1_ps(scale), total);
   }
   TARGET static inline void store(float* out, const Total (&total)[4], int count) {
     store_sums(out, total, count);

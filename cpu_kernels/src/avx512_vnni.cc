@@ -12,16 +12,19 @@ namespace {
 #include "product_body.h"
 #include "avx512_lanes.h"
 
+// With __m512i, which is eight int64 to it, GCC 12 keeps every sum twice.
+typedef int32_t Ints __attribute__((vector_size(64)));
+
 struct Int8 {
   using Weight = int8_t;
   using Row = int8_t;
-  using Sum = __m512i;
+  using Sum = Ints;
   using Loaded = __m512i;
   using Total = __m512;
-  static constexpr int step = 64, most_rows = 4;
-  static constexpr int offset = 128;  // added to weights, to make them unsigned
-  TARGET static inline Sum begin(int32_t first) {
-    return _mm512_maskz_set1_epi32(1, first);
+  static constexpr int step = 64, most_rows = 6;
+  static constexpr int lanes = 16, offset = 128;  // added to weights: then unsigned
+  TARGET static inline Sum begin(const int32_t* lane) {
+    return (Ints)_mm512_loadu_si512(lane);
   }
   TARGET static inline Total zero() { return _mm512_setzero_ps(); }
   TARGET static inline Loaded shifted(__m512i w) {
@@ -35,10 +38,10 @@ struct Int8 {
   }
   TARGET static inline __m512i row(const int8_t* x) { return _mm512_loadu_si512(x); }
   TARGET static inline Sum dot(Sum sum, Loaded w, __m512i x) {
-    return _mm512_dpbusd_epi32(sum, w, x);
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, w, x);
   }
   TARGET static inline Total add(Total total, Sum sum, float scale) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale), total);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sum), _mm512_set1_ps(scale), total);
   }
   TARGET static inline void store(float* out, const Total (&total)[4], int count) {
     store_sums(out, total, count);

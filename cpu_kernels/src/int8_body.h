@@ -4,68 +4,117 @@
 // group are exact integers; their lanes are scaled and added up in float32.
 //
 // Instructions that multiply unsigned by signed bytes take w + 128: then 128 times the
-// sum of the row's group is too much, and the sum begins at what takes it away again.
+// sum of the row is too much in every lane, and a lane begins at what takes it away.
 
 constexpr float LEAST = 1e-30f;  // a group below is 0, as models/quantized.py has it
 
-struct Quantised {  // of one row, one group
-  float scale;
-  int32_t begin;
+// The rows of one product, packed.
+template <class L>
+struct Quantised {
+  typename L::Row* q;  // [t, groups, padded]
+  float* scale;        // [t, groups]
+  int32_t* begin;      // [t, groups, lanes]
+  int64_t size, padded, bytes;
+
+  TARGET Quantised(const Product& p, void* packed) {
+    size = p.k / p.groups, padded = rounded_up(size, L::step);
+    const int64_t count = p.t * p.groups;
+    auto* base = static_cast<char*>(packed);
+    q = static_cast<typename L::Row*>(packed);
+    bytes = rounded_up(count * padded * static_cast<int64_t>(sizeof(*q)), 64);
+    scale = reinterpret_cast<float*>(base + bytes);
+    bytes += rounded_up(4 * count, 64);
+    begin = reinterpret_cast<int32_t*>(base + bytes);
+    bytes += 4 * count * L::lanes;
+  }
 };
 
 template <class L>
-TARGET inline int64_t int8_stride(const Product& p) {
-  return p.groups * rounded_up(p.k / p.groups, L::step);
-}
-
-template <class L>
-TARGET inline int64_t int8_rows_bytes(const Product& p) {
-  const int64_t bytes = p.t * int8_stride<L>(p);
-  return rounded_up(bytes * static_cast<int64_t>(sizeof(typename L::Row)), 64);
-}
-
-template <class L>
 TARGET int64_t int8_packed_bytes(const Product& p) {
-  return int8_rows_bytes<L>(p) +
-         p.t * p.groups * static_cast<int64_t>(sizeof(Quantised));
+  return Quantised<L>(p, nullptr).bytes;
 }
 
 template <class L>
 TARGET void int8_pack(const Product& p, void* packed) {
-  const int64_t size = p.k / p.groups, padded = rounded_up(size, L::step);
-  auto* to = static_cast<typename L::Row*>(packed);
-  auto* facts = reinterpret_cast<Quantised*>(static_cast<char*>(packed) +
-                                             int8_rows_bytes<L>(p));
-  for (int64_t i = 0; i < p.t * p.groups; i++, to += padded) {
-    const float* from = p.rows + i * size;
-    float most = 0.0f, nothing = 0.0f;  // `nothing` is NaN where a number is no number
-    for (int64_t j = 0; j < size; j++) {
-      const float magnitude = __builtin_fabsf(from[j]);
-      most = magnitude > most ? magnitude : most;
-      nothing += magnitude * 0.0f;
+  const Quantised<L> rows(p, packed);
+  constexpr int part = L::step / L::lanes;
+  for (int64_t i = 0; i < p.t * p.groups; i++) {
+    const float* from = p.rows + i * rows.size;
+    typename L::Row* to = rows.q + i * rows.padded;
+    uint32_t bits = 0;  // of the largest magnitude; infinity and NaN come last
+    for (int64_t j = 0; j < rows.size; j++) {
+      uint32_t magnitude;
+      __builtin_memcpy(&magnitude, from + j, 4);
+      magnitude &= 0x7FFFFFFF;
+      bits = magnitude > bits ? magnitude : bits;
     }
-    const bool counts = most >= LEAST && nothing == 0.0f;
-    const float inverse = counts ? 127.0f / most : 0.0f;
-    int32_t sum = 0;
-    for (int64_t j = 0; j < size; j++) {
-      // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
-      const float x = counts ? from[j] * inverse : 0.0f;
-      const auto q = static_cast<int32_t>((x + 12582912.0f) - 12582912.0f);
-      to[j] = static_cast<typename L::Row>(q);
-      sum += q;
+    float most;
+    __builtin_memcpy(&most, &bits, 4);
+    const bool finite = bits < 0x7F800000, counts = finite && most >= LEAST;
+    rows.scale[i] = counts ? most / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    if (counts) {
+      const float inverse = 127.0f / most;
+      // Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even.
+      for (int64_t j = 0; j < rows.size; j++)
+        to[j] = static_cast<typename L::Row>(
+            static_cast<int32_t>((from[j] * inverse + 12582912.0f) - 12582912.0f));
     }
-    for (int64_t j = size; j < padded; j++) to[j] = 0;
-    facts[i] = {counts ? most / 127.0f : nothing, -L::offset * sum};
+    for (int64_t j = counts ? rows.size : 0; j < rows.padded; j++) to[j] = 0;
+    for (int lane = 0; lane < L::lanes; lane++) {
+      int32_t sum = 0;
+      for (int64_t s = 0; s < rows.padded; s += L::step)
+        for (int j = 0; j < part; j++) sum += to[s + lane * part + j];
+      rows.begin[i * L::lanes + lane] = -L::offset * sum;
+    }
   }
 }
 
+// A group's columns of R rows and 4 columns of the weight.
 template <class L, int R>
-TARGET void int8_block(const typename L::Row* rows, int64_t row_stride,
-                       const Quantised* facts, const Product& p, int64_t column,
-                       Ahead ahead, float* out, int count) {
-  const int64_t size = p.k / p.groups, padded = rounded_up(size, L::step);
-  const int64_t whole = size / L::step;
-  const int rest = static_cast<int>(size - whole * L::step);
+struct Sums {
+  typename L::Sum of[R][COLUMNS];
+};
+
+// Sums over a group. Not inlined: the totals of all groups would take its registers.
+template <class L, int R>
+TARGET __attribute__((noinline)) void int8_sums(Sums<L, R>& sums,
+                                                const Quantised<L>& rows, int64_t row,
+                                                int64_t group, int64_t groups,
+                                                const int8_t* const (&weight)[COLUMNS],
+                                                Ahead ahead) {
+  const int64_t whole = rows.size / L::step, stride = groups * rows.padded;
+  const int rest = static_cast<int>(rows.size - whole * L::step);
+  const typename L::Row* x = rows.q + row * stride + group * rows.padded;
+  const int32_t* begin = rows.begin + (row * groups + group) * L::lanes;
+  typename L::Sum sum[R][COLUMNS];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::begin(begin + r * groups * L::lanes);
+  for (int64_t s = 0; s < whole; s++) {
+    ahead.fetch(s);
+    typename L::Loaded w[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) w[c] = L::weight(weight[c] + s * L::step);
+    for (int r = 0; r < R; r++) {
+      const auto q = L::row(x + r * stride + s * L::step);
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], q);
+    }
+  }
+  if (rest) {
+    typename L::Loaded w[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++)
+      w[c] = L::weight_tail(weight[c] + whole * L::step, rest);
+    for (int r = 0; r < R; r++) {
+      const auto q = L::row(x + r * stride + whole * L::step);
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], q);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < COLUMNS; c++) sums.of[r][c] = sum[r][c];
+}
+
+// R rows from `first` on, 4 columns from `column` on, of which `count` are wanted.
+template <class L, int R>
+TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p,
+                       int64_t column, Ahead ahead, int count) {
   const int8_t* weight[COLUMNS];
   const float* scale[COLUMNS];
   for (int c = 0; c < COLUMNS; c++) {
@@ -77,42 +126,26 @@ TARGET void int8_block(const typename L::Row* rows, int64_t row_stride,
   for (int r = 0; r < R; r++)
     for (int c = 0; c < COLUMNS; c++) total[r][c] = L::zero();
   for (int64_t g = 0; g < p.groups; g++) {
-    typename L::Sum sum[R][COLUMNS];
+    Sums<L, R> sums;
+    int8_sums<L, R>(sums, rows, first, g, p.groups, weight, ahead);
+    ahead.from += rows.size / L::step * ahead.lines * 64;
+    for (int c = 0; c < COLUMNS; c++) weight[c] += rows.size;
     for (int r = 0; r < R; r++) {
-      const auto begin = L::begin(facts[r * p.groups + g].begin);
-      for (int c = 0; c < COLUMNS; c++) sum[r][c] = begin;
-    }
-    const typename L::Row* x = rows + g * padded;
-    for (int64_t s = 0; s < whole + (rest > 0); s++) {
-      ahead.fetch(g * (whole + (rest > 0)) + s);
-      const int64_t at = g * size + s * L::step;
-      typename L::Loaded w[COLUMNS];
+      const float row_scale = rows.scale[(first + r) * p.groups + g];
       for (int c = 0; c < COLUMNS; c++)
-        w[c] = s < whole ? L::weight(weight[c] + at) : L::weight_tail(weight[c] + at, rest);
-      for (int r = 0; r < R; r++) {
-        const auto q = L::row(x + r * row_stride + s * L::step);
-        for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], q);
-      }
-    }
-    for (int r = 0; r < R; r++) {
-      const float row_scale = facts[r * p.groups + g].scale;
-      for (int c = 0; c < COLUMNS; c++)
-        total[r][c] = L::add(total[r][c], sum[r][c], row_scale * scale[c][g]);
+        total[r][c] = L::add(total[r][c], sums.of[r][c], row_scale * scale[c][g]);
     }
   }
+  float* out = p.out + first * p.m + column;
   for (int r = 0; r < R; r++) L::store(out + r * p.m, total[r], count);
 }
 
 template <class L>
 TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
                          int64_t end) {
-  const auto* rows = static_cast<const typename L::Row*>(packed);
-  const auto* facts = reinterpret_cast<const Quantised*>(
-      static_cast<const char*>(packed) + int8_rows_bytes<L>(p));
-  const int64_t stride = int8_stride<L>(p);
+  const Quantised<L> rows(p, const_cast<void*>(packed));
   const int64_t blocks = (p.t + L::most_rows - 1) / L::most_rows;
-  const int64_t size = p.k / p.groups;
-  const int64_t steps = p.groups * ((size + L::step - 1) / L::step);
+  const int64_t whole = rows.size / L::step, steps = whole ? p.groups * whole : 1;
   const int64_t lines = COLUMNS * p.k / 64;
   const int each = static_cast<int>((lines + blocks * steps - 1) / (blocks * steps));
   for (int64_t c = begin; c < end; c += COLUMNS) {
@@ -122,16 +155,17 @@ TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
       const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
       const Ahead ahead{next + b * steps * each * 64, each};
       switch (last - first) {
-#define STREE_BLOCK(R)                                                            \
-  case R:                                                                         \
-    if constexpr (R <= L::most_rows)                                              \
-      int8_block<L, R>(rows + first * stride, stride, facts + first * p.groups, p, c, \
-                       ahead, p.out + first * p.m + c, count);                    \
+#define STREE_BLOCK(R)                                         \
+  case R:                                                      \
+    if constexpr (R <= L::most_rows)                           \
+      int8_block<L, R>(rows, first, p, c, ahead, count);       \
     break;
         STREE_BLOCK(1)
         STREE_BLOCK(2)
         STREE_BLOCK(3)
         STREE_BLOCK(4)
+        STREE_BLOCK(5)
+        STREE_BLOCK(6)
 #undef STREE_BLOCK
       }
     }

@@ -79,8 +79,8 @@ struct Int8 {
   using Loaded = Shorts;
   using Total = Floats;
   static constexpr int step = 8, most_rows = 2;
-  static constexpr int offset = 0;
-  static inline Sum begin(int32_t) { return Ints{}; }
+  static constexpr int lanes = 1, offset = 0;
+  static inline Sum begin(const int32_t*) { return Ints{}; }
   static inline Total zero() { return Floats{}; }
   static inline Loaded weight(const int8_t* w) {
     return __builtin_convertvector(loaded<Bytes>(w), Shorts);
