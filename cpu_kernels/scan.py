@@ -62,7 +62,8 @@ def _call(*arrays: jax.Array, level: int) -> list[jax.Array]:
 
     last = tokens(pasts["x"], pasts["dt"], pasts["a"], pasts["B"])
     path = [pasts[name].astype(jnp.int32) for name in ("path", "length")]
-    now = [*tokens(x, dt, a, B), C.astype(wide), D.astype(jnp.float32), mask]
+    D = D.astype(jnp.float32).reshape(x.shape[2], -1)  # [H, 1] or [H, P]
+    now = [*tokens(x, dt, a, B), C.astype(wide), D, mask]
     call = jax.ffi.ffi_call(
         "stree_scan",
         [jax.ShapeDtypeStruct(z.shape, jnp.float32) for z in (x, h0)],

@@ -147,7 +147,7 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
                groups[2],
                path.dimensions()[1],
                !wide,
-               D.dimensions().size() == 2};
+               D.element_count() > static_cast<size_t>(state[1])};
   for (int64_t b = 0; b < s.B; b++) {
     bool inside = s.length[b] <= s.M;
     for (int64_t j = 0; inside && j < s.length[b]; j++)

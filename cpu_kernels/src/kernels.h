@@ -42,7 +42,7 @@ struct Scan {
   float *y, *h;  // h may be h0
   int64_t B, H, P, N, G, M;
   bool bf16;          // of x, B and C
-  bool D_by_channel;  // D is [H, P], not [H]
+  bool D_by_channel;  // D is [H, P], not [H, 1]
 };
 
 struct ScanKernel {

@@ -38,7 +38,8 @@ def case(shape, seed=0, parents=None, **options):
     rng = np.random.default_rng(seed)
     if parents is None:
         parents = random_parents(rng, shape.batch, shape.T)
-    args = replay_inputs(rng, shape, parents, **options)
+    h0, past, inputs, mask = replay_inputs(rng, shape, parents, **options)
+    args = h0, past, inputs._replace(D=inputs.D.reshape(-1)), mask  # as models keep it
     return jax.tree.map(jnp.asarray, args), parents
 
 
@@ -56,7 +57,10 @@ def test_it_is_the_recurrence_along_each_path(level, shape, monkeypatch):
 
 
 def definition_of(args, parents):
-    return definition(jax.tree.map(np.asarray, args), parents)
+    h0, past, inputs, mask = jax.tree.map(np.asarray, args)
+    heads = h0.shape[1]
+    D = inputs.D if inputs.D.size == heads else inputs.D.reshape(heads, -1)
+    return definition((h0, past, inputs._replace(D=D), mask), parents)
 
 
 @each_level
