@@ -82,8 +82,10 @@ def _lower_on_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
 
 def _derivative(primals: Any, tangents: Any, **params: Any) -> Any:
     outs = _native_call.bind(*primals, **params)
-    zeros = [ad.instantiate_zeros(tangent) for tangent in tangents]
-    _, changes = jax.jvp(lambda *args: _definition(*args, **params), primals, zeros)
+    zeros = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+    _, changes = jax.jvp(
+        lambda *args: _definition(*args, **params), tuple(primals), zeros
+    )
     return outs, list(changes)
 
 
