@@ -44,8 +44,7 @@ MAY_IMPORT = {
         "stree_jax.sampling",
         "stree_jax.speculation",
     },
-    "stree_jax": LIBRARY
-    - {"stree_jax.training", "stree_jax.pallas_kernels", "stree_jax.cpu_kernels"},
+    "stree_jax": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
     "stree_jax.bench": LIBRARY,
     "stree_jax.cli": LIBRARY,
     "stree_jax.cli.main": {"stree_jax.cli", "stree_jax.bench", *LIBRARY},
