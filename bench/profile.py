@@ -57,9 +57,7 @@ class Operation(NamedTuple):
 
 
 # A shape is one word, or several in brackets.
-LINE = re.compile(
-    r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) ([a-z][a-z\-]*)\((.*)"
-)
+LINE = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) ([a-z][a-z\-]*)\((.*)")
 
 
 def operations_of(compiled: str) -> dict[str, Operation]:

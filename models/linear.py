@@ -1,6 +1,7 @@
 """Products with weights, written as each platform streams them fastest."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,11 @@ GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 
 
 
 def linear(
-    x: jax.Array, weight: jax.Array | Quantized, bias: jax.Array | None = None
+    x: jax.Array,
+    weight: jax.Array | Quantized,
+    bias: jax.Array | None = None,
+    *,
+    implementation: Literal["xla", "native"] | None = None,
 ) -> jax.Array:
     """x @ weight.T + bias in float32; x is rounded to the weight's dtype first.
 
@@ -21,17 +26,27 @@ def linear(
       x: [..., k].
       weight: [m, k], PyTorch's own layout; or int8 with scales.
       bias: [m] or None.
+      implementation: "native" is the compiled kernel (`cpu_kernels`), None takes it on
+        a CPU where it can, "xla" never.
 
     Returns:
       [..., m] float32.
+
+    Raises:
+      ValueError: the implementation is unknown or cannot take these.
     """
     rows = x.reshape(-1, x.shape[-1])
+    reason = unsupported(rows, _matrix(weight))
+    if implementation not in (None, "xla", "native"):
+        raise ValueError(f"linear: no implementation {implementation!r}")
+    if implementation == "native" and reason is not None:
+        raise ValueError(f"linear: native: {reason}")
+    native = reason is None and implementation != "xla"
     if isinstance(weight, Quantized):
-        y = _by_int8(rows, weight)
+        y = _by_int8(rows, weight, native)
     elif rows.shape[0] > SKINNY:
         y = _whole(rows, weight)
     else:
-        native = unsupported(rows, weight) is None
         y = jax.lax.platform_dependent(
             rows,
             weight,
@@ -44,12 +59,16 @@ def linear(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _by_int8(rows: jax.Array, weight: Quantized) -> jax.Array:
+def _matrix(weight: jax.Array | Quantized) -> jax.Array:
+    return weight.q if isinstance(weight, Quantized) else weight
+
+
+def _by_int8(rows: jax.Array, weight: Quantized, native: bool) -> jax.Array:
     args = rows.astype(jnp.float32), weight.q, weight.scale
-    if unsupported(rows, weight.q) is not None:
+    if not native:
         return int8_product(*args)
-    native = partial(skinny_product_int8, definition=int8_product)
-    return jax.lax.platform_dependent(*args, cpu=native, default=int8_product)
+    kernel = partial(skinny_product_int8, definition=int8_product)
+    return jax.lax.platform_dependent(*args, cpu=kernel, default=int8_product)
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
