@@ -70,7 +70,7 @@ SHAPES: dict[str, Scan | Attend | Multiply] = {
     "mamba2-130m out_proj": Multiply(768, 1536, 24),
     "mamba2-130m head": Multiply(50288, 768, 1),
     "mamba2-130m in_proj int8": Multiply(3352, 768, 24, True),
-    "mamba2-130m in_proj int8/64": Multiply(3352, 768, 24, True, 64),
+    "mamba2-130m in_proj int8 by 64": Multiply(3352, 768, 24, True, 64),
     "mamba2-130m head int8": Multiply(50288, 768, 1, True),
     "mambainllama-8b attention": Attend(32, 8, 128, 4096),
     "granite-4 attention": Attend(12, 4, 128, 32768),
