@@ -149,8 +149,8 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
                !wide,
                D.element_count() > static_cast<size_t>(state[1])};
   for (int64_t b = 0; b < s.B; b++) {
-    bool inside = s.length[b] <= s.M;
-    for (int64_t j = 0; inside && j < s.length[b]; j++)
+    bool inside = true;
+    for (int64_t j = 0; inside && j < std::min<int64_t>(s.length[b], s.M); j++)
       inside = s.path[b * s.M + j] >= 0 && s.path[b * s.M + j] < s.past.count;
     if (!inside) return ffi::Error::InvalidArgument("a path leads out of its tree");
   }

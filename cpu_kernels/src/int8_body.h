@@ -75,13 +75,11 @@ struct Sums {
   typename L::Sum of[R][COLUMNS];
 };
 
-// Sums over a group. Not inlined: the totals of all groups would take its registers.
+// Sums over a group.
 template <class L, int R>
-TARGET __attribute__((noinline)) void int8_sums(Sums<L, R>& sums,
-                                                const Quantised<L>& rows, int64_t row,
-                                                int64_t group, int64_t groups,
-                                                const int8_t* const (&weight)[COLUMNS],
-                                                Ahead ahead) {
+TARGET inline __attribute__((always_inline)) void int8_sums(
+    Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
+    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead ahead) {
   const int64_t whole = rows.size / L::step, stride = groups * rows.padded;
   const int rest = static_cast<int>(rows.size - whole * L::step);
   const typename L::Row* x = rows.q + row * stride + group * rows.padded;
@@ -111,8 +109,16 @@ TARGET __attribute__((noinline)) void int8_sums(Sums<L, R>& sums,
     for (int c = 0; c < COLUMNS; c++) sums.of[r][c] = sum[r][c];
 }
 
-// R rows from `first` on, 4 columns from `column` on, of which `count` are wanted.
+// The same with all registers to itself, for groups of many columns.
 template <class L, int R>
+TARGET __attribute__((noinline)) void int8_sums_apart(
+    Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
+    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead ahead) {
+  int8_sums<L, R>(sums, rows, row, group, groups, weight, ahead);
+}
+
+// R rows from `first` on, 4 columns from `column` on, of which `count` are wanted.
+template <class L, int R, bool APART>
 TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p,
                        int64_t column, Ahead ahead, int count) {
   const int8_t* weight[COLUMNS];
@@ -127,7 +133,10 @@ TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p
     for (int c = 0; c < COLUMNS; c++) total[r][c] = L::zero();
   for (int64_t g = 0; g < p.groups; g++) {
     Sums<L, R> sums;
-    int8_sums<L, R>(sums, rows, first, g, p.groups, weight, ahead);
+    if constexpr (APART)
+      int8_sums_apart<L, R>(sums, rows, first, g, p.groups, weight, ahead);
+    else
+      int8_sums<L, R>(sums, rows, first, g, p.groups, weight, ahead);
     ahead.from += rows.size / L::step * ahead.lines * 64;
     for (int c = 0; c < COLUMNS; c++) weight[c] += rows.size;
     for (int r = 0; r < R; r++) {
@@ -140,11 +149,13 @@ TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p
   for (int r = 0; r < R; r++) L::store(out + r * p.m, total[r], count);
 }
 
-template <class L>
-TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
-                         int64_t end) {
-  const Quantised<L> rows(p, const_cast<void*>(packed));
-  const int64_t blocks = (p.t + L::most_rows - 1) / L::most_rows;
+// All columns. A block's sums and totals fit in registers only for half the rows: APART,
+// for few groups, has more rows and keeps the totals elsewhere.
+template <class L, bool APART>
+TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end) {
+  constexpr int most = APART ? L::most_rows : (L::most_rows + 1) / 2;
+  const Quantised<L> rows(p, packed);
+  const int64_t blocks = (p.t + most - 1) / most;
   const int64_t whole = rows.size / L::step, steps = whole ? p.groups * whole : 1;
   const int64_t lines = COLUMNS * p.k / 64;
   const int each = static_cast<int>((lines + blocks * steps - 1) / (blocks * steps));
@@ -155,10 +166,10 @@ TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
       const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
       const Ahead ahead{next + b * steps * each * 64, each};
       switch (last - first) {
-#define STREE_BLOCK(R)                                         \
-  case R:                                                      \
-    if constexpr (R <= L::most_rows)                           \
-      int8_block<L, R>(rows, first, p, c, ahead, count);       \
+#define STREE_BLOCK(R)                                           \
+  case R:                                                        \
+    if constexpr (R <= most)                                     \
+      int8_block<L, R, APART>(rows, first, p, c, ahead, count);  \
     break;
         STREE_BLOCK(1)
         STREE_BLOCK(2)
@@ -170,6 +181,16 @@ TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
       }
     }
   }
+}
+
+template <class L>
+TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
+                         int64_t end) {
+  void* rows = const_cast<void*>(packed);  // of which nothing is written
+  if (p.k / p.groups >= 8 * L::step)
+    int8_all<L, true>(p, rows, begin, end);
+  else
+    int8_all<L, false>(p, rows, begin, end);
 }
 
 template <class L>

@@ -31,6 +31,10 @@ TARGET inline float exp_of(float x) {
   return y * low * high;
 }
 
+TARGET inline int64_t path_length(const Scan& s, int64_t b) {
+  return s.length[b] < s.M ? s.length[b] : s.M;
+}
+
 // What a thread needs besides; sizes in floats, rows padded with zeros.
 struct Scratch {
   float *C, *B, *past_B;  // [T, n], [T, n], [M, n]
@@ -104,7 +108,7 @@ TARGET void read_group(const Scan& s, int64_t b, int64_t g, const Scratch& scrat
     widen_row(scratch.C + t * n, s.C, at, s.N, n, s.bf16);
     widen_row(scratch.B + t * n, s.now.B, at, s.N, n, s.bf16);
   }
-  for (int64_t j = 0; j < s.length[b]; j++) {
+  for (int64_t j = 0; j < path_length(s, b); j++) {
     const int64_t row = b * s.past.count + s.path[b * s.M + j];
     widen_row(scratch.past_B + j * n, s.past.B, (row * s.G + g) * s.N, s.N, n, s.bf16);
   }
@@ -139,7 +143,7 @@ TARGET inline void replay_row(const Scan& s, const float* h0, float* h, float ke
 TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
                                  const Scratch& scratch) {
   float after = 0.0f;
-  for (int64_t j = s.length[b] - 1; j >= 0; j--) {
+  for (int64_t j = path_length(s, b) - 1; j >= 0; j--) {
     const int64_t row = b * s.past.count + s.path[b * s.M + j];
     float* weight = scratch.past + j * s.P;
     const float factor = exp_of(after) * s.past.dt[row * s.H + head];
@@ -156,7 +160,7 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, const Scratch& s
   const int64_t T = s.now.count, n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16);
   const int64_t first = (b * s.H + head) * s.P;
   const float kept = path_weights(s, b, head, scratch);
-  const bool same = s.length[b] <= 0 && s.h == s.h0;
+  const bool same = path_length(s, b) <= 0 && s.h == s.h0;
   for (int64_t i = 0; i < s.P; i += COLUMNS) {
     const int count = static_cast<int>(s.P - i < COLUMNS ? s.P - i : COLUMNS);
     const float* h0 = s.h0 + (first + i) * s.N;
@@ -164,7 +168,7 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, const Scratch& s
     if (!same)
       for (int c = 0; c < count; c++)
         replay_row<L>(s, h0 + c * s.N, h + c * s.N, kept, scratch.past + i + c,
-                      s.length[b], scratch.past_B);
+                      path_length(s, b), scratch.past_B);
     const auto* next_head = reinterpret_cast<const char*>(h0 + s.P * s.N);
     product_rows<L>(scratch.C, n, T, h, s.N, next_head, scratch.carried + i, p, count);
   }

@@ -88,6 +88,17 @@ def test_columns_have_the_same_bits_in_any_part(kind):
     np.testing.assert_array_equal(run(x, weight)[:, 500:507], run(x, few))
 
 
+def test_a_product_is_whole_when_it_is_read():
+    """Its last part may be another thread's: it is waited for, time after time."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((48, 256)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((8192, 256)), jnp.float32)
+    run = jax.jit(lambda x, weight: linear(x, weight)[:, ::-1] + 1.0)
+    wanted = np.array(run(x, weight))
+    for _ in range(40):
+        np.testing.assert_array_equal(run(x, weight), wanted)
+
+
 @each_level
 def test_numbers_that_are_none_stay_in_their_row(level, monkeypatch):
     use(monkeypatch, level)

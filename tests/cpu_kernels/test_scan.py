@@ -105,6 +105,24 @@ def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
         np.testing.assert_array_equal(one_h[0], h[b])
 
 
+def test_mapped_rows_are_rows_of_the_batch():
+    """A tree for all, a D for all: the same bits as one by one. A D each: XLA's."""
+    shape = SHAPES["two groups"]
+    (first, *_, mask), parents = case(shape, 0)
+    (second, past, inputs, _), _ = case(shape, 1, parents=parents)
+    h0 = jnp.stack([first, second])
+    run = jax.jit(native)
+    y, h = jax.jit(jax.vmap(native, (0, None, None, None)))(h0, past, inputs, mask)
+    for i in range(2):
+        one_y, one_h = run(h0[i], past, inputs, mask)
+        np.testing.assert_array_equal(y[i], one_y)
+        np.testing.assert_array_equal(h[i], one_h)
+    D = jnp.stack([inputs.D, -inputs.D])
+    with_D = jax.vmap(lambda D: native(first, past, inputs._replace(D=D), mask))
+    one_y, _ = run(first, past, inputs._replace(D=D[1]), mask)
+    assert_near(jax.jit(with_D)(D)[0][1], one_y, TOLERANCE)
+
+
 def test_paths_of_no_token_leave_the_state():
     args, _ = case(SHAPES["two groups"])
     h0, past, *rest = args
@@ -125,6 +143,17 @@ def test_padding_is_not_read():
     other_y, other_h = run(h0, paths, broken, mask)
     np.testing.assert_array_equal(other_y[:, :4], y[:, :4])
     np.testing.assert_array_equal(other_h, h)
+
+
+def test_a_path_is_no_longer_than_its_room():
+    args, _ = case(SHAPES["two groups"])
+    h0, past, *rest = args
+    full, more = (
+        past._replace(length=jnp.full_like(past.length, past.path.shape[1] + n))
+        for n in (0, 3)
+    )
+    run = jax.jit(native)
+    np.testing.assert_array_equal(run(h0, more, *rest)[1], run(h0, full, *rest)[1])
 
 
 def test_a_path_out_of_its_tree_is_refused():
