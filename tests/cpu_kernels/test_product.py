@@ -93,10 +93,11 @@ def test_a_product_is_whole_when_it_is_read():
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.standard_normal((48, 256)), jnp.float32)
     weight = jnp.asarray(rng.standard_normal((8192, 256)), jnp.float32)
-    run = jax.jit(lambda x, weight: linear(x, weight)[:, ::-1] + 1.0)
+    run = jax.jit(lambda x, weight: 2.0 * linear(x, weight)[:, ::-1])
     wanted = np.array(run(x, weight))
-    for _ in range(40):
-        np.testing.assert_array_equal(run(x, weight), wanted)
+    for i in range(40):  # what memory held before is another result
+        x, wanted = -x, -wanted
+        np.testing.assert_array_equal(run(x, weight), wanted, f"time {i}")
 
 
 @each_level
