@@ -45,7 +45,7 @@ class Attend(NamedTuple):
 
 
 class Multiply(NamedTuple):
-    """`count` weights [m, k], one after another, with one set of rows.
+    """`matrices` weights [m, k], one after another, with one set of rows.
 
     So many that they come from memory, as a model's do. `group`: of int8 weights, the
     columns that share a scale.
@@ -53,7 +53,7 @@ class Multiply(NamedTuple):
 
     m: int
     k: int
-    count: int
+    matrices: int
     int8: bool = False
     group: int | None = None
 
@@ -129,7 +129,7 @@ def op_case(
 def _multiply_case(
     shape: Multiply, rows: int, dtype: Any, implementation: Implementation | None
 ) -> Case:
-    m, k, count, int8, group = shape
+    m, k, matrices, int8, group = shape
     weight, f32 = ((m, k), jnp.dtype("int8") if int8 else dtype), jnp.dtype("float32")
     scale = [((m, k // (group or k)), f32)] * int8
     named: Any = None if implementation is None else implementation
@@ -143,7 +143,7 @@ def _multiply_case(
             total = total + y[:, :1]
         return x, y
 
-    return multiply, [((rows, k), f32), *([weight, *scale] * count)]
+    return multiply, [((rows, k), f32), *([weight, *scale] * matrices)]
 
 
 def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax.Array]:

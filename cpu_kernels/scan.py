@@ -50,7 +50,7 @@ def replay_tree_scan(
     return y, h
 
 
-def _call(*arrays: jax.Array, level: int) -> list[jax.Array]:
+def _call(*arrays: jax.Array, level: int) -> Sequence[jax.Array]:
     h0, *past, x, dt, a, B, C, D, mask = arrays
     pasts = dict(zip(("x", "dt", "a", "B", "path", "length"), past, strict=True))
     half = all(z.dtype == jnp.bfloat16 for z in (x, B, C, pasts["x"], pasts["B"]))
