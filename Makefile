@@ -4,12 +4,14 @@ BIN := .venv/bin
 
 .PHONY: demo test test-fast lint types check wheel-test gpu-check gpu-test clean
 
-.venv/.core: pyproject.toml
+KERNELS := setup.py $(wildcard cpu_kernels/src/*)
+
+.venv/.core: pyproject.toml $(KERNELS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
-.venv/.test: pyproject.toml
+.venv/.test: pyproject.toml $(KERNELS)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@ .venv/.core

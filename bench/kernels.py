@@ -1,4 +1,4 @@
-"""Time of the ops by implementation, on the shapes of real models."""
+"""Time of the ops and of products by implementation, on the shapes of real models."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +14,9 @@ from jax import lax
 from stree_jax.bench.memory import read_bandwidth
 from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
 from stree_jax.bench.tables import shown, table, with_quartiles
+from stree_jax.cpu_kernels import level
+from stree_jax.models.linear import linear
+from stree_jax.models.quantized import Quantized
 from stree_jax.pallas_kernels import (
     Implementation,
     Replayed,
@@ -41,13 +44,34 @@ class Attend(NamedTuple):
     S: int
 
 
-SHAPES: dict[str, Scan | Attend] = {
+class Multiply(NamedTuple):
+    """`matrices` weights [m, k], one after another, with one set of rows.
+
+    So many that they come from memory, as a model's do. `group`: of int8 weights, the
+    columns that share a scale.
+    """
+
+    m: int
+    k: int
+    matrices: int
+    int8: bool = False
+    group: int | None = None
+
+
+SHAPES: dict[str, Scan | Attend | Multiply] = {
     "mamba2-2.7b": Scan(80, 1, 64, 128),
     "granite-4 mamba": Scan(48, 1, 64, 128),
     "mambainllama-8b mamba": Scan(32, 32, 128, 128),
     "falcon-h1 mamba": Scan(24, 1, 64, 256),
     "nemotron-h mamba": Scan(128, 8, 64, 128),
     "small state": Scan(24, 1, 64, 64),
+    "mamba2-130m mamba": Scan(24, 1, 64, 128),
+    "mamba2-130m in_proj": Multiply(3352, 768, 24),
+    "mamba2-130m out_proj": Multiply(768, 1536, 24),
+    "mamba2-130m head": Multiply(50288, 768, 1),
+    "mamba2-130m in_proj int8": Multiply(3352, 768, 24, True),
+    "mamba2-130m in_proj int8 by 64": Multiply(3352, 768, 24, True, 64),
+    "mamba2-130m head int8": Multiply(50288, 768, 1, True),
     "mambainllama-8b attention": Attend(32, 8, 128, 4096),
     "granite-4 attention": Attend(12, 4, 128, 32768),
 }
@@ -59,7 +83,7 @@ Case = tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]]]
 
 
 def op_case(
-    shape: Scan | Attend,
+    shape: Scan | Attend | Multiply,
     batch: int,
     T: int,
     dtype: Any,
@@ -71,6 +95,8 @@ def op_case(
     """
     f32, i32 = jnp.dtype("float32"), jnp.dtype("int32")
     dtype, mask = jnp.dtype(dtype), ((batch, T, T), jnp.dtype(bool))
+    if isinstance(shape, Multiply):
+        return _multiply_case(shape, batch * T, dtype, implementation)
     if isinstance(shape, Attend):
         Hq, Hk, hd, S = shape
         scale = hd**-0.5
@@ -100,6 +126,26 @@ def op_case(
     return scan, [((batch, H, P, N), f32), *tokens, *path, *tokens, *rest]
 
 
+def _multiply_case(
+    shape: Multiply, rows: int, dtype: Any, implementation: Implementation | None
+) -> Case:
+    m, k, matrices, int8, group = shape
+    weight, f32 = ((m, k), jnp.dtype("int8") if int8 else dtype), jnp.dtype("float32")
+    scale = [((m, k // (group or k)), f32)] * int8
+    named: Any = None if implementation is None else implementation
+
+    def multiply(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jnp.zeros((rows, 1), jnp.float32)
+        for i in range(0, len(arrays), 1 + int8):
+            w = Quantized(*arrays[i : i + 2]) if int8 else arrays[i]
+            # The rows of each wait for the one before, as in a model.
+            y = linear(x + 1e-30 * total, w, implementation=named)
+            total = total + y[:, :1]
+        return x, y
+
+    return multiply, [((rows, k), f32), *([weight, *scale] * matrices)]
+
+
 def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax.Array]:
     """Random arrays: decays below 0, a full path, a full cache, a causal mask.
 
@@ -112,6 +158,8 @@ def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax
             value = np.arange(shape[-1]) if len(shape) == 2 else np.asarray(S or PATH)
         elif jnp.issubdtype(dtype, jnp.bool_):
             value = np.tril(np.ones(shape[-2:], bool))
+        elif dtype == jnp.int8:
+            value = rng.integers(-127, 128, shape, np.int8)
         else:
             value = 0.1 * rng.standard_normal(shape, np.float32)
             decays = len(shape) == 3  # a, and dt with it: no state may grow
@@ -165,14 +213,14 @@ def measure_kernels(
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """What may run here; a CPU interprets kernels, which is not worth timing."""
+    """What may run here; a CPU interprets Pallas kernels, which is not worth timing."""
     if jax.default_backend() == "gpu":
         return ("xla", "triton", "mosaic_gpu")
-    return ("xla",)
+    return ("xla",) if level() is None else ("xla", "native")
 
 
 def time_case(
-    shape: Scan | Attend, batch: int, T: int, dtype: str, repeats: int
+    shape: Scan | Attend | Multiply, batch: int, T: int, dtype: str, repeats: int
 ) -> dict[str, Any]:
     """The record of a case: bytes moved, and by implementation seconds or a refusal."""
     loops = 50 if jax.default_backend() == "gpu" else 5
@@ -184,7 +232,8 @@ def time_case(
         try:
             function, shapes = op_case(shape, batch, T, dtype, implementation)
             args = arguments(shapes, S)
-            written = args[0].nbytes if S == 0 else 0  # the state is written as well
+            # The state is written as well.
+            written = args[0].nbytes if isinstance(shape, Scan) else 0
             record["bytes"] = sum(z.nbytes for z in args) + written
             call = partial(_seconds, _looped(function, loops), args, loops)
             call()

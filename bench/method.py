@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from stree_jax import cpu_kernels
 from stree_jax.bench.memory import out_of_memory
 from stree_jax.version import __version__
 
@@ -61,6 +62,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
+        "cpu_kernels": cpu_kernels.describe(),
         "stree_jax": __version__,
         "commit": git_revision(),
     }
@@ -69,7 +71,10 @@ def machine() -> dict[str, Any]:
 def machine_line(report: dict[str, Any]) -> str:
     """One line under a table or a figure."""
     m, sizes = report["machine"], report.get("parameters", {}).get("")
-    line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, {report['dtype']}, "
+    line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, "
+    if "cpu_kernels" in m and m["backend"] == "cpu":
+        line += f"CPU kernels: {m['cpu_kernels']}, "
+    line += f"{report['dtype']}, "
     if sizes is not None:  # of one pair
         line += f"{' + '.join(f'{n / 1e6:.1f}' for n in sizes)} M parameters, "
     line += f"commit {m['commit']}"

@@ -22,6 +22,7 @@ from stree_jax.models import (
     init_state,
     param_dtype,
 )
+from stree_jax.models.argmax import argmax
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.step import Verify, packed
@@ -122,7 +123,7 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
             state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
             here = replace(model, params=params)
             seen = case.verify(here, state, drafted, pending)
-            best = jnp.argmax(seen.logits, axis=-1).astype(jnp.int32)
+            best = argmax(seen.logits)
             return seen.state, replace(pending, records=seen.records), best
 
         return lax.fori_loop(0, passes, once, carry)

@@ -56,7 +56,8 @@ class Operation(NamedTuple):
     scope: str | None
 
 
-LINE = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\S+) ([a-z][a-z\-]*)\((.*)")
+# A shape is one word, or several in brackets.
+LINE = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) ([a-z][a-z\-]*)\((.*)")
 
 
 def operations_of(compiled: str) -> dict[str, Operation]:

@@ -1,39 +1,74 @@
 """Products with weights, written as each platform streams them fastest."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-SKINNY = 64  # rows up to which a product is bound by reading the weight
+from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
+from stree_jax.cpu_kernels import skinny_product, skinny_product_int8, unsupported
+from stree_jax.models.quantized import Quantized, int8_product
+
 GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 1 to 3
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: jax.Array | Quantized,
+    bias: jax.Array | None = None,
+    *,
+    implementation: Literal["xla", "native"] | None = None,
+) -> jax.Array:
     """x @ weight.T + bias in float32; x is rounded to the weight's dtype first.
 
     Args:
       x: [..., k].
-      weight: [m, k], PyTorch's own layout.
+      weight: [m, k], PyTorch's own layout; or int8 with scales.
       bias: [m] or None.
+      implementation: "native" is the compiled kernel (`cpu_kernels`), None takes it on
+        a CPU where it can, "xla" never.
 
     Returns:
       [..., m] float32.
+
+    Raises:
+      ValueError: the implementation is unknown or cannot take these.
     """
-    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    if rows.shape[0] > SKINNY:
-        y = _product("tk,mk->tm", rows, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    reason = unsupported(rows, _matrix(weight))
+    if implementation not in (None, "xla", "native"):
+        raise ValueError(f"linear: no implementation {implementation!r}")
+    if implementation == "native" and reason is not None:
+        raise ValueError(f"linear: native: {reason}")
+    native = reason is None and implementation != "xla"
+    if isinstance(weight, Quantized):
+        y = _by_int8(rows, weight, native)
+    elif rows.shape[0] > SKINNY:
+        y = _whole(rows, weight)
     else:
         y = jax.lax.platform_dependent(
             rows,
             weight,
-            cpu=_skinny_cpu,
+            cpu=_skinny_native if native else _skinny_cpu,
             cuda=_skinny_gpu,
-            default=partial(_product, "tk,mk->tm"),
+            default=_whole,
         )
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _matrix(weight: jax.Array | Quantized) -> jax.Array:
+    return weight.q if isinstance(weight, Quantized) else weight
+
+
+def _by_int8(rows: jax.Array, weight: Quantized, native: bool) -> jax.Array:
+    args = rows.astype(jnp.float32), weight.q, weight.scale
+    if not native:
+        return int8_product(*args)
+    kernel = partial(skinny_product_int8, definition=int8_product)
+    return jax.lax.platform_dependent(*args, cpu=kernel, default=int8_product)
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -47,6 +82,14 @@ def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     )
 
 
+def _whole(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return _product("tk,mk->tm", rows.astype(weight.dtype), weight)
+
+
+def _skinny_native(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return skinny_product(rows, weight, definition=_skinny_cpu)
+
+
 def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:GPU streams fastest.
 
@@ -55,9 +98,8 @@ def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """
     count = rows.shape[0]
     if count >= 4 or weight.dtype.itemsize != 2:
-        return _product("tk,mk->tm", rows, weight)
-    rows = jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0)))
-    return _product("tk,mk->tm", rows, weight)[:count]
+        return _whole(rows, weight)
+    return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
 
 
 def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
@@ -72,7 +114,7 @@ def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
         padded = 2 if weight.dtype.itemsize == 2 and count == 1 else count
     else:
         padded = 8 if count <= 8 else -(-count // 16) * 16
-    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+    rows = jnp.pad(rows.astype(weight.dtype), ((0, padded - count), (0, 0)))
     blocks = next(n for n in (4, 2, 1) if m % n == 0)
     y = _product("bmk,kt->bmt", weight.reshape(blocks, m // blocks, k), rows.T)
     y = jax.lax.optimization_barrier(y)  # or XLA puts the weight back on the right

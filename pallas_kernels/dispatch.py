@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import jax
 from jax import lax
 
-Implementation = Literal["xla", "triton", "mosaic_gpu"]
+Implementation = Literal["xla", "triton", "mosaic_gpu", "native"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,10 +24,14 @@ def int32_inside(kernel: Callable[P, R]) -> Callable[P, R]:
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel for CUDA, and why it cannot take these arguments, or None."""
+    """A kernel, and why it cannot take these arguments, or None.
+
+    `platform` is what it is for: "cuda" of Pallas's, "cpu" of `cpu_kernels`.
+    """
 
     function: Callable[..., Any]
     unsupported: str | None
+    platform: str = "cuda"
 
 
 def dispatch(
@@ -42,8 +46,8 @@ def dispatch(
     Args:
       op: name, for messages.
       implementation: "xla" for the definition, the name of a kernel, or None: the
-        first kernel that takes these arguments where the program is compiled for CUDA,
-        the definition everywhere else. Gradients are those of the definition.
+        first kernel for the platform that the program is compiled for which takes these
+        arguments, or the definition. Gradients are those of the definition.
       reference: the definition.
       kernels: by name, the preferred one first.
 
@@ -62,22 +66,28 @@ def dispatch(
         if kernel.unsupported is not None:
             raise ValueError(f"{op}: {implementation}: {kernel.unsupported}")
         return kernel.function(*args)
-    usable = [k.function for k in kernels.values() if k.unsupported is None]
-    if not usable:
+    first: dict[str, Callable[..., Any]] = {}
+    for kernel in kernels.values():
+        if kernel.unsupported is None:
+            first.setdefault(kernel.platform, kernel.function)
+    if not first:
         return reference(*args)
-    return _by_platform(reference, usable[0], *args)
+    return _by_platform(reference, tuple(first.items()), *args)
+
+
+Choices = tuple[tuple[str, Callable[..., Any]], ...]  # a platform, and what runs there
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_platform(reference: Callable, kernel: Callable, *args: Any) -> Any:
-    return lax.platform_dependent(*args, cuda=kernel, default=reference)
+def _by_platform(reference: Callable, kernels: Choices, *args: Any) -> Any:
+    return lax.platform_dependent(*args, default=reference, **dict(kernels))
 
 
-def _forward(reference: Callable, kernel: Callable, *args: Any) -> tuple[Any, Any]:
-    return _by_platform(reference, kernel, *args), args
+def _forward(reference: Callable, kernels: Choices, *args: Any) -> tuple[Any, Any]:
+    return _by_platform(reference, kernels, *args), args
 
 
-def _backward(reference: Callable, kernel: Callable, args: Any, given: Any) -> Any:
+def _backward(reference: Callable, kernels: Choices, args: Any, given: Any) -> Any:
     return jax.vjp(reference, *args)[1](given)
 
 

@@ -1,9 +1,9 @@
 """The ops as models call them: one public function each, run by a kernel or by XLA.
 
-`implementation` is None (a kernel where the program is compiled for CUDA, the arguments
-allow it and it pays, plain JAX elsewhere), "xla", or the name of a kernel, which then
-runs or raises. What they compute is defined in `scan` and `attention`, with the axes of
-their arguments.
+`implementation` is None (a kernel where there is one for the platform that the program
+is compiled for, the arguments allow it and it pays, else plain JAX), "xla", or the name
+of a kernel, which then runs or raises. What they compute is defined in `scan` and
+`attention`, with the axes of their arguments.
 """
 
 from functools import partial
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.cpu_kernels import scan as cpu_scan
 from stree_jax.pallas_kernels import (
     attention,
     mosaic_scan,
@@ -47,18 +48,32 @@ def replay_tree_scan(
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The last path's replay and this tree's scan: `scan.replay_tree_scan`."""
-    if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
-        # A token after a token has no products, and XLA fuses it with what is around
-        # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7.
-        implementation = "xla"
     shapes = (inputs.x, inputs.B, mask, past.path)
     triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
     kernels = {  # the faster one first, on an H200
         "triton": Kernel(triton_scan.replay_tree_scan, triton),
         "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
     }
+    if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
+        # A token after a token has no products, and XLA fuses it with what is around
+        # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7.
+        kernels = {}
+    native = cpu_scan.scan_unsupported(h0, mask)
+    kernels["native"] = Kernel(_native_replay_tree_scan, native, "cpu")
     name, args = "replay_tree_scan", (h0, past, inputs, mask)
     return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
+
+
+def _native_replay_tree_scan(
+    h0: jax.Array, past: Replayed, inputs: ScanInputs, mask: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    arrays = h0, *past, *inputs, mask
+    return cpu_scan.replay_tree_scan(*arrays, definition=_replay_tree_scan_of)
+
+
+def _replay_tree_scan_of(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    h0, mask, past = arrays[0], arrays[-1], Replayed(*arrays[1:7])
+    return scan.replay_tree_scan(h0, past, ScanInputs(*arrays[7:-1]), mask)
 
 
 def tree_attention(

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
 from stree_jax.models import Model, ModelConfig, param_dtype
 from stree_jax.models.heads import heads_dtype
@@ -134,6 +135,7 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
     facts = [
         __version__,
         jax.__version__,
+        cpu_kernels.describe(),
         _machine(),
         str(spec.policy.tree.sizes),
         _model(target),

@@ -89,10 +89,12 @@ def program_case(nodes: int) -> tuple:
 
 def cases() -> dict[str, Callable[[], tuple]]:
     """A function, the shapes of its arguments and which are donated, by name."""
-    from stree_jax.bench.kernels import SHAPES, Scan, op_case
+    from stree_jax.bench.kernels import SHAPES, Multiply, Scan, op_case
 
     table: dict[str, Callable[[], tuple]] = {}
     for name, shape in SHAPES.items():
+        if isinstance(shape, Multiply):  # XLA's own on a GPU
+            continue
         scans = isinstance(shape, Scan)
         for implementation in ("triton", "mosaic_gpu") if scans else ("triton",):
             for T in (16, 64) if scans else (1, 16, 64):

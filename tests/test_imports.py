@@ -9,11 +9,13 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {  # of pyproject's package-dir; `stree_jax/` itself holds the others
     "stree_jax": ROOT / "stree_jax",
     "stree_jax.models": ROOT / "models",
+    "stree_jax.cpu_kernels": ROOT / "cpu_kernels",
     "stree_jax.pallas_kernels": ROOT / "pallas_kernels",
     "stree_jax.convert": ROOT / "convert",
     "stree_jax.bench": ROOT / "bench",
 }
 LIBRARY = {
+    "stree_jax.cpu_kernels",
     "stree_jax.pallas_kernels",
     "stree_jax.models",
     "stree_jax.convert",
@@ -28,8 +30,9 @@ LIBRARY = {
 # `stree_jax` is the modules at its top: generation, scoring, result and so on.
 MAY_IMPORT = {
     "stree_jax.version": set(),
-    "stree_jax.pallas_kernels": set(),
-    "stree_jax.models": {"stree_jax.pallas_kernels"},
+    "stree_jax.cpu_kernels": set(),
+    "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
+    "stree_jax.models": {"stree_jax.pallas_kernels", "stree_jax.cpu_kernels"},
     "stree_jax.convert": {"stree_jax.models"},
     "stree_jax.checkpoint": {"stree_jax.models", "stree_jax.convert"},
     "stree_jax.sampling": {"stree_jax.models"},

@@ -21,7 +21,7 @@ def test_every_folder_of_code_is_in_the_wheel():
     packages = settings["setuptools"]["packages"]
     folders = settings["setuptools"]["package-dir"]
     assert set(packages) == set(folders)
-    rooms = {"stree_jax", "models", "pallas_kernels", "convert", "bench"}
+    rooms = {"stree_jax", "models", "pallas_kernels", "cpu_kernels", "convert", "bench"}
     found = {
         str(file.parent.relative_to(ROOT))
         for room in rooms
@@ -33,8 +33,8 @@ def test_every_folder_of_code_is_in_the_wheel():
 def test_importing_is_light_and_leaks_no_generic_names():
     code = (
         "import sys, jax, stree_jax, stree_jax.convert, stree_jax.cli.main\n"
-        "names = {'models', 'convert', 'pallas_kernels', 'bench', 'torch',"
-        " 'transformers', 'orbax.checkpoint', 'optax'} & set(sys.modules)\n"
+        "names = {'models', 'convert', 'cpu_kernels', 'pallas_kernels', 'bench',"
+        " 'torch', 'transformers', 'orbax.checkpoint', 'optax'} & set(sys.modules)\n"
         "assert not names, names\n"
         "assert not jax._src.xla_bridge.backends_are_initialized()\n"
     )

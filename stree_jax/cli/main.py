@@ -356,6 +356,7 @@ def run_export(args: argparse.Namespace) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> None:
+    from stree_jax import cpu_kernels
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
     from stree_jax.speculation.ngrams import NGrams
@@ -380,3 +381,4 @@ def run_tune(args: argparse.Namespace) -> None:
     if times.draft:
         print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
         print(f"each level more: {1e3 * times.level:.3f} ms")
+    print(f"CPU kernels: {cpu_kernels.describe()}")

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
     Distribution,
@@ -225,7 +226,7 @@ def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accept
     """
     layout = draft.layout
     scores = dist.scores(logits, layout.depth)
-    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    best = argmax(scores)
     above = jnp.take_along_axis(best, jnp.maximum(layout.parents, 0), axis=1)
     agrees = (layout.parents < 0) | (draft.tokens == above)
     accepted = jax.vmap(lambda agrees, paths: agrees[paths])(agrees, layout.paths)
@@ -258,7 +259,7 @@ def accept_typical(
     p = jnp.exp(z)
     entropy = -jnp.where(p > 0, p * z, 0.0).sum(axis=-1)
     least = jnp.minimum(typical.epsilon, typical.delta * jnp.exp(-entropy))
-    best = jnp.argmax(z, axis=-1).astype(jnp.int32)
+    best = argmax(z)
     own = jax.vmap(lambda z, above, token: z[above, token])(z, above, draft.tokens)
     greedy = dist.sampling.greedy[:, None]
     likely = jnp.exp(own) > along(least, above)
@@ -375,7 +376,7 @@ def accept_path(
             z = jnp.where(greedy[:, None], z, jnp.log(p))
 
         noise = dist.noise(depth)
-        token = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
+        token = argmax(z + noise)
         margin = choice_margin(z + noise, edges, noise, token)
         margin = jnp.where(by_argmax, margin, jnp.inf)
         hit = exists & (drafts == token[:, None])

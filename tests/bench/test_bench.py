@@ -149,6 +149,7 @@ def test_machine_says_what_ran():
     assert facts["cores"] >= 1 and facts["device"] and facts["jax"]
     line = method.machine_line({"machine": facts, "dtype": "f", "complete": False})
     assert str(facts["commit"]) in line and line.endswith("stopped before the end")
+    assert f"CPU kernels: {facts['cpu_kernels']}" in line
 
 
 def cell(seconds, tokens=100, calls=50, equal=True):

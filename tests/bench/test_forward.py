@@ -459,6 +459,8 @@ def test_kernels_report(monkeypatch):
     small_shapes = {
         "a scan": kernels.Scan(2, 1, 4, 8),
         "attention": kernels.Attend(2, 1, 8, 16),
+        "products": kernels.Multiply(6, 8, 2),
+        "int8": kernels.Multiply(6, 8, 2, True, 4),
     }
     monkeypatch.setattr(kernels, "SHAPES", small_shapes)
     monkeypatch.setattr(kernels, "implementations", lambda: ("xla", "triton"))
@@ -473,7 +475,11 @@ def test_kernels_report(monkeypatch):
     report = kernels.measure_kernels(
         batches=[2], sizes=[3], dtype="float32", run=Run(2)
     )
-    assert list(report["units"]) == ["bandwidth", "a scan/2/3", "attention/2/3"]
+    units = [f"{name}/2/3" for name in small_shapes]
+    assert list(report["units"]) == ["bandwidth", *units]
+    sizes = {row["op"]: row["bytes"] for row in report["results"]}
+    assert sizes["products"] == 4 * (6 * 8 + 2 * 6 * 8)  # rows and two weights
+    assert sizes["int8"] == 4 * 6 * 8 + 2 * (6 * 8 + 4 * 6 * 2)
     assert json.loads(json.dumps(report)) == report
     xla, triton = report["results"][:2]
     assert (xla["op"], xla["batch"], xla["T"]) == ("a scan", 2, 3)

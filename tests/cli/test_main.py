@@ -100,6 +100,7 @@ def test_lookup_drafts_where_nothing_else_does(folder, capsys):
         capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4"
     )
     assert code == 0 and out.startswith("a tree of 1 nodes: ")
+    assert out.splitlines()[-1].startswith("CPU kernels: ")
 
 
 def test_info(folder, capsys):

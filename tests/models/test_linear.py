@@ -6,6 +6,7 @@ import pytest
 
 from stree_jax.models.linear import GPU_LEAST, _product, _skinny_gpu, linear
 from tests.support.lowering import lowered
+from tests.support.native import INSTRUCTIONS, use
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
@@ -19,3 +20,18 @@ def test_a_gpu_gets_rows_enough(rows):
         np.testing.assert_allclose(_skinny_gpu(*args), wanted, rtol=1e-6, atol=1e-6)
         text = lowered(linear, args, "cuda")
         assert (f"tensor<{GPU_LEAST}x40xf32>" in text) == padded
+
+
+def test_a_named_kernel_runs_or_says_why_not(monkeypatch):
+    x, weight = jnp.ones((65, 24)), jnp.ones((40, 24))
+    with pytest.raises(ValueError, match="linear: no implementation 'triton'"):
+        linear(x, weight, implementation="triton")
+    use(monkeypatch, "off")
+    with pytest.raises(ValueError, match="linear: native: there are no compiled"):
+        linear(x[:1], weight, implementation="native")
+    monkeypatch.undo()
+    if INSTRUCTIONS is not None:
+        with pytest.raises(ValueError, match="native: wants 1 to 64 rows, got 65"):
+            linear(x, weight, implementation="native")
+        assert "stree_product" in lowered(linear, (x[:64], weight), "cpu")
+    assert "stree_product" not in lowered(linear, (x, weight), "cpu")

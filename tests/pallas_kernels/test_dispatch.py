@@ -12,6 +12,7 @@ from stree_jax import pallas_kernels
 from stree_jax.pallas_kernels import Replayed, ScanInputs, attention, ops, scan
 from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
 from tests.support.lowering import lowered
+from tests.support.native import built, use
 
 B, T, H, P, N = 1, 5, 2, 16, 16
 MASK = jnp.tril(jnp.ones((B, T, T), bool))
@@ -57,7 +58,8 @@ def called(op, **options):
 
 
 @all_ops
-def test_the_cpu_runs_the_definition(name):
+def test_a_cpu_without_kernels_runs_the_definition(name, monkeypatch):
+    use(monkeypatch, "off")
     function, args = called(name)
     _, definition, make = OPS[name]
     ours = jax.jit(function)(*args)
@@ -76,6 +78,14 @@ def test_a_gpu_program_has_the_kernel(name):
         plain = lowered(*called(name, implementation="xla"), "cuda")
     assert "__gpu$xla.gpu.triton" in text
     assert "__gpu$xla.gpu.triton" not in plain
+
+
+@built
+def test_a_cpu_has_its_kernel():
+    function, args = called("replay_tree_scan")
+    assert "stree_scan" in lowered(function, args, "cpu")
+    plain, args = called("replay_tree_scan", implementation="xla")
+    assert "stree_scan" not in lowered(plain, args, "cpu")
 
 
 def test_a_token_after_a_token_is_left_to_xla():

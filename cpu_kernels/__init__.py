@@ -1,0 +1,12 @@
+"""Kernels for CPUs, compiled when the package is installed; absent without harm.
+
+Axes: t rows, k and m columns and rows of a weight; others as in `pallas_kernels`.
+`src/` holds the C++; `docs/cpu.md` says what runs when, and how to switch it off.
+"""
+
+from stree_jax.cpu_kernels.library import describe as describe
+from stree_jax.cpu_kernels.library import level as level
+from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
+from stree_jax.cpu_kernels.product import skinny_product as skinny_product
+from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8
+from stree_jax.cpu_kernels.product import unsupported as unsupported

@@ -1,0 +1,78 @@
+"""The compiled kernels: whether they are here, and which instructions they may use."""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+VARIABLE = "STREE_JAX_CPU_KERNELS"
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}  # as src/ffi.cc counts them
+TARGETS = ("stree_product", "stree_product_int8", "stree_scan")
+
+
+class Library(NamedTuple):
+    """The kernels of this installation.
+
+    Attributes:
+      instructions: what the machine has of "portable", "avx2" and "avx512", and besides
+        it "bf16" and "vnni"; None where there are no kernels.
+      absent: why there are none, None if there are.
+    """
+
+    instructions: tuple[str, ...] | None
+    absent: str | None
+
+
+@cache
+def library() -> Library:
+    """Load the kernels, and tell XLA of them; done once."""
+    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not files:
+        return Library(None, "not built: there was no C++ compiler")
+    try:
+        loaded = ctypes.CDLL(str(files[0]))
+        for target in TARGETS:
+            capsule = jax.ffi.pycapsule(getattr(loaded, target))
+            jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    except (OSError, AttributeError, RuntimeError) as error:
+        # Made for another machine, or for a jaxlib with another interface.
+        return Library(None, " ".join(str(error).split()))
+    loaded.stree_instructions.restype = ctypes.c_char_p
+    names = loaded.stree_instructions().decode().split()
+    return Library(tuple(names), None)
+
+
+def level() -> int | None:
+    """The instructions that kernels may use, of `LEVELS`; None where none are to run.
+
+    Raises:
+      ValueError: STREE_JAX_CPU_KERNELS is no known name, or this machine lacks it.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if name == "off":
+        return None
+    if name and name not in LEVELS:
+        known = ", ".join(["off", *LEVELS])
+        raise ValueError(f"{VARIABLE}={name}: unknown; known are {known}")
+    names = library().instructions
+    if names is None:
+        return None
+    if name and LEVELS[name] > LEVELS[names[0]]:
+        raise ValueError(f"{VARIABLE}={name}: this machine has {names[0]} at most")
+    return LEVELS[name or names[0]]
+
+
+def describe() -> str:
+    """The kernels in a few words, for people."""
+    here = library()
+    if here.instructions is None:
+        return f"none ({here.absent})"
+    allowed = level()
+    if allowed is None:
+        return f"off ({VARIABLE}=off)"
+    if allowed == LEVELS[here.instructions[0]]:
+        return " ".join(here.instructions)
+    return f"{os.environ[VARIABLE]} ({VARIABLE})"

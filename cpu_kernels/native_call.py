@@ -1,0 +1,106 @@
+"""A kernel where a program runs on one CPU, its definition everywhere else.
+
+Only when a program is lowered is it known for which platform, for how many devices,
+and whether it will be exported. So this is a primitive of its own: exported programs,
+which another machine may run, and programs of several devices, whose arrays XLA cuts,
+get the definition. Derivatives are always the definition's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Function = Callable[..., Any]  # of arrays, to one or several
+# The same for arrays of which some, which the second argument says, have a first axis
+# more; the third is `definition`, the fourth `level`.
+Batched = Callable[[Sequence[jax.Array], Sequence[bool], Function, int], Any]
+
+_native_call = Primitive("native_call")
+_native_call.multiple_results = True
+
+
+def native_call(
+    *args: jax.Array,
+    kernel: Function,
+    definition: Function,
+    batched: Batched,
+    level: int,
+) -> list[jax.Array]:
+    """`kernel(*args, level=level)` or `definition(*args)`, see above.
+
+    Args:
+      args: arrays.
+      kernel: calls the compiled kernel; functions here are hashed, as programs are.
+      definition: the same in JAX.
+      batched: what `jax.vmap` makes of it.
+      level: of `library.LEVELS`.
+    """
+    return _native_call.bind(
+        *args, kernel=kernel, definition=definition, batched=batched, level=level
+    )
+
+
+def _kernel(*args: Any, kernel: Function, level: int, **_: Any) -> list[jax.Array]:
+    return jax.tree.leaves(kernel(*args, level=level))
+
+
+def _definition(*args: Any, definition: Function, **_: Any) -> list[jax.Array]:
+    return jax.tree.leaves(definition(*args))
+
+
+@cache
+def _program(**params: Any) -> Callable[..., list[jax.Array]]:
+    return jax.jit(partial(_native_call.bind, **params))
+
+
+@_native_call.def_impl
+def _run(*args: Any, **params: Any) -> list[jax.Array]:
+    return _program(**params)(*args)
+
+
+@_native_call.def_abstract_eval
+def _shapes(*args: Any, **params: Any) -> list[Any]:
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    outs = jax.eval_shape(lambda *args: _definition(*args, **params), *given)
+    return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
+
+
+def _lower_on_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
+    # Where a later jax keeps these elsewhere, the definition runs.
+    module = ctx.module_context
+    alone = getattr(module.axis_context, "num_devices", None) == 1
+    how = getattr(module, "lowering_parameters", None)
+    runs_here = alone and not getattr(how, "for_export", True)
+    function = _kernel if runs_here else _definition
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *args, **params)
+
+
+def _derivative(primals: Any, tangents: Any, **params: Any) -> Any:
+    outs = _native_call.bind(*primals, **params)
+    zeros = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+    _, changes = jax.jvp(
+        lambda *args: _definition(*args, **params), tuple(primals), zeros
+    )
+    return outs, list(changes)
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    has_axis = [dim is not None for dim in dims]
+    moved = [
+        jnp.moveaxis(arg, dim, 0) if has else arg
+        for arg, dim, has in zip(args, dims, has_axis, strict=True)
+    ]
+    ways = params["definition"], params["level"]
+    outs = jax.tree.leaves(params["batched"](moved, has_axis, *ways))
+    return outs, [0] * len(outs)
+
+
+mlir.register_lowering(_native_call, mlir.lower_fun(_definition, multiple_results=True))
+mlir.register_lowering(_native_call, _lower_on_cpu, platform="cpu")
+ad.primitive_jvps[_native_call] = _derivative
+batching.primitive_batchers[_native_call] = _batch

@@ -1,0 +1,119 @@
+"""Products of a few rows with a weight, which is read once: `src/product_body.h`.
+
+| weight | rows become | sums | instructions |
+| --- | --- | --- | --- |
+| float32 [m, k] | float32 | float32 | FMA |
+| bfloat16 [m, k] | bfloat16, to the nearest | float32 | AVX512-BF16, or FMA |
+| int8 [m, k], scales float32 [m, G] | int8, scaled by group | int32, float32 | VNNI |
+
+A row's result has the same bits whatever rows stand beside it and however many threads
+there are; with other instructions it may have others.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.native_call import native_call
+
+MOST_ROWS = 64  # of a product that is bound by reading its weight
+MOST_INT8 = 2**16  # columns of a group of int8, whose sums fit in int32
+
+Definition = Callable[..., jax.Array]  # of rows [t, k] and the weight's arrays
+
+
+def unsupported(rows: jax.Array, weight: jax.Array) -> str | None:
+    """Why `skinny_product` cannot take rows [t, k] and a weight [m, k], or None."""
+    t, k = rows.shape
+    if level() is None:
+        return "there are no compiled kernels, or they are switched off"
+    if not 1 <= t <= MOST_ROWS:
+        return f"wants 1 to {MOST_ROWS} rows, got {t}"
+    if k < 1 or weight.shape[0] < 1:
+        return f"wants a weight that is not empty, got {weight.shape}"
+    if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
+        return f"wants a weight in float32, bfloat16 or int8, got {weight.dtype}"
+    return None
+
+
+def skinny_product(
+    rows: jax.Array, weight: jax.Array, *, definition: Definition
+) -> jax.Array:
+    """rows @ weight.T by the compiled kernel, see above.
+
+    Args:
+      rows: [t, k] of any float dtype, t from 1 to 64.
+      weight: [m, k] float32 or bfloat16.
+      definition: of float32 rows and the weight; what runs where no kernel can.
+
+    Returns:
+      [t, m] float32.
+
+    Raises:
+      ValueError: there is no kernel for these, see `unsupported`.
+    """
+    return _checked(rows, weight, definition=definition)
+
+
+def skinny_product_int8(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array, *, definition: Definition
+) -> jax.Array:
+    """rows @ (weight * scale).T, of rows rounded to int8: `models.quantized`.
+
+    Args:
+      rows: [t, k] of any float dtype, t from 1 to 64.
+      weight: [m, k] int8.
+      scale: [m, G] float32, of the k / G columns of a group each.
+      definition, returns, raises: as `skinny_product`.
+    """
+    if rows.shape[1] > scale.shape[1] * MOST_INT8:
+        raise ValueError(f"skinny_product: wants groups of {MOST_INT8} at most")
+    return _checked(rows, weight, scale, definition=definition)
+
+
+def _checked(
+    rows: jax.Array, weight: jax.Array, *scale: jax.Array, definition: Definition
+) -> jax.Array:
+    reason, allowed = unsupported(rows, weight), level()
+    if reason is not None or allowed is None:
+        raise ValueError(f"skinny_product: {reason}")
+    (out,) = native_call(
+        *(rows.astype(jnp.float32), weight, *scale),
+        kernel=_call,
+        definition=definition,
+        batched=_batched,
+        level=allowed,
+    )
+    return out
+
+
+def _call(
+    rows: jax.Array, weight: jax.Array, *scale: jax.Array, level: int
+) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
+    target = "stree_product_int8" if scale else "stree_product"
+    return jax.ffi.ffi_call(target, shape)(rows, weight, *scale, level=np.int64(level))
+
+
+def _batched(
+    args: Sequence[jax.Array],
+    has_axis: Sequence[bool],
+    definition: Definition,
+    level: int,
+) -> jax.Array:
+    """All rows at once where the weight is the same, the definition's otherwise."""
+    rows, *weight = args
+    batch, t, k = rows.shape if has_axis[0] else (1, *rows.shape)
+    if any(has_axis[1:]) or batch * t > MOST_ROWS:
+        return jax.vmap(definition, [0 if has else None for has in has_axis])(*args)
+    (out,) = native_call(
+        *(rows.reshape(batch * t, k), *weight),
+        kernel=_call,
+        definition=definition,
+        batched=_batched,
+        level=level,
+    )
+    return out.reshape(batch, t, -1)

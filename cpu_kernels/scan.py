@@ -1,0 +1,99 @@
+"""The last path's replay and this tree's scan, the state in place: `src/scan_body.h`.
+
+What it computes is defined by `pallas_kernels.scan.replay_tree_scan`, with its axes:
+h [B, H, P, N] is read and written once, a head after another, shared by the threads. A
+row of the batch, and a node and its ancestors in it, have the same bits whatever
+stands beside them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.native_call import native_call
+
+MOST_NODES = 64
+PLACE_OF_D = 12  # among the arrays; the only one without an axis B
+
+
+def scan_unsupported(h0: jax.Array, mask: jax.Array) -> str | None:
+    """Why `replay_tree_scan` cannot take h0 [B, H, P, N] and [B, T, T], or None."""
+    if level() is None:
+        return "there are no compiled kernels, or they are switched off"
+    if not 1 <= mask.shape[-1] <= MOST_NODES:
+        return f"wants 1 to {MOST_NODES} nodes, got {mask.shape[-1]}"
+    if 0 in h0.shape:
+        return f"wants a state that is not empty, got {h0.shape}"
+    return None
+
+
+def replay_tree_scan(
+    *arrays: jax.Array, definition: Callable[..., Any]
+) -> tuple[jax.Array, jax.Array]:
+    """y [B, T, H, P] and the replayed state [B, H, P, N], float32.
+
+    Args:
+      arrays: h0; x, dt, a, B, path, length of the last tree; x, dt, a, B, C, D, mask of
+        this one: see `pallas_kernels.scan`. Paths must lie within their tree.
+      definition: of the same arrays.
+    """
+    allowed = level()
+    if allowed is None:
+        raise ValueError("replay_tree_scan: there are no compiled kernels")
+    y, h = native_call(
+        *arrays, kernel=_call, definition=definition, batched=_batched, level=allowed
+    )
+    return y, h
+
+
+def _call(*arrays: jax.Array, level: int) -> Sequence[jax.Array]:
+    h0, *past, x, dt, a, B, C, D, mask = arrays
+    pasts = dict(zip(("x", "dt", "a", "B", "path", "length"), past, strict=True))
+    half = all(z.dtype == jnp.bfloat16 for z in (x, B, C, pasts["x"], pasts["B"]))
+    wide = jnp.bfloat16 if half else jnp.float32
+
+    def tokens(x: jax.Array, dt: jax.Array, a: jax.Array, B: jax.Array) -> list:
+        steps = [dt.astype(jnp.float32), a.astype(jnp.float32)]
+        return [x.astype(wide), *steps, B.astype(wide)]
+
+    last = tokens(pasts["x"], pasts["dt"], pasts["a"], pasts["B"])
+    path = [pasts[name].astype(jnp.int32) for name in ("path", "length")]
+    D = D.astype(jnp.float32).reshape(x.shape[2], -1)  # [H, 1] or [H, P]
+    now = [*tokens(x, dt, a, B), C.astype(wide), D, mask]
+    call = jax.ffi.ffi_call(
+        "stree_scan",
+        [jax.ShapeDtypeStruct(z.shape, jnp.float32) for z in (x, h0)],
+        input_output_aliases={0: 1},
+    )
+    return call(h0, *last, *path, *now, level=np.int64(level))
+
+
+def _batched(
+    arrays: Sequence[jax.Array],
+    has_axis: Sequence[bool],
+    definition: Callable[..., Any],
+    level: int,
+) -> list[jax.Array]:
+    """More rows of one batch, but for a D that differs."""
+    if has_axis[PLACE_OF_D]:
+        return jax.vmap(definition, [0 if has else None for has in has_axis])(*arrays)
+    size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
+
+    def merged(place: int, z: jax.Array) -> jax.Array:
+        if place == PLACE_OF_D:
+            return z
+        z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
+        return z.reshape(-1, *z.shape[2:])
+
+    outs = native_call(
+        *(merged(place, z) for place, z in enumerate(arrays)),
+        kernel=_call,
+        definition=definition,
+        batched=_batched,
+        level=level,
+    )
+    return [z.reshape(size, -1, *z.shape[1:]) for z in outs]

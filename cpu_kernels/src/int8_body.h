@@ -1,0 +1,199 @@
+// Products of int8 weights with scales; as product_body.h, which comes before it.
+//
+// Rows are quantised by group: q = round(x / scale), scale = max |x| / 127. Sums over a
+// group are exact integers; their lanes are scaled and added up in float32.
+//
+// Instructions that multiply unsigned by signed bytes take w + 128: then 128 times the
+// sum of the row is too much in every lane, and a lane begins at what takes it away.
+
+constexpr float LEAST = 1e-30f;  // a group below is 0, as models/quantized.py has it
+
+// The rows of one product, packed.
+template <class L>
+struct Quantised {
+  typename L::Row* q;  // [t, groups, padded]
+  float* scale;        // [t, groups]
+  int32_t* begin;      // [t, groups, lanes]
+  int64_t size, padded, bytes;
+
+  TARGET Quantised(const Product& p, void* packed) {
+    size = p.k / p.groups, padded = rounded_up(size, L::step);
+    const int64_t count = p.t * p.groups;
+    auto* base = static_cast<char*>(packed);
+    q = static_cast<typename L::Row*>(packed);
+    bytes = rounded_up(count * padded * static_cast<int64_t>(sizeof(*q)), 64);
+    scale = reinterpret_cast<float*>(base + bytes);
+    bytes += rounded_up(4 * count, 64);
+    begin = reinterpret_cast<int32_t*>(base + bytes);
+    bytes += 4 * count * L::lanes;
+  }
+};
+
+template <class L>
+TARGET int64_t int8_packed_bytes(const Product& p) {
+  return Quantised<L>(p, nullptr).bytes;
+}
+
+template <class L>
+TARGET void int8_pack(const Product& p, void* packed) {
+  const Quantised<L> rows(p, packed);
+  constexpr int part = L::step / L::lanes;
+  for (int64_t i = 0; i < p.t * p.groups; i++) {
+    const float* from = p.rows + i * rows.size;
+    typename L::Row* to = rows.q + i * rows.padded;
+    uint32_t bits = 0;  // of the largest magnitude; infinity and NaN come last
+    for (int64_t j = 0; j < rows.size; j++) {
+      uint32_t magnitude;
+      __builtin_memcpy(&magnitude, from + j, 4);
+      magnitude &= 0x7FFFFFFF;
+      bits = magnitude > bits ? magnitude : bits;
+    }
+    float most;
+    __builtin_memcpy(&most, &bits, 4);
+    const bool finite = bits < 0x7F800000, counts = finite && most >= LEAST;
+    rows.scale[i] = counts ? most / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    if (counts) {
+      const float inverse = 127.0f / most;
+      // Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even.
+      for (int64_t j = 0; j < rows.size; j++)
+        to[j] = static_cast<typename L::Row>(
+            static_cast<int32_t>((from[j] * inverse + 12582912.0f) - 12582912.0f));
+    }
+    for (int64_t j = counts ? rows.size : 0; j < rows.padded; j++) to[j] = 0;
+    for (int lane = 0; lane < L::lanes; lane++) {
+      int32_t sum = 0;
+      for (int64_t s = 0; s < rows.padded; s += L::step)
+        for (int j = 0; j < part; j++) sum += to[s + lane * part + j];
+      rows.begin[i * L::lanes + lane] = -L::offset * sum;
+    }
+  }
+}
+
+// A group's columns of R rows and 4 columns of the weight.
+template <class L, int R>
+struct Sums {
+  typename L::Sum of[R][COLUMNS];
+};
+
+// Sums over a group.
+template <class L, int R>
+TARGET inline __attribute__((always_inline)) void int8_sums(
+    Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
+    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead ahead) {
+  const int64_t whole = rows.size / L::step, stride = groups * rows.padded;
+  const int rest = static_cast<int>(rows.size - whole * L::step);
+  const typename L::Row* x = rows.q + row * stride + group * rows.padded;
+  const int32_t* begin = rows.begin + (row * groups + group) * L::lanes;
+  typename L::Sum sum[R][COLUMNS];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::begin(begin + r * groups * L::lanes);
+  for (int64_t s = 0; s < whole; s++) {
+    ahead.fetch(s);
+    typename L::Loaded w[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) w[c] = L::weight(weight[c] + s * L::step);
+    for (int r = 0; r < R; r++) {
+      const auto q = L::row(x + r * stride + s * L::step);
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], q);
+    }
+  }
+  if (rest) {
+    typename L::Loaded w[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++)
+      w[c] = L::weight_tail(weight[c] + whole * L::step, rest);
+    for (int r = 0; r < R; r++) {
+      const auto q = L::row(x + r * stride + whole * L::step);
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], q);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < COLUMNS; c++) sums.of[r][c] = sum[r][c];
+}
+
+// The same with all registers to itself, for groups of many columns.
+template <class L, int R>
+TARGET __attribute__((noinline)) void int8_sums_apart(
+    Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
+    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead ahead) {
+  int8_sums<L, R>(sums, rows, row, group, groups, weight, ahead);
+}
+
+// R rows from `first` on, 4 columns from `column` on, of which `count` are wanted.
+template <class L, int R, bool APART>
+TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p,
+                       int64_t column, Ahead ahead, int count) {
+  const int8_t* weight[COLUMNS];
+  const float* scale[COLUMNS];
+  for (int c = 0; c < COLUMNS; c++) {
+    const int64_t m = column + (c < count ? c : count - 1);
+    weight[c] = static_cast<const int8_t*>(p.weight) + m * p.k;
+    scale[c] = p.scale + m * p.groups;
+  }
+  typename L::Total total[R][COLUMNS];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < COLUMNS; c++) total[r][c] = L::zero();
+  for (int64_t g = 0; g < p.groups; g++) {
+    Sums<L, R> sums;
+    if constexpr (APART)
+      int8_sums_apart<L, R>(sums, rows, first, g, p.groups, weight, ahead);
+    else
+      int8_sums<L, R>(sums, rows, first, g, p.groups, weight, ahead);
+    ahead.from += rows.size / L::step * ahead.lines * 64;
+    for (int c = 0; c < COLUMNS; c++) weight[c] += rows.size;
+    for (int r = 0; r < R; r++) {
+      const float row_scale = rows.scale[(first + r) * p.groups + g];
+      for (int c = 0; c < COLUMNS; c++)
+        total[r][c] = L::add(total[r][c], sums.of[r][c], row_scale * scale[c][g]);
+    }
+  }
+  float* out = p.out + first * p.m + column;
+  for (int r = 0; r < R; r++) L::store(out + r * p.m, total[r], count);
+}
+
+// All columns. A block's sums and totals fit in registers only for half the rows: APART,
+// for few groups, has more rows and keeps the totals elsewhere.
+template <class L, bool APART>
+TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end) {
+  constexpr int most = APART ? L::most_rows : (L::most_rows + 1) / 2;
+  const Quantised<L> rows(p, packed);
+  const int64_t blocks = (p.t + most - 1) / most;
+  const int64_t whole = rows.size / L::step, steps = whole ? p.groups * whole : 1;
+  const int64_t lines = COLUMNS * p.k / 64;
+  const int each = static_cast<int>((lines + blocks * steps - 1) / (blocks * steps));
+  for (int64_t c = begin; c < end; c += COLUMNS) {
+    const int count = static_cast<int>(end - c < COLUMNS ? end - c : COLUMNS);
+    const char* next = static_cast<const char*>(p.weight) + (c + COLUMNS) * p.k;
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
+      const Ahead ahead{next + b * steps * each * 64, each};
+      switch (last - first) {
+#define STREE_BLOCK(R)                                           \
+  case R:                                                        \
+    if constexpr (R <= most)                                     \
+      int8_block<L, R, APART>(rows, first, p, c, ahead, count);  \
+    break;
+        STREE_BLOCK(1)
+        STREE_BLOCK(2)
+        STREE_BLOCK(3)
+        STREE_BLOCK(4)
+        STREE_BLOCK(5)
+        STREE_BLOCK(6)
+#undef STREE_BLOCK
+      }
+    }
+  }
+}
+
+template <class L>
+TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
+                         int64_t end) {
+  void* rows = const_cast<void*>(packed);  // of which nothing is written
+  if (p.k / p.groups >= 8 * L::step)
+    int8_all<L, true>(p, rows, begin, end);
+  else
+    int8_all<L, false>(p, rows, begin, end);
+}
+
+template <class L>
+constexpr ProductKernel int8_kernel() {
+  return {int8_packed_bytes<L>, int8_pack<L>, int8_columns<L>};
+}

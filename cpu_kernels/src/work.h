@@ -1,0 +1,77 @@
+// Work shared with XLA's own threads.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace stree {
+
+// Numbers too small to be normal are 0 here, whatever thread computes them: threads of
+// XLA's pool and callers may be set differently, and results must not be.
+class FlushDenormals {
+#if defined(__x86_64__)
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(0x9FC0); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#endif
+};
+
+// An array of this thread's own, aligned to 64 bytes, which grows and is kept.
+inline void* scratch_of_thread(int64_t bytes) {
+  thread_local std::unique_ptr<char[]> memory;
+  thread_local int64_t held = 0;
+  if (bytes > held) {
+    memory.reset(new char[bytes + 64]);
+    held = bytes;
+  }
+  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  return memory.get() + (64 - address % 64) % 64;
+}
+
+// work(part) for every part below `parts`, by this thread and those of the pool.
+//
+// Whoever is free takes the next part. The caller takes parts, too, and so never waits
+// for a task that has not begun: it may itself be one of the pool's threads.
+template <class Work>
+void share(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), parts) - 1;
+  if (helpers < 1) {
+    const FlushDenormals flush;
+    for (int64_t part = 0; part < parts; part++) work(part);
+    return;
+  }
+  auto shared = std::make_shared<Shared>();
+  // A task that comes too late finds no part left and touches nothing of the caller's.
+  auto take = [shared, parts, &work] {
+    const FlushDenormals flush;
+    int64_t part;
+    while ((part = shared->next.fetch_add(1)) < parts) {
+      work(part);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(take)(take));
+  take();
+  for (int spins = 0; shared->done.load(std::memory_order_acquire) < parts; spins++) {
+    if (spins > 4096) std::this_thread::yield();
+#if defined(__x86_64__)
+    else
+      _mm_pause();
+#endif
+  }
+}
+
+}  // namespace stree

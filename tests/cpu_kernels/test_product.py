@@ -1,0 +1,123 @@
+"""Products of the compiled kernels against float64, and which bits they have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.models.linear import linear
+from stree_jax.models.quantized import Quantized, quantize, rounded
+from tests.support.native import built, each_level, use
+from tests.support.reference import assert_near
+
+pytestmark = built
+ROWS = 64
+TOLERANCE = 1e-6  # of float32 sums over k; the largest here is 515
+# k and m: below a step, with a rest, whole blocks, one column.
+SIZES = [(1, 1), (5, 3), (64, 8), (77, 131), (515, 9), (96, 1030)]
+# Columns that share a scale of int8, as a fraction of k; or a dtype.
+KINDS = ["float32", "bfloat16", "int8", "int8 groups"]
+
+
+def weight_of(kind, rng, m, k):
+    weight = jnp.asarray(rng.standard_normal((m, k)), jnp.float32)
+    if not kind.startswith("int8"):
+        return weight.astype(kind)
+    divisors = [n for n in (96, 64, 32, 11, 5, 1) if k % n == 0 and n < k]
+    return quantize(weight, divisors[0] if "groups" in kind and divisors else None)
+
+
+def exact(x, weight):
+    """x @ weight.T in float64, of what the kernel reads of x."""
+    if isinstance(weight, Quantized):
+        groups = weight.scale.shape[1]
+        q, scale = (np.asarray(z, np.float64) for z in rounded(x, groups))
+        x = (q.reshape(*scale.shape, -1) * scale[..., None]).reshape(q.shape)
+        weight = weight.rows(jnp.arange(len(weight.q)))
+    else:
+        x = x.astype(weight.dtype)
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+
+@each_level
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_any_size(level, kind, monkeypatch):
+    use(monkeypatch, level)
+    rng = np.random.default_rng(len(kind))
+    cases = [
+        (jnp.asarray(rng.standard_normal((t, k)), jnp.float32), k, m)
+        for t, (k, m) in zip((3, 7, 16, 5, 64, 2), SIZES, strict=True)
+    ]
+    weights = [weight_of(kind, rng, m, k) for _, k, m in cases]
+    run = jax.jit(lambda xs, ws: [linear(*args) for args in zip(xs, ws, strict=True)])
+    ys = run([x for x, _, _ in cases], weights)
+    assert "stree_product" in run.lower([x for x, _, _ in cases], weights).as_text()
+    for (x, *_), weight, y in zip(cases, weights, ys, strict=True):
+        assert y.dtype == jnp.float32
+        assert_near(y, exact(x, weight), TOLERANCE)
+
+
+@each_level
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(level, kind, monkeypatch):
+    use(monkeypatch, level)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((ROWS, 165)), jnp.float32)
+    weight = weight_of(kind, rng, 35, 165)
+
+    @jax.jit
+    def run(x, weight):
+        prefixes = [linear(x[:t], weight) for t in range(1, ROWS + 1)]
+        alone = [linear(x[t : t + 1], weight) for t in range(ROWS)]
+        return prefixes, jnp.concatenate(alone), linear(x[::-1], weight)[::-1]
+
+    prefixes, alone, backward = run(x, weight)
+    for y in prefixes:
+        np.testing.assert_array_equal(y, alone[: len(y)])
+    np.testing.assert_array_equal(backward, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_have_the_same_bits_in_any_part(kind):
+    """Threads take parts of the columns: here a weight alone is one or many parts."""
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((9, 640)), jnp.float32)
+    weight = weight_of(kind, rng, 1001, 640)
+    few = jax.tree.map(lambda z: z[500:507], weight)
+    run = jax.jit(linear)
+    np.testing.assert_array_equal(run(x, weight)[:, 500:507], run(x, few))
+
+
+def test_a_product_is_whole_when_it_is_read():
+    """Its last part may be another thread's: it is waited for, time after time."""
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((48, 256)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((8192, 256)), jnp.float32)
+    run = jax.jit(lambda x, weight: 2.0 * linear(x, weight)[:, ::-1])
+    wanted = np.array(run(x, weight))
+    for i in range(40):  # what memory held before is another result
+        x, wanted = -x, -wanted
+        np.testing.assert_array_equal(run(x, weight), wanted, f"time {i}")
+
+
+@each_level
+def test_numbers_that_are_none_stay_in_their_row(level, monkeypatch):
+    use(monkeypatch, level)
+    x = np.ones((4, 40), np.float32)
+    x[1, 3], x[2, 39], x[3] = np.nan, np.inf, 0.0
+    for kind in KINDS:
+        weight = weight_of(kind, np.random.default_rng(3), 6, 40)
+        y = np.asarray(jax.jit(linear)(jnp.asarray(x), weight))
+        assert np.isfinite(y).all(axis=1).tolist() == [True, False, False, True], kind
+        assert (y[3] == 0).all()
+
+
+@each_level
+def test_rows_become_bfloat16_to_the_nearest(level, monkeypatch):
+    """Ties to even, large ones to infinity, the largest finite stays finite."""
+    use(monkeypatch, level)
+    bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7F0000, 0x7F7FFFFF]
+    x = np.array(bits, np.uint32).view(np.float32)[:, None]
+    y = jax.jit(linear)(jnp.asarray(x), jnp.ones((1, 1), jnp.bfloat16))
+    wanted = jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(y, wanted)

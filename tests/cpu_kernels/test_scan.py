@@ -1,0 +1,196 @@
+"""The compiled replay and scan against float64, and which bits it has."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.pallas_kernels import Replayed, ScanInputs, replay_tree_scan
+from tests.support.native import built, each_level, use
+from tests.support.reference import (
+    OP_TOLERANCE,
+    assert_near,
+    binary,
+    chain,
+    random_order,
+    random_parents,
+)
+from tests.support.scans import Shape, definition, replay_inputs
+
+pytestmark = built
+TOLERANCE = OP_TOLERANCE["float32"]
+SHAPES = {
+    "one token": Shape(2, 1, 2, 1, 3, 4),
+    "two groups": Shape(2, 9, 4, 2, 3, 5, True),
+    "a group a head": Shape(3, 5, 3, 3, 17, 33),
+    "whole lanes": Shape(1, 16, 6, 1, 64, 128),
+    "all nodes": Shape(2, 64, 2, 1, 5, 16),
+}
+
+
+def native(*args):
+    return replay_tree_scan(*args, implementation="native")
+
+
+def case(shape, seed=0, parents=None, **options):
+    rng = np.random.default_rng(seed)
+    if parents is None:
+        parents = random_parents(rng, shape.batch, shape.T)
+    h0, past, inputs, mask = replay_inputs(rng, shape, parents, **options)
+    args = h0, past, inputs._replace(D=inputs.D.reshape(-1)), mask  # as models keep it
+    return jax.tree.map(jnp.asarray, args), parents
+
+
+@each_level
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_the_recurrence_along_each_path(level, shape, monkeypatch):
+    """Paths of every length, steps of 0 (as padded nodes have) and large decays."""
+    use(monkeypatch, level)
+    run = jax.jit(native)
+    for seed, extreme in ((0, False), (1, True)):
+        args, parents = case(shape, seed, extreme=extreme)
+        for ours, wanted in zip(run(*args), definition_of(args, parents), strict=True):
+            assert ours.dtype == jnp.float32
+            assert_near(ours, wanted, TOLERANCE)
+
+
+def definition_of(args, parents):
+    h0, past, inputs, mask = jax.tree.map(np.asarray, args)
+    heads = h0.shape[1]
+    D = inputs.D if inputs.D.size == heads else inputs.D.reshape(heads, -1)
+    return definition((h0, past, inputs._replace(D=D), mask), parents)
+
+
+@each_level
+def test_inputs_in_bfloat16_are_read_as_they_are(level, monkeypatch):
+    use(monkeypatch, level)
+    args, parents = case(SHAPES["two groups"], dtype="bfloat16")
+    for ours, wanted in zip(
+        jax.jit(native)(*args), definition_of(args, parents), strict=True
+    ):
+        assert_near(ours, wanted, TOLERANCE)
+
+
+def test_any_partial_order_is_the_definitions():
+    shape = SHAPES["two groups"]
+    (h0, past, inputs, _), _ = case(shape)
+    rng = np.random.default_rng(5)
+    mask = jnp.asarray(np.stack([random_order(rng, shape.T) for _ in range(2)]))
+    args = h0, past, inputs, mask
+    plain = partial(replay_tree_scan, implementation="xla")
+    for ours, wanted in zip(jax.jit(native)(*args), jax.jit(plain)(*args), strict=True):
+        assert_near(ours, wanted, TOLERANCE)
+
+
+@each_level
+def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
+    """The same alone as in a batch; and as the last node as with others after it."""
+    use(monkeypatch, level)
+    shape = Shape(3, 12, 4, 2, 7, 19)
+    args, _ = case(shape, parents=np.broadcast_to(binary(12), (3, 12)))
+    h0, past, (x, dt, a, B, C, D), mask = args
+    run = jax.jit(native)
+    y, h = run(*args)
+
+    def cut(b, T):
+        now = ScanInputs(*(z[b : b + 1, :T] for z in (x, dt, a, B, C)), D)
+        last = Replayed(*(z[b : b + 1] for z in past))
+        return h0[b : b + 1], last, now, mask[b : b + 1, :T, :T]
+
+    for b, T in ((0, 12), (1, 12), (2, 1), (2, 5)):
+        one_y, one_h = run(*cut(b, T))
+        np.testing.assert_array_equal(one_y[0], y[b, :T])
+        np.testing.assert_array_equal(one_h[0], h[b])
+
+
+def test_mapped_rows_are_rows_of_the_batch():
+    """A tree for all, a D for all: the same bits as one by one. A D each: XLA's."""
+    shape = SHAPES["two groups"]
+    (first, *_, mask), parents = case(shape, 0)
+    (second, past, inputs, _), _ = case(shape, 1, parents=parents)
+    h0 = jnp.stack([first, second])
+    run = jax.jit(native)
+    y, h = jax.jit(jax.vmap(native, (0, None, None, None)))(h0, past, inputs, mask)
+    for i in range(2):
+        one_y, one_h = run(h0[i], past, inputs, mask)
+        np.testing.assert_array_equal(y[i], one_y)
+        np.testing.assert_array_equal(h[i], one_h)
+    D = jnp.stack([inputs.D, -inputs.D])
+    with_D = jax.vmap(lambda D: native(first, past, inputs._replace(D=D), mask))
+    one_y, _ = run(first, past, inputs._replace(D=D[1]), mask)
+    assert_near(jax.jit(with_D)(D)[0][1], one_y, TOLERANCE)
+
+
+def test_paths_of_no_token_leave_the_state():
+    args, _ = case(SHAPES["two groups"])
+    h0, past, *rest = args
+    none = past._replace(length=jnp.zeros_like(past.length))
+    _, h = jax.jit(native)(h0, none, *rest)
+    np.testing.assert_array_equal(h, h0)
+
+
+def test_padding_is_not_read():
+    """What no node descends from may be anything, and so may unused path entries."""
+    shape = Shape(1, 6, 2, 1, 3, 4)
+    args, _ = case(shape, parents=np.array([[-1, 0, 1, 2, -1, -1]]))
+    h0, past, inputs, mask = args
+    run = jax.jit(native)
+    y, h = run(*args)
+    broken = inputs._replace(x=inputs.x.at[:, 4:].set(jnp.nan))
+    paths = past._replace(path=past.path.at[0, int(past.length[0]) :].set(999))
+    other_y, other_h = run(h0, paths, broken, mask)
+    np.testing.assert_array_equal(other_y[:, :4], y[:, :4])
+    np.testing.assert_array_equal(other_h, h)
+
+
+def test_a_path_is_no_longer_than_its_room():
+    args, _ = case(SHAPES["two groups"])
+    h0, past, *rest = args
+    full, more = (
+        past._replace(length=jnp.full_like(past.length, past.path.shape[1] + n))
+        for n in (0, 3)
+    )
+    run = jax.jit(native)
+    np.testing.assert_array_equal(run(h0, more, *rest)[1], run(h0, full, *rest)[1])
+
+
+def test_a_path_out_of_its_tree_is_refused():
+    args, _ = case(SHAPES["two groups"])
+    h0, past, *rest = args
+    wild = past._replace(path=past.path + 1000, length=jnp.full_like(past.length, 2))
+    with pytest.raises(Exception, match="a path leads out of its tree"):
+        jax.block_until_ready(jax.jit(native)(h0, wild, *rest))
+
+
+def test_the_state_is_changed_in_place_only_where_it_may_be(optimised):
+    """In a loop nothing of the state's size is copied; what is read later stays."""
+    shape = Shape(1, 8, 16, 1, 64, 64)
+    (h0, past, inputs, mask), _ = case(shape, parents=chain(8)[None])
+    before = np.array(h0)
+
+    def steps(h0, past, inputs, mask):
+        def body(_, carry):
+            return native(carry[1], past, inputs, mask)
+
+        y = jnp.zeros((1, 8, 16, 64), jnp.float32)
+        return jax.lax.fori_loop(0, 3, body, (y, h0))
+
+    run = jax.jit(steps, donate_argnums=0)
+    held = run.lower(h0, past, inputs, mask).compile().memory_analysis()
+    assert held.temp_size_in_bytes < h0.nbytes / 2
+    kept = jax.jit(steps)(h0, past, inputs, mask)
+    np.testing.assert_array_equal(h0, before)
+
+    @jax.jit
+    def both(h0):
+        y, h = native(h0, past, inputs, mask)
+        return y, h, h0 + 1.0  # h0 is read after h was written
+
+    _, _, after = both(h0)
+    np.testing.assert_array_equal(after, before + 1.0)
+    for ours, again in zip(
+        run(jnp.array(before), past, inputs, mask), kept, strict=True
+    ):
+        np.testing.assert_array_equal(ours, again)

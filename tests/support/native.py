@@ -1,0 +1,28 @@
+"""Which of the compiled CPU kernels' instructions this machine has."""
+
+import pytest
+
+from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, library
+
+INSTRUCTIONS = library().instructions
+built = pytest.mark.skipif(
+    INSTRUCTIONS is None, reason=f"CPU kernels: {library().absent}"
+)
+
+
+def each_level(function):
+    """Run a test, which takes `level`, with every set of instructions there is."""
+    best = -1 if INSTRUCTIONS is None else LEVELS[INSTRUCTIONS[0]]
+    names = [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(n > best, reason=f"no {name} kernels here"),
+        )
+        for name, n in LEVELS.items()
+    ]
+    return pytest.mark.parametrize("level", names)(function)
+
+
+def use(monkeypatch, level):
+    """Programs traced from here on have kernels with these instructions, or none."""
+    monkeypatch.setenv(VARIABLE, level)
