@@ -463,7 +463,7 @@ def test_tree_attention_of_a_bfloat16_cache():
 
 
 def test_tree_attention_over_several_blocks():
-    """The last block begins early where the cache ends; whole blocks give equal bits."""
+    """The last block begins early where a cache ends; whole blocks give equal bits."""
     rng = np.random.default_rng(2)
     *arrays, _ = attention_inputs(rng, S=512)
     length = np.array([290, 129], np.int32)
