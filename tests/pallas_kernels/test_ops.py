@@ -462,6 +462,23 @@ def test_tree_attention_of_a_bfloat16_cache():
     assert_near(y, expected, OP_TOLERANCE["bfloat16"])
 
 
+def test_tree_attention_over_several_blocks():
+    """The last block begins early where a cache ends; whole blocks give equal bits."""
+    rng = np.random.default_rng(2)
+    *arrays, _ = attention_inputs(rng, S=512)
+    length = np.array([290, 129], np.int32)
+    mask = masks_of(random_parents(rng, *arrays[0].shape[:2]))
+
+    def attend(S):
+        q, k, v, k_cache, v_cache = arrays
+        inputs = q, k, v, k_cache[:, :, :S], v_cache[:, :, :S], length, mask
+        return jit_tree_attention(*inputs, np.float32(0.4)), attend_tree(*inputs, 0.4)
+
+    for S in (300, 384):
+        assert_near(*attend(S), 10 * TOLERANCE)
+    np.testing.assert_array_equal(attend(384)[0], attend(512)[0])
+
+
 # The references against each other
 
 
