@@ -54,12 +54,13 @@ def replay_tree_scan(
         "triton": Kernel(triton_scan.replay_tree_scan, triton),
         "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
     }
-    if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
-        # A token after a token has no products, and XLA fuses it with what is around
-        # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7.
-        kernels = {}
     native = cpu_scan.scan_unsupported(h0, mask)
     kernels["native"] = Kernel(_native_replay_tree_scan, native, "cpu")
+    if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
+        # A token after a token has no products, and XLA fuses it with what is around
+        # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7;
+        # on a CPU a layer of Mamba2-130M takes 43 us, with a kernel 56.
+        implementation = "xla"
     name, args = "replay_tree_scan", (h0, past, inputs, mask)
     return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
 

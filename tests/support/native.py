@@ -1,5 +1,6 @@
 """Which of the compiled CPU kernels' instructions this machine has."""
 
+import jax
 import pytest
 
 from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, library
@@ -26,3 +27,4 @@ def each_level(function):
 def use(monkeypatch, level):
     """Programs traced from here on have kernels with these instructions, or none."""
     monkeypatch.setenv(VARIABLE, level)
+    jax.clear_caches()
