@@ -8,7 +8,8 @@ def argmax(z: jax.Array) -> jax.Array:
     """`jnp.argmax` of the last axis of floats: the first of equals, or the first NaN.
 
     XLA:CPU goes through pairs of a number and its place one by one: 16 x 50,288 take
-    3.7 ms on one core, the largest number and then its place 0.6.
+    3.6 ms on one core, the largest number and then its place 0.6. Row by row nothing of
+    the size of z is made on the way.
 
     Args:
       z: [..., n] of any float dtype.
@@ -24,7 +25,10 @@ def _in_one(z: jax.Array) -> jax.Array:
 
 
 def _in_two(z: jax.Array) -> jax.Array:
-    n = z.shape[-1]
-    place = jnp.arange(n, dtype=jnp.int32).reshape((1,) * (z.ndim - 1) + (n,))
-    there = (z == z.max(axis=-1, keepdims=True)) | jnp.isnan(z)
-    return jnp.where(there, place, n).min(axis=-1)
+    return jax.lax.map(_of_row, z.reshape(-1, z.shape[-1])).reshape(z.shape[:-1])
+
+
+def _of_row(z: jax.Array) -> jax.Array:
+    n = z.shape[0]
+    there = (z == z.max()) | jnp.isnan(z)
+    return jnp.where(there, jnp.arange(n, dtype=jnp.int32), n).min()

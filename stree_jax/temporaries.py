@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels.scan import MOST_NODES
 from stree_jax.models import (
     Model,
     ModelConfig,
@@ -123,7 +125,7 @@ def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
     target, T, M = spec.target, tree.size, tree.depth
     drafting = _drafting(spec, tree, batch)
     passes = _pass(target.config, batch, T, param_dtype(target.params))
-    replay = _replay(target.config, batch) if M else 0
+    replay = _replay(target.config, batch) if M and not _in_place(T) else 0
     V = target.config.vocab_size
     logits = FLOAT * V * (padded_rows(batch * T) + batch * (M + 1))
     return {
@@ -139,6 +141,11 @@ def padded_rows(rows: int) -> int:
     if rows <= 4 or rows > SKINNY:
         return rows
     return 8 if rows <= 8 else -(-rows // 16) * 16
+
+
+def _in_place(nodes: int) -> bool:
+    """Whether a compiled kernel replays a path into the state as it lies."""
+    return cpu_kernels.level() is not None and nodes <= MOST_NODES
 
 
 def _replay(config: ModelConfig, batch: int) -> int:
