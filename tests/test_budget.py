@@ -70,14 +70,14 @@ def test_too_little_is_refused_before_anything_runs(target, plain, share, monkey
 
 
 def test_the_advice_suffices(target, monkeypatch):
-    asked = ASKED | {"capacity": 4096}
+    asked = ASKED | {"capacity": 16384}
     said = promised(monkeypatch)
     stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
     limit = size_of(target.params) + max(said) // 2
     with pytest.raises(ValueError, match="it fits with capacity") as error:
         stree_jax.generate(target, PROMPTS, **asked, memory=limit)
     capacity = int(str(error.value).split("capacity ")[1].split(",")[0])
-    assert 0 < capacity < 4096
+    assert 0 < capacity < 16384
     less = asked | {"capacity": capacity}
     stree_jax.generate(target, PROMPTS, **less, memory=limit)
 
