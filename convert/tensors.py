@@ -9,7 +9,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.rows import Names, Row, candidates, join, source_shapes
 from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
-from stree_jax.models.params import stored_dtype
+from stree_jax.models.params import is_int8, stored_dtype
 
 _SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
 
@@ -84,9 +84,13 @@ def _check_dtype(name: str, info: TensorInfo) -> None:
         )
 
 
-def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:
-    """A row's parameter in `dtype`, or float32 where that is the rule."""
-    kept = stored_dtype(row.path[-1], dtype)
+def read_param(
+    source: Source, row: Row, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+    """A row's parameter for a model in `dtype`; what is to become int8 is float32, as
+    is what that is the rule for."""
+    name = row.path[-1]
+    kept = np.float32 if is_int8(name, shape, dtype) else stored_dtype(name, dtype)
     read = (source.read(name, kept) for name in row.sources)
     # Of one dtype, as NumPy joins no bfloat16 with float16.
     return join(row, [tensor.astype(kept, copy=False) for tensor in read]).astype(kept)

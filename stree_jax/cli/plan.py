@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stree_jax.bench.options import DTYPES, WEIGHTS
+
 if TYPE_CHECKING:
     from stree_jax.planning import Planned
 
@@ -32,7 +34,7 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16"],
+        choices=WEIGHTS,
         help="of the weights; default: float32, and bfloat16 where nothing fits in it",
     )
     for name, default, text in (
@@ -64,7 +66,7 @@ def run_plan(args: argparse.Namespace) -> None:
         context=args.context,
         queries=args.queries,
         max_new_tokens=args.max_new_tokens,
-        dtypes=[args.dtype] if args.dtype else ["float32", "bfloat16"],
+        dtypes=[args.dtype] if args.dtype else DTYPES,
         check=args.check,
     )
     print(json.dumps(found.as_json()) if args.json else report(found))
