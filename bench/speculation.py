@@ -39,11 +39,8 @@ from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
-TIE = {
-    "float32": 1e-4,
-    "bfloat16": 0.2,
-    "int8": 0.2,
-}  # so close logits may change places
+# Logits as close as this may change places.
+TIE = {"float32": 1e-4, "bfloat16": 0.2, "int8": 0.2}
 PLAIN = "plain"
 
 
