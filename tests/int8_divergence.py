@@ -11,8 +11,8 @@ text (teacher forcing), and then writes its own. Printed by set of prompts:
 - parts: where the model's own greedy text first differs from float32's, in tokens, the
   median over prompts (as long as the text: half of them nowhere).
 
-"(bfloat16 beside)" is a model of int8 weights whose other arrays are bfloat16, as
-`load(dtype="int8")` makes it; "all else float32" shows what the weights alone do.
+Caches and all that is no int8 weight are bfloat16: the row of bfloat16 shows what that
+does alone.
 """
 
 import argparse
@@ -42,9 +42,8 @@ def models_of(target: stree_jax.Model) -> dict[str, stree_jax.Model]:
 
 def compared(logits: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """KL in nats and whether the best token is the same, of each of [n, V]."""
-    p, q = (
-        z - np.logaddexp.reduce(z, axis=-1, keepdims=True) for z in (logits, others)
-    )
+    both = (logits, others)
+    p, q = (z - np.logaddexp.reduce(z, axis=-1, keepdims=True) for z in both)
     kl = (np.exp(p) * (p - q)).sum(axis=-1)
     return kl, logits.argmax(axis=-1) == others.argmax(axis=-1)
 
@@ -82,9 +81,7 @@ def rows_of(
 
 
 def _greedy(model: stree_jax.Model, ids: Sequence[int], tokens: int) -> list[int]:
-    result = stree_jax.generate_tokens(
-        model, [ids], max_new_tokens=tokens, stop_tokens=()
-    )
+    result = stree_jax.generate(model, [ids], max_new_tokens=tokens, stop_tokens=())
     return list(result.tokens[0])
 
 
