@@ -87,10 +87,19 @@ def _check_dtype(name: str, info: TensorInfo) -> None:
 def read_param(
     source: Source, row: Row, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """A row's parameter for a model in `dtype`; what is to become int8 is float32, as
-    is what that is the rule for."""
+    """A row's parameter for a model in `dtype`; what is to become int8 as it is in the
+    file, or in float32."""
     name = row.path[-1]
-    kept = np.float32 if is_int8(name, shape, dtype) else stored_dtype(name, dtype)
+    kept = stored_dtype(name, dtype)
+    if is_int8(name, shape, dtype) and not _all_bfloat16(source, row):
+        kept = np.float32
     read = (source.read(name, kept) for name in row.sources)
     # Of one dtype, as NumPy joins no bfloat16 with float16.
     return join(row, [tensor.astype(kept, copy=False) for tensor in read]).astype(kept)
+
+
+def _all_bfloat16(source: Source, row: Row) -> bool:
+    return not any(
+        name in source.quantized or source.tensors[name].dtype != "bfloat16"
+        for name in row.sources
+    )

@@ -32,7 +32,8 @@ PRODUCTS = frozenset(
     ("embedding", "lm_head", "in_proj", "out_proj", "qkv", "out", "gate_up", "up")
     + ("down", "linear", "latent_in", "latent_out", "eh_proj", "weight")
 )
-GROUP = 64  # columns of an int8 weight that share a scale, see `group_of`
+# Columns of an int8 weight that share a scale: bench/RESULTS.md, "int8 weights".
+GROUP = 128
 
 Path = tuple[str, ...]
 Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
