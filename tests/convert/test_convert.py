@@ -107,7 +107,7 @@ def test_dtype_asked_for(source, tmp_path):
     back = stree_jax.load(tmp_path / "rounded", dtype="float32")
     assert back.params["embedding"].dtype == "float32"
     for wrong in ("float16", "int8", "nonsense"):
-        with pytest.raises(CheckpointError, match="dtype: want float32 or bfloat16"):
+        with pytest.raises(CheckpointError, match="dtype: want float32, bfloat16 or int8"):
             stree_jax.load(tmp_path / "rounded", dtype=wrong)
 
 
