@@ -34,7 +34,7 @@ from stree_jax.checkpoint import Model
 from stree_jax.cost import Acceptance, expected_tau
 from stree_jax.default_tree import accuracy_of, tree_for
 from stree_jax.memory import Room, memory_of
-from stree_jax.models import param_dtype
+from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads
 from stree_jax.speculation.tree import Tree, resolve_tree
 
@@ -133,7 +133,7 @@ def subject(shape: str, models: Models, options: Options) -> Subject:
     """A shape, or the pair itself with its heads."""
     if shape != PAIR:
         return budgets.subject_of(shape, options.limit)
-    dtype = str(param_dtype(models.target.params))
+    dtype = str(weights_dtype(models.target.params))
     return Subject(models.target, models.heads, dtype, options.small)
 
 

@@ -17,7 +17,7 @@ from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.speculation import PLAIN, check_ties
 from stree_jax.checkpoint import Model
 from stree_jax.generation import encode_prompts, generate, tune
-from stree_jax.models import param_dtype
+from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.planning import Choice, Request, plan
 from stree_jax.result import Generation
@@ -98,7 +98,7 @@ def plans(
             context=context,
             queries=request.queries,
             max_new_tokens=max_new_tokens,
-            dtypes=[str(param_dtype(target.params))],
+            dtypes=[str(weights_dtype(target.params))],
         ).best
 
     ample = ask(AMPLE)

@@ -27,8 +27,10 @@ from stree_jax.bench.shapes import config_of, random_model
 from stree_jax.bench.tables import megabytes, ratio, shown, table, with_quartiles
 from stree_jax.checkpoint import Model
 from stree_jax.cost import fit_pass_time, fit_quality
+from stree_jax.memory import abstract_model
 from stree_jax.models import ModelConfig
-from stree_jax.models.memory import weight_bytes
+from stree_jax.models.memory import size_of
+from stree_jax.traffic import weights_read
 
 DISPATCH = 128  # passes a dispatch, but on a CPU: see `measure_forward`
 
@@ -140,9 +142,8 @@ def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str,
 
 def bytes_of(config: ModelConfig, dtype: str) -> tuple[int, int]:
     """Bytes of all weights, and of those that a pass reads whole."""
-    kept = jnp.dtype(dtype)
-    total, table = weight_bytes(config, kept), config.vocab_size * config.d_model
-    return total, total - (0 if config.tie_embeddings else table * kept.itemsize)
+    model = abstract_model(config, jnp.dtype(dtype))
+    return size_of(model.params), weights_read(model)
 
 
 def _peaks(programs: Sequence[Program]) -> dict[str, int | None]:

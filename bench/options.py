@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ["float32", "bfloat16"]
+WEIGHTS = [*DTYPES, "int8"]  # of a model in memory
 SHAPE = "mamba2-130m"
 PAIR = "NAME=TARGET:DRAFTER"
 COUNTED = ("breakdown", "longest", "ratios", "printed")
@@ -93,8 +94,11 @@ def add_model_options(p: argparse.ArgumentParser) -> None:
     add_dtype(p, "float32")
 
 
-def add_dtype(p: argparse.ArgumentParser, default: str) -> None:
-    add(p, "--dtype", str, default, "of weights and caches", choices=DTYPES)
+def add_dtype(
+    p: argparse.ArgumentParser, default: str, choices: Sequence[str] = WEIGHTS
+) -> None:
+    text = "of weights and caches" + (", bfloat16 beside int8" * ("int8" in choices))
+    add(p, "--dtype", str, default, text, choices=choices)
 
 
 def add_benchmark(
@@ -216,7 +220,7 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     b = benchmark("kernels", "time of the ops by implementation", 20)
     add(b, "--batch", int, (1,), "rows of the op", "+")
     add(b, "--sizes", int, (1, 16, 64), "nodes of the tree", "+")
-    add_dtype(b, "bfloat16")
+    add_dtype(b, "bfloat16", DTYPES)
 
     text = "everything, and a report with figures"
     b = benchmarks.add_parser("all", help=text, description=text)

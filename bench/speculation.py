@@ -24,7 +24,7 @@ from stree_jax.bench.tables import shown, table
 from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoint import Model
 from stree_jax.generation import begin, encode_prompts
-from stree_jax.models import param_dtype
+from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
@@ -39,7 +39,8 @@ from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
-TIE = {"float32": 1e-4, "bfloat16": 0.2}  # so close logits may change places
+# Logits as close as this may change places.
+TIE = {"float32": 1e-4, "bfloat16": 0.2, "int8": 0.2}
 PLAIN = "plain"
 
 
@@ -269,7 +270,7 @@ def check_ties(
     Raises:
       RuntimeError: it is not.
     """
-    tie = TIE[str(param_dtype(target.params))]
+    tie = TIE[str(weights_dtype(target.params))]
     for row, ids in enumerate(encode_prompts(target, list(texts))):
         plain = results[PLAIN].tokens[row]
         for name, result in results.items():
@@ -290,7 +291,7 @@ def settings_of(
     target, _ = next(iter(pairs.values()))
     return {
         "kind": benchmark,
-        "dtype": str(param_dtype(target.params)),
+        "dtype": str(weights_dtype(target.params)),
         "parameters": {label: sizes_of(*pair) for label, pair in pairs.items()},
         "sets": {title: len(texts) for title, texts in prompts.items()},
     }

@@ -15,15 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoint import Model
-from stree_jax.models import ModelConfig, by_path, init_params, nest, param_dtype
-from stree_jax.models.heads import Heads, head_shapes
+from stree_jax.models import (
+    INT8,
+    ModelConfig,
+    Quantized,
+    by_path,
+    cast_params,
+    init_params,
+    nest,
+    param_dtype,
+    parameter_count,
+    weights_dtype,
+)
+from stree_jax.models.heads import Heads, head_shapes, heads_dtype
+from stree_jax.models.params import Params
 
 KINDS = {"mamba", "attention", "mlp"}
 
 
 def sizes_of(*models: Model) -> list[int]:
     """Parameters of each."""
-    return [sum(z.size for z in jax.tree.leaves(model.params)) for model in models]
+    return [parameter_count(model.params) for model in models]
 
 
 def widened(model: Model, factor: int) -> Model:
@@ -36,13 +48,17 @@ def widened(model: Model, factor: int) -> Model:
 
     Args:
       model: of Mamba2 mixers with one group, attention and MLPs, with RMSNorms.
-      factor: a power of four.
+      factor: a power of four. In int8 the groups of columns stay what they are where
+        the model's widths are whole groups.
 
     Raises:
       ValueError: another factor or model.
     """
     if factor == 1:
         return model
+    if weights_dtype(model.params) == INT8:
+        wide = widened(replace(model, params=_in_float32(model.params)), factor)
+        return replace(wide, params=cast_params(wide.params, INT8))
     config, dtype = wide_config(model.config, factor), param_dtype(model.params)
     make = partial(init_params, config, dtype=dtype)
     shapes = jax.eval_shape(make, jax.random.key(0))
@@ -67,6 +83,10 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
     """Medusa heads of a `widened` model, whose states have zeros behind the others."""
     if factor == 1:
         return heads
+    if heads_dtype(heads.params) == INT8:
+        plain = replace(heads, params=_in_float32(heads.params))
+        wide = widened_heads(plain, factor)
+        return replace(wide, params=cast_params(wide.params, INT8))
     config = replace(heads.config, d_model=factor * heads.config.d_model)
 
     def place(old: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -75,6 +95,17 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
     shapes = head_shapes(config)
     old = by_path(heads.params)
     return Heads(nest({path: place(old[path], shapes[path]) for path in old}), config)
+
+
+def _in_float32(params: Params) -> Params:
+    """What int8 weights and bfloat16 arrays stand for."""
+
+    def plain(leaf: Any) -> jax.Array:
+        if isinstance(leaf, Quantized):
+            return leaf.rows(jnp.arange(leaf.shape[0]))
+        return leaf.astype(jnp.float32)
+
+    return nest({path: plain(leaf) for path, leaf in by_path(params).items()})
 
 
 def wide_config(config: ModelConfig, factor: int) -> ModelConfig:

@@ -24,6 +24,7 @@ from stree_jax.convert.store import (
     check_space,
     dtype_named,
     is_ours,
+    weights_named,
     write_directory,
 )
 from stree_jax.convert.tensors import check_tensors, read_param, rows_of
@@ -32,7 +33,7 @@ from stree_jax.convert.tokenizer import (
     read_tokenizer,
     tokenizer_files,
 )
-from stree_jax.models import ModelConfig, nest
+from stree_jax.models import ModelConfig, nest, param_shapes, stored
 
 PIECE = 2**24  # numbers looked at together
 
@@ -71,17 +72,18 @@ class Checkpoint:
         Args:
           warn: called once, if a weight is not finite.
         """
-        flat, odd = {}, None
+        flat, odd, shapes = {}, None, param_shapes(self.config)
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
         total = sum(_nbytes(self.source, row) for row in rows)
         hidden = None if progress else True  # None: shown on a terminal only
         with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
             for row in by_shard:
-                param = read_param(self.source, row, self.dtype)
+                shape = shapes[row.path]
+                param = read_param(self.source, row, shape, self.dtype)
                 if warn is not None and odd is None and not _finite(param):
                     odd = _odd_tensor(self.source, row)
-                flat[row.path] = jnp.asarray(param)
+                flat[row.path] = stored(row.path[-1], jnp.asarray(param), self.dtype)
                 bar.update(_nbytes(self.source, row))
         if warn is not None and odd is not None:
             warn(f"{tensors[odd].file}: {odd} holds NaN or infinity; kept as it is")
@@ -114,7 +116,7 @@ def open_checkpoint(
     _check_layer_count(source, config)
     rows = rows_of(NAMES[format], config)
     check_tensors(source, rows, config)
-    kept = source_dtype(source) if dtype is None else dtype_named(dtype)
+    kept = source_dtype(source) if dtype is None else weights_named(dtype)
     return Checkpoint(source, config, rows, kept)
 
 
@@ -174,6 +176,8 @@ def convert_checkpoint(
       CheckpointError: one line saying what is wrong and where; dst is not made.
     """
     with atomic_directory(dst, warn) as temporary:
+        if dtype is not None:
+            dtype_named(dtype)
         read_tokenizer(src)  # a bad one is refused before the weights are read
         checkpoint = open_checkpoint(src, dtype, dt_floor, warn, mtp=None)
         config, kept = checkpoint.config, checkpoint.dtype

@@ -15,11 +15,12 @@ from stree_jax.convert.store import (
     SOURCE_CONFIG,
     atomic_directory,
     check_space,
+    dtype_named,
     is_ours,
 )
 from stree_jax.convert.tensors import rows_of
 from stree_jax.convert.tokenizer import copy_tokenizer
-from stree_jax.models import ModelConfig, by_path
+from stree_jax.models import ModelConfig, by_path, weights_dtype
 from stree_jax.models.config_json import MAX_SIZE
 
 SHARD_BYTES = 5 * 10**9
@@ -53,7 +54,7 @@ def export_hf(
       CheckpointError: the model has an option that no Hugging Face class has, or dst
         cannot be written, or its disk has no room.
     """
-    dtype = np.dtype(params["embedding"].dtype)
+    dtype = dtype_named(weights_dtype(params))
     fields = hf_config(config, dtype.name, _kept_fields(config, source))
     tensors = _tensors(config, params)
     with atomic_directory(dst) as temporary:

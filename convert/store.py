@@ -22,14 +22,16 @@ from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.source import read_json
 from stree_jax.models import (
+    INT8,
     ModelConfig,
+    abstract_params,
     by_path,
     config_json,
     nest,
     param_shapes,
-    stored_dtype,
+    stored,
 )
-from stree_jax.models.memory import weight_bytes
+from stree_jax.models.memory import size_of, weight_bytes
 from stree_jax.models.params import Path as ParamPath
 
 FORMAT, VERSION = "stree-jax", 1
@@ -44,14 +46,23 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 
 def dtype_named(dtype: Any) -> np.dtype:
-    """float32 or bfloat16, from a name or a dtype."""
+    """Of weights on a disk: float32 or bfloat16, from a name or a dtype."""
+    found = weights_named(dtype, "float32 or bfloat16")
+    if found == INT8:
+        raise CheckpointError(
+            "dtype: int8 is made when a model is loaded, and not written; "
+            "want float32 or bfloat16"
+        )
+    return found
+
+
+def weights_named(dtype: Any, wanted: str = "float32, bfloat16 or int8") -> np.dtype:
+    """Of weights in memory, from a name or a dtype."""
     try:
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-        return DTYPES[name]
+        return (DTYPES | {INT8.name: INT8})[name]
     except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"dtype: want float32 or bfloat16, got {dtype!r}"
-        ) from error
+        raise CheckpointError(f"dtype: want {wanted}, got {dtype!r}") from error
 
 
 @contextmanager
@@ -355,15 +366,18 @@ def read_params(
             _plain(directory.absolute()) as plain,
             ocp.StandardCheckpointer() as checkpointer,
         ):
-            stored = checkpointer.metadata(plain / "params").item_metadata.tree
-            _check_shapes(folder, shapes, stored)  # says more than a checksum
+            kept = checkpointer.metadata(plain / "params").item_metadata.tree
+            _check_shapes(folder, shapes, kept)  # says more than a checksum
             check_config(directory / "config.json")
-            if dtype is not None and (mtp or not config.mtp):
-                wanted = _abstract(shapes, dtype)
+            if dtype is None:
+                return None
+            config = config if mtp else replace(config, mtp=())
+            if dtype == INT8:
+                return _restore_as_int8(plain / "params", config, by_path(kept))
+            wanted = _abstract(config, dtype)
+            if param_shapes(config).keys() == shapes.keys():
                 return checkpointer.restore(plain / "params", wanted)
-            if dtype is not None:
-                shapes = param_shapes(replace(config, mtp=()))
-                return _restore_some(plain / "params", _abstract(shapes, dtype))
+            return _restore_some(plain / "params", wanted)
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
@@ -381,21 +395,53 @@ def _restore_some(folder: Path, wanted: Any) -> Any:
         return checkpointer.restore(folder, args=some)
 
 
-def _abstract(shapes: Mapping[ParamPath, tuple[int, ...]], dtype: np.dtype) -> Any:
-    """The parameters as they are to be read, on the default device."""
+def _restore_as_int8(
+    folder: Path, config: ModelConfig, kept: Mapping[ParamPath, Any]
+) -> Any:
+    """As they are in the files, and made int8, in portions as large as the largest
+    parameter: so much is held beside those of int8.
+
+    Args:
+      kept: what the folder says of its parameters.
+    """
+    wanted = {path: _on_device(kept[path]) for path in param_shapes(config)}
+    flat: dict[ParamPath, Any] = {}
+    for portion in _portions(wanted):
+        read = by_path(_restore_some(folder, nest(portion)))
+        while read:  # one by one, and gone when it is int8
+            path, leaf = read.popitem()
+            flat[path] = jax.block_until_ready(stored(path[-1], leaf, INT8))
+            del leaf
+    return nest(flat)
+
+
+def _portions(wanted: Mapping[ParamPath, Any]) -> Iterator[dict[ParamPath, Any]]:
+    """All of them, of no more bytes at a time than the largest has."""
+    most = max(size_of(leaf) for leaf in wanted.values())
+    portion: dict[ParamPath, Any] = {}
+    for path, leaf in wanted.items():
+        if size_of([*portion.values(), leaf]) > most:
+            yield portion
+            portion = {}
+        portion[path] = leaf
+    yield portion
+
+
+def _abstract(config: ModelConfig, dtype: np.dtype) -> Any:
+    """The parameters as they are to be read."""
+    return jax.tree.map(_on_device, abstract_params(config, dtype))
+
+
+def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An array of this shape and dtype on the default device."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def leaf(path: ParamPath, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        kept = stored_dtype(path[-1], dtype)
-        return jax.ShapeDtypeStruct(shape, kept, sharding=device)
-
-    return nest({path: leaf(path, shape) for path, shape in shapes.items()})
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
 
 
 def _check_shapes(
-    folder: Path, wanted: Mapping[ParamPath, tuple[int, ...]], stored: Any
+    folder: Path, wanted: Mapping[ParamPath, tuple[int, ...]], kept: Any
 ) -> None:
-    found = {path: tuple(leaf.shape) for path, leaf in by_path(stored).items()}
+    found = {path: tuple(leaf.shape) for path, leaf in by_path(kept).items()}
     for path in sorted(wanted.keys() | found.keys()):
         if found.get(path) != wanted.get(path):
             raise CheckpointError(

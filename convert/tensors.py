@@ -9,7 +9,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.rows import Names, Row, candidates, join, source_shapes
 from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
-from stree_jax.models.params import stored_dtype
+from stree_jax.models.params import is_int8, stored_dtype
 
 _SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
 
@@ -84,9 +84,22 @@ def _check_dtype(name: str, info: TensorInfo) -> None:
         )
 
 
-def read_param(source: Source, row: Row, dtype: Any) -> np.ndarray:
-    """A row's parameter in `dtype`, or float32 where that is the rule."""
-    kept = stored_dtype(row.path[-1], dtype)
+def read_param(
+    source: Source, row: Row, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+    """A row's parameter for a model in `dtype`; what is to become int8 as it is in the
+    file, or in float32."""
+    name = row.path[-1]
+    kept = stored_dtype(name, dtype)
+    if is_int8(name, shape, dtype) and not _all_bfloat16(source, row):
+        kept = np.float32
     read = (source.read(name, kept) for name in row.sources)
     # Of one dtype, as NumPy joins no bfloat16 with float16.
     return join(row, [tensor.astype(kept, copy=False) for tensor in read]).astype(kept)
+
+
+def _all_bfloat16(source: Source, row: Row) -> bool:
+    return not any(
+        name in source.quantized or source.tensors[name].dtype != "bfloat16"
+        for name in row.sources
+    )

@@ -16,12 +16,14 @@ from stree_jax.models.config import Rope as Rope
 from stree_jax.models.config import SharedConfig as SharedConfig
 from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.model import Model as Model
+from stree_jax.models.model import abstract_params as abstract_params
 from stree_jax.models.model import forward_hidden as forward_hidden
 from stree_jax.models.model import forward_tree as forward_tree
 from stree_jax.models.model import init_params as init_params
 from stree_jax.models.model import logits_of as logits_of
 from stree_jax.models.model import param_dtype as param_dtype
 from stree_jax.models.model import param_shapes as param_shapes
+from stree_jax.models.model import weights_dtype as weights_dtype
 from stree_jax.models.mtp import mtp_model as mtp_model
 from stree_jax.models.mtp import without_mtp as without_mtp
 from stree_jax.models.nodes import Nodes as Nodes
@@ -31,7 +33,11 @@ from stree_jax.models.params import FLOAT32_PARAMS as FLOAT32_PARAMS
 from stree_jax.models.params import by_path as by_path
 from stree_jax.models.params import cast_params as cast_params
 from stree_jax.models.params import nest as nest
+from stree_jax.models.params import parameter_count as parameter_count
+from stree_jax.models.params import stored as stored
 from stree_jax.models.params import stored_dtype as stored_dtype
+from stree_jax.models.quantized import INT8 as INT8
+from stree_jax.models.quantized import Quantized as Quantized
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
 from stree_jax.models.reading import chunk_of as chunk_of
 from stree_jax.models.reading import extend as extend

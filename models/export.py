@@ -11,6 +11,7 @@ from stree_jax.models.config_json import from_json, to_json
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.models.model import Model
 from stree_jax.models.nodes import Nodes
+from stree_jax.models.quantized import Quantized
 from stree_jax.models.state import (
     AttentionRecord,
     AttentionState,
@@ -54,6 +55,7 @@ register_for_export(
     lambda fields: [asdict(fields[0])],
     lambda values: (_heads_config(values[0]),),
 )
+register_for_export(Quantized)
 register_for_export(Nodes)  # its `scan` is a string
 _NODES: list[type] = [State, MambaState, AttentionState, ParallelState]
 _NODES += [Pending, MambaRecord, AttentionRecord, ParallelRecord]

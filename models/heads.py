@@ -11,7 +11,6 @@ W_k is its own, or the model's head for all of them.
 Letters: K heads, d width of the hidden states, V rows of the vocabulary.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,17 @@ from flax import struct
 
 from stree_jax.models.linear import linear
 from stree_jax.models.model import Model, logits_of
-from stree_jax.models.params import ZEROS, Param, Params, Table, by_path, declare
+from stree_jax.models.params import (
+    ZEROS,
+    Param,
+    Params,
+    Table,
+    by_path,
+    cast_params,
+    declare,
+    parameter_count,
+)
+from stree_jax.models.quantized import INT8
 
 MOST_HEADS, MOST_BLOCKS = 64, 16
 
@@ -78,7 +87,7 @@ class Heads:
     config: HeadsConfig = struct.field(pytree_node=False)
 
     def __repr__(self) -> str:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        count = parameter_count(self.params)
         c = self.config
         output = "own outputs" if c.own_output else "the model's output"
         return f"Heads({c.heads}, {c.blocks} blocks each, {output}, {count:,})"
@@ -146,11 +155,14 @@ class MedusaHeads(nn.Module):
 
 def heads_dtype(params: Params) -> Any:
     """Of all weights."""
-    return jax.tree.leaves(params)[0].dtype
+    first, *_ = params["head_0"].values()
+    return first["weight"].dtype
 
 
 def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
     """Fresh parameters; `jax.eval_shape` of this is the table of names and shapes."""
+    if dtype == INT8:
+        return cast_params(init_heads(config, key, jnp.float32), dtype)
     hidden = jnp.zeros((1, config.d_model), jnp.float32)
     return MedusaHeads(config, dtype).init(key, hidden, config.heads)["params"]
 

@@ -1,23 +1,19 @@
 """How many bytes a model and its state take, before any of them is made."""
 
-import math
 from typing import Any
 
 import jax
 import numpy as np
 
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import param_shapes
-from stree_jax.models.params import stored_dtype
+from stree_jax.models.model import abstract_params
+from stree_jax.models.params import array_dtype
 from stree_jax.models.state import init_state
 
 
 def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """Of all parameters in `dtype`, but for those that are float32 always."""
-    return sum(
-        math.prod(shape) * np.dtype(stored_dtype(path[-1], dtype)).itemsize
-        for path, shape in param_shapes(config).items()
-    )
+    """Of all parameters of a model in `dtype`, scales of int8 included."""
+    return size_of(abstract_params(config, dtype))
 
 
 def size_of(tree: Any) -> int:
@@ -31,7 +27,8 @@ def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: np.dtype)
     Args:
       batch: B, rows.
       capacity: rows of each attention cache, in tokens.
-      dtype: of the caches; what an SSM keeps in float32 stays so.
+      dtype: of the weights, see `array_dtype`; what an SSM keeps in float32 stays so.
     """
-    state = jax.eval_shape(lambda: init_state(config, batch, capacity, dtype))
+    kept = array_dtype(dtype)
+    state = jax.eval_shape(lambda: init_state(config, batch, capacity, kept))
     return size_of(state)

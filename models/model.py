@@ -1,6 +1,5 @@
 """The hybrid stack and its pure functions: a pass over a tree, and its logits."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -25,12 +24,18 @@ from stree_jax.models.norm import Norm
 from stree_jax.models.params import (
     Params,
     Path,
+    array_dtype,
     by_path,
+    cast_params,
     declare,
     model_params,
     mtp_params,
+    nest,
+    parameter_count,
     shared_params,
+    stored,
 )
+from stree_jax.models.quantized import INT8, Quantized
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
@@ -64,7 +69,7 @@ class Model:
         return LanguageModel(self.config, param_dtype(self.params))
 
     def __repr__(self) -> str:
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        count = parameter_count(self.params)
         return f"{type(self).__name__}({count:,} parameters, {self.config})"
 
 
@@ -229,7 +234,10 @@ class LanguageModel(nn.Module):
         # XLA:CPU looks nothing up in 16 bits. It makes the rows float32; where it may,
         # the whole table, before a loop, and keeps that.
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
-        h = table[tokens].astype(jnp.float32)
+        if isinstance(table, Quantized):
+            h = table.rows(tokens)
+        else:
+            h = table[tokens].astype(jnp.float32)
         return h * self.config.embedding_multiplier
 
     def __call__(
@@ -276,6 +284,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
 
     `jax.eval_shape` of this is the table of every parameter's name, shape and dtype.
     """
+    if dtype == INT8:
+        return cast_params(init_params(config, key, jnp.float32), dtype)
     tokens = jnp.zeros((1, 1), jnp.int32)
     nodes = chain_nodes(1, 1, config.conv_taps)
     state = init_state(config, 1, 1, dtype)
@@ -308,6 +318,21 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
     return MappingProxyType(shapes)
 
 
+def abstract_params(config: ModelConfig, dtype: Any) -> Params:
+    """`jax.ShapeDtypeStruct` of every parameter in `dtype`, int8 weights too."""
+    flat = {
+        path: _abstract(path[-1], shape, dtype)
+        for path, shape in param_shapes(config).items()
+    }
+    return nest(flat)
+
+
+@cache
+def _abstract(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    weight = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.eval_shape(lambda weight: stored(name, weight, dtype), weight)
+
+
 def _kinds(layers: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """One layer of each kind, in order."""
     return tuple(dict.fromkeys(layers))
@@ -336,7 +361,13 @@ def _check_widths(config: ModelConfig) -> None:
 
 
 def param_dtype(params: Params) -> Any:
-    """The dtype of weights, caches and records (SSM state is float32 always)."""
+    """The dtype of caches, records, and all parameters that are arrays (SSM state is
+    float32 always): that of the weights, or bfloat16 beside int8."""
+    return array_dtype(weights_dtype(params))
+
+
+def weights_dtype(params: Params) -> Any:
+    """The dtype that a model was loaded in: float32, bfloat16, or int8."""
     return params["embedding"].dtype
 
 

@@ -6,6 +6,7 @@ A model's parameters are a nested dictionary of arrays, `layers_0 / mamba / in_p
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +21,19 @@ from stree_jax.models.config import (
     ModelConfig,
     MoEConfig,
 )
+from stree_jax.models.quantized import INT8, Quantized, quantize
 
 # Small numbers that decide how fast a state forgets, or which expert is taken.
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
+
+# What `linear` reads as a whole; in a model of int8 these are, where they are matrices.
+# (Experts are not: their names are here, but they have three axes.)
+PRODUCTS = frozenset(
+    ("embedding", "lm_head", "in_proj", "out_proj", "qkv", "out", "gate_up", "up")
+    + ("down", "linear", "latent_in", "latent_out", "eh_proj", "weight")
+)
+# Columns of an int8 weight that share a scale: bench/RESULTS.md, "int8 weights".
+GROUP = 128
 
 Path = tuple[str, ...]
 Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
@@ -153,24 +164,74 @@ def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, jax.Array]
     }
 
 
+def array_dtype(dtype: Any) -> Any:
+    """Of caches, records, and all parameters but products, in a model of `dtype`."""
+    return jnp.dtype(jnp.bfloat16) if dtype == INT8 else dtype
+
+
 def stored_dtype(name: str, dtype: Any) -> Any:
-    """The dtype of the parameter of this name in a model of `dtype`."""
-    return jnp.float32 if name in FLOAT32_PARAMS else dtype
+    """Of an array of this name, which is no int8 weight, in a model of `dtype`."""
+    return jnp.float32 if name in FLOAT32_PARAMS else array_dtype(dtype)
 
 
-def cast_params(params: Params, dtype: Any) -> Params:
-    """The parameters of the same model in `dtype`; FLOAT32_PARAMS stay float32."""
+def is_int8(name: str, shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether a model of `dtype` keeps this parameter in int8."""
+    return dtype == INT8 and name in PRODUCTS and len(shape) == 2
 
-    def cast(path: tuple, leaf: jax.Array) -> jax.Array:
-        return leaf.astype(stored_dtype(path[-1].key, dtype))
+
+def group_of(columns: int, group: int = GROUP) -> int | None:
+    """The largest divisor of the columns that is half to all of a group, or None: no
+    such divisor, and a scale for the whole row."""
+    sizes = range(min(group, columns), group // 2 - 1, -1)
+    return next((n for n in sizes if n and columns % n == 0), None)
+
+
+@partial(jax.jit, static_argnums=1)  # or each step of it would be an array
+def _int8(weight: jax.Array, group: int | None) -> Quantized:
+    return quantize(weight, group)
+
+
+def stored(
+    name: str, weight: jax.Array, dtype: Any, group: int | None = GROUP
+) -> jax.Array | Quantized:
+    """A parameter as a model of `dtype` keeps it.
+
+    Args:
+      weight: of any float dtype.
+      group: of int8, columns that share a scale, about; None: a scale for each row.
+    """
+    if is_int8(name, weight.shape, dtype):
+        size = None if group is None else group_of(weight.shape[1], group)
+        return _int8(weight, size)
+    return weight.astype(stored_dtype(name, dtype))
+
+
+def cast_params(params: Params, dtype: Any, group: int | None = GROUP) -> Params:
+    """The parameters of the same model, which is none of int8, in `dtype`.
+
+    FLOAT32_PARAMS stay float32; group as of `stored`.
+    """
+
+    def cast(path: tuple, leaf: jax.Array) -> jax.Array | Quantized:
+        return stored(path[-1].key, leaf, dtype, group)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized)
+
+
 def by_path(params: Params) -> dict[Path, Any]:
-    """The leaves of nested dictionaries by the names that lead to them."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+    """The parameters in nested dictionaries by the names that lead to them."""
+    flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
+    return {tuple(key.key for key in path): leaf for path, leaf in flat}
+
+
+def parameter_count(params: Params) -> int:
+    """Of the numbers that a model has; scales are none."""
+    leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def nest(flat: dict[Path, Any]) -> dict[str, Any]:

@@ -5,11 +5,15 @@ float32. A product rounds its rows in the same way, by row and group, and adds u
 integers within a group; `models.linear` runs it by a kernel where there is one.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
+INT8 = np.dtype(np.int8)  # a dtype of weights, not of arrays: see `params.stored`
 LARGEST = 127  # of q, either sign
 LEAST = 1e-30  # a group whose largest number is below is 0; src/int8_body.h has it too
 
@@ -29,6 +33,10 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.q.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.q.dtype
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """Rows [..., k] float32 of a table, as an embedding is looked up."""

@@ -15,6 +15,7 @@ from stree_jax.cost import step_time as seconds_of_step
 from stree_jax.default_tree import accuracy_of
 from stree_jax.memory import Room, abstract_program
 from stree_jax.models.heads import Heads, first_heads
+from stree_jax.models.memory import size_of
 from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.tree import (
@@ -235,8 +236,7 @@ def _seconds(model: models.Model, room: Room) -> float:
 
 
 def _output_bytes(target: models.Model) -> int:
-    table = target.params["embedding"]
-    return table.size * table.dtype.itemsize
+    return size_of(target.params["embedding"])
 
 
 def _between(by_size: dict[int, float]) -> Seconds:

@@ -25,10 +25,11 @@ from stree_jax.convert.store import (
     dtype_named,
     is_ours,
     read_params,
+    weights_named,
     write_directory,
 )
 from stree_jax.convert.tokenizer import read_tokenizer
-from stree_jax.models import param_shapes
+from stree_jax.models import param_shapes, weights_dtype
 from stree_jax.models.memory import state_bytes, weight_bytes
 
 if TYPE_CHECKING:
@@ -103,9 +104,10 @@ def load(
     Args:
       path_or_hub_id: a directory, a Hugging Face hub id, or "demo" / "demo-drafter",
         the bundled pair.
-      dtype: "float32" or "bfloat16" of the weights (A_log, dt_bias and D are float32
-        always); None keeps bfloat16, makes it of quantized weights, and float32 of
-        anything else.
+      dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
+        float32 always); None keeps bfloat16, makes it of quantized weights, and float32
+        of anything else. int8: the weights of products, rounded by groups of columns
+        one after another as they are read; all else is bfloat16 (`models.params`).
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
@@ -116,7 +118,7 @@ def load(
     directory = resolve(path_or_hub_id)
     if is_ours(directory):
         config, kept = config_from_json(directory / "config.json")
-        kept = kept if dtype is None else dtype_named(dtype)
+        kept = kept if dtype is None else weights_named(dtype)
         if mtp:
             check_mtp(directory, config)
         params = read_params(directory, config, kept, mtp)
@@ -139,7 +141,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         )
     if not isinstance(dst, str | PathLike):
         raise CheckpointError(f"save: want a path, got {type(dst).__name__}")
-    dtype = dtype_named(model.params["embedding"].dtype)
+    dtype = dtype_named(weights_dtype(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(Path(dst)) as temporary:
         if tokenizer is not None:  # before its checksum is taken

@@ -27,9 +27,9 @@ from stree_jax.convert.source import (
     open_files,
     read_json,
 )
-from stree_jax.convert.store import atomic_directory, dtype_named
+from stree_jax.convert.store import atomic_directory, dtype_named, weights_named
 from stree_jax.models.heads import Heads, HeadsConfig, head_shapes, heads_dtype
-from stree_jax.models.params import by_path, nest
+from stree_jax.models.params import by_path, nest, stored
 
 WEIGHTS = "medusa_lm_head.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
@@ -57,15 +57,17 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     """Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
     Args:
-      dtype: "float32" or "bfloat16"; None keeps bfloat16 and makes float32 of others.
+      dtype: "float32", "bfloat16" or "int8"; None keeps bfloat16 and makes float32 of
+        others.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
     """
     source, names, config = _opened(path_or_hub_id)
-    kept = np.dtype(dtype_named(_usual(source) if dtype is None else dtype))
+    kept = weights_named(_usual(source) if dtype is None else dtype)
     params = {
-        path: jnp.asarray(source.read(n).astype(kept)) for path, n in names.items()
+        path: stored(path[-1], jnp.asarray(source.read(n)), kept)
+        for path, n in names.items()
     }
     return Heads(nest(params), config)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models import Model, ModelConfig, nest, param_shapes, stored_dtype
+from stree_jax.models import Model, ModelConfig, abstract_params
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.requests import Requests
@@ -129,11 +129,7 @@ class Memory:
 
 def abstract_model(config: ModelConfig, dtype: Any) -> Model:
     """A model of `jax.ShapeDtypeStruct`: what `load` would read, and none of it."""
-    flat = {
-        path: jax.ShapeDtypeStruct(shape, stored_dtype(path[-1], dtype))
-        for path, shape in param_shapes(config).items()
-    }
-    return Model(nest(flat), config)
+    return Model(abstract_params(config, dtype), config)
 
 
 def abstract_heads(config: HeadsConfig, dtype: Any) -> Heads:

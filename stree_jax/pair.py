@@ -30,7 +30,7 @@ def load_pair(
         ("demo-heads" are the bundled ones), a file of n-grams, "lookup", "mtp" (the
         target is loaded with those layers) or "none"; None, or "auto", is the bundled
         one beside the bundled target, and lookup beside others.
-      dtype: "float32" or "bfloat16".
+      dtype: "float32", "bfloat16" or "int8".
       ngrams: a file of n-grams that guess for the drafter, or None.
       ahead: levels that they guess; None: as many as is usual.
     """

@@ -18,6 +18,7 @@ from stree_jax.arguments import MOST_TOKENS, integer
 from stree_jax.buckets import bucket
 from stree_jax.byte_sizes import bytes_named, shown_bytes
 from stree_jax.candidates import Candidate, by_speed, way
+from stree_jax.convert.store import weights_named
 from stree_jax.cost import Acceptance
 from stree_jax.memory import (
     SCRATCH,
@@ -170,7 +171,7 @@ def plan(
         or None, as of `generate`.
       memory: bytes, see `bytes_named`.
       batch, context, queries, max_new_tokens: see `Request`.
-      dtypes: of all weights, in the order of preference.
+      dtypes: of all weights, in the order of preference; "int8" is one, too.
       acceptance: of the drafter's guesses, see `cost`; None: the accuracies that come
         with heads, and for others what is assumed.
       check: whether to compile what fits, and to leave out what the compiler says does
@@ -186,7 +187,8 @@ def plan(
         drafter = drafter.config
     least: list[_Option] = []
     for dtype in dtypes:
-        options = _options(config, drafter, np.dtype(dtype), request, acceptance)
+        kept = weights_named(dtype)
+        options = _options(config, drafter, kept, request, acceptance)
         (plain,) = (option for option in options if option.way.who == "none")
         least.append(plain)
         if plain.bytes_of(request) > limit:  # and whatever drafts takes more

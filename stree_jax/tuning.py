@@ -23,7 +23,7 @@ import numpy as np
 
 from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
-from stree_jax.models import Model, ModelConfig, param_dtype
+from stree_jax.models import Model, ModelConfig, weights_dtype
 from stree_jax.models.heads import heads_dtype
 from stree_jax.models.memory import size_of
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
@@ -146,7 +146,7 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
         f"room {max(room, SMALL_ROOM).bit_length()}",
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    shape = f"{facts[6]}, {facts[7]}, {param_dtype(target.params)}"
+    shape = f"{facts[6]}, {facts[7]}, {weights_dtype(target.params)}"
     return f"{shape}, {digest}"
 
 
@@ -154,7 +154,7 @@ def _model(model: Model | MedusaDrafter) -> str:
     if isinstance(model, MedusaDrafter):
         c = replace(model.heads.config, accuracy=())
         return f"{c} {heads_dtype(model.heads.params)}"
-    return f"{_config(model.config)} {param_dtype(model.params)}"
+    return f"{_config(model.config)} {weights_dtype(model.params)}"
 
 
 @cache

@@ -16,6 +16,7 @@ Bytes are predicted from shapes, without loading or compiling anything; --check 
 what was chosen and takes the compiler's word. tokens_per_s goes by steps measured here
 where stree-jax tune was run for the pair, batch and context, and else by the bytes that
 a step reads, at a bandwidth that is assumed: then only its order says something."""
+DTYPES = ["float32", "bfloat16"]  # in this order; int8 only if it is asked for
 WIDEST = 40  # characters of a tree's name in the table
 
 
@@ -32,7 +33,7 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16"],
+        choices=[*DTYPES, "int8"],
         help="of the weights; default: float32, and bfloat16 where nothing fits in it",
     )
     for name, default, text in (
@@ -64,7 +65,7 @@ def run_plan(args: argparse.Namespace) -> None:
         context=args.context,
         queries=args.queries,
         max_new_tokens=args.max_new_tokens,
-        dtypes=[args.dtype] if args.dtype else ["float32", "bfloat16"],
+        dtypes=[args.dtype] if args.dtype else DTYPES,
         check=args.check,
     )
     print(json.dumps(found.as_json()) if args.json else report(found))

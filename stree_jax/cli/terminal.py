@@ -27,6 +27,7 @@ from stree_jax.generation import (
     generate,
     stream,
 )
+from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.pair import load_pair, pair_configs
 from stree_jax.planning import Planned, Request, plan
@@ -300,7 +301,7 @@ def figures(
         "prefill_s": result.prefill_s,
         "decode_s": result.decode_s,
         "promise": result.promise,
-        "dtype": str(target.params["embedding"].dtype),
+        "dtype": str(weights_dtype(target.params)),
         "device": str(jax.devices()[0].device_kind),
     }
 

@@ -106,8 +106,10 @@ def test_dtype_asked_for(source, tmp_path):
     np.testing.assert_array_equal(rounded.params["embedding"], table)
     back = stree_jax.load(tmp_path / "rounded", dtype="float32")
     assert back.params["embedding"].dtype == "float32"
-    for wrong in ("float16", "int8", "nonsense"):
-        with pytest.raises(CheckpointError, match="dtype: want float32 or bfloat16"):
+    for wrong in ("float16", "int4", "nonsense"):
+        with pytest.raises(
+            CheckpointError, match="dtype: want float32, bfloat16 or int8"
+        ):
             stree_jax.load(tmp_path / "rounded", dtype=wrong)
 
 

@@ -1,0 +1,106 @@
+"""How far bfloat16 and int8 weights are from float32, on prompts.
+
+    python -m tests.int8_divergence PROMPTS.jsonl ... [--model demo] [--count 10]
+
+The float32 model goes on greedily from each prompt; every other model is given that
+text (teacher forcing), and then writes its own. Printed by set of prompts:
+
+- KL: mean of KL(float32 || model) over the next-token distributions of prompt and
+  continuation, in nats a token;
+- top-1: tokens whose most probable next token is float32's, in percent;
+- parts: where the model's own greedy text first differs from float32's, in tokens, the
+  median over prompts (as long as the text: half of them nowhere).
+
+Caches and all that is no int8 weight are bfloat16: the row of bfloat16 shows what that
+does alone.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+
+import stree_jax
+from stree_jax.bench.prompts import read_prompts
+from stree_jax.generation import encode_prompts
+from stree_jax.models import INT8, cast_params
+
+GROUPS = {"by channel": None, "groups of 128": 128, "of 64": 64, "of 32": 32}
+
+
+def models_of(target: stree_jax.Model) -> dict[str, stree_jax.Model]:
+    """Of a float32 model, the same in fewer bits."""
+    low = {"bfloat16": cast_params(target.params, jax.numpy.bfloat16)}
+    for name, group in GROUPS.items():
+        low[f"int8 {name}"] = cast_params(target.params, INT8, group)
+    return {name: replace(target, params=params) for name, params in low.items()}
+
+
+def compared(logits: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """KL in nats and whether the best token is the same, of each of [n, V]."""
+    both = (logits, others)
+    p, q = (z - np.logaddexp.reduce(z, axis=-1, keepdims=True) for z in both)
+    kl = (np.exp(p) * (p - q)).sum(axis=-1)
+    return kl, logits.argmax(axis=-1) == others.argmax(axis=-1)
+
+
+def first_apart(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((i for i, (a, b) in pairs if a != b), len(ours))
+
+
+def rows_of(
+    target: stree_jax.Model, prompts: dict[str, list], tokens: int
+) -> list[tuple[str, ...]]:
+    """Lines of the table."""
+    rows, models = [], models_of(target)
+    for title, texts in prompts.items():
+        ids = encode_prompts(target, texts)
+        own = [_greedy(target, one, tokens) for one in ids]
+        whole = [[*one, *more] for one, more in zip(ids, own, strict=True)]
+        told = [_logits(target, text) for text in whole]
+        for name, model in models.items():
+            found = [
+                compared(logits, _logits(model, text))
+                for logits, text in zip(told, whole, strict=True)
+            ]
+            kl, same = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            parts = median(
+                first_apart(_greedy(model, one, tokens), more)
+                for one, more in zip(ids, own, strict=True)
+            )
+            facts = f"{kl.mean():.5f}", f"{100 * same.mean():.2f}", f"{parts:g}"
+            rows.append((title, name, *facts, f"{len(kl)}"))
+            print("| " + " | ".join(rows[-1]) + " |", flush=True)
+    return rows
+
+
+def _greedy(model: stree_jax.Model, ids: Sequence[int], tokens: int) -> list[int]:
+    result = stree_jax.generate(model, [ids], max_new_tokens=tokens, stop_tokens=())
+    return list(result.tokens[0])
+
+
+def _logits(model: stree_jax.Model, text: Sequence[int]) -> np.ndarray:
+    return np.asarray(stree_jax.score(model, [text])[0], np.float64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", type=Path, nargs="+")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--count", type=int, default=10, help="prompts of each file")
+    parser.add_argument("--tokens", type=int, default=128, help="that follow a prompt")
+    args = parser.parse_args()
+    target = stree_jax.load(args.model, dtype="float32")
+    print("| prompts | weights | KL | top-1 % | parts at | tokens |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    rows_of(target, read_prompts(args.prompts, args.count), args.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""int8 weights: a dtype that models are loaded in, counted, planned and decoded in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.export import export_hf
+from stree_jax.heads_file import save_heads
+from stree_jax.memory import Room, abstract_model, compiled_bytes, memory_of
+from stree_jax.models import (
+    INT8,
+    Quantized,
+    by_path,
+    cast_params,
+    init_params,
+    param_dtype,
+    weights_dtype,
+)
+from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.params import FLOAT32_PARAMS, group_of
+from tests.models.configs import CONFIGS
+from tests.support.checkpoints import HF_CASES
+from tests.support.native import INSTRUCTIONS, use
+from tests.support.tiny import REAL, tiny
+
+KINDS = {
+    "mamba2": ("mamba", "mamba"),
+    "hybrid": ("mamba", "mlp", "attention", "mlp", "mamba"),
+    "attention": ("attention", "mlp"),
+}
+KERNELS = ["off"] if INSTRUCTIONS is None else ["off", INSTRUCTIONS[0]]
+
+
+def in_int8(model):
+    return model.replace(params=cast_params(model.params, INT8))
+
+
+# Text
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tree_text_is_plain_text(kind, kernels, monkeypatch):
+    """Of the int8 model, its drafter in int8, too; differences are at ties alone."""
+    use(monkeypatch, kernels)
+    target = in_int8(tiny(1, layers=KINDS[kind]))
+    drafter = in_int8(tiny(2, layers=("mamba",)))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(8, REAL, n).tolist() for n in (5, 33)]
+    options = {"max_new_tokens": 16, "stop_tokens": ()}
+    plain = stree_jax.generate(target, prompts, **options)
+    for who in (drafter, target)[: 1 if kernels == "off" else 2]:  # mostly wrong; right
+        drafted = stree_jax.generate(target, prompts, drafter=who, tree="A", **options)
+        assert min(plain.min_margin) > 1e-3, "a tie: take another seed"
+        assert drafted.tokens == plain.tokens
+        assert (max(drafted.acceptance_length) > 2) == (who is target)
+
+
+# Numbers
+
+
+def exact(weight):
+    """float64 numbers of an int8 weight, by its definition."""
+    parts = np.asarray(weight.q, np.float64).reshape(*weight.scale.shape, -1)
+    return (parts * np.asarray(weight.scale, np.float64)[..., None]).reshape(
+        weight.shape
+    )
+
+
+def test_what_is_rounded_and_how_far():
+    """Products to within half a step of their group; all else as with bfloat16."""
+    model = tiny(1)
+    plain, beside = by_path(model.params), cast_params(model.params, jnp.bfloat16)
+    found = by_path(in_int8(model).params)
+    assert found.keys() == plain.keys()
+    for path, leaf in found.items():
+        if not isinstance(leaf, Quantized):
+            other = by_path(beside)[path]
+            assert leaf.ndim == 1 or path[-1] == "conv_weight", path
+            assert leaf.dtype == other.dtype and (leaf == other).all()
+            assert (leaf.dtype == jnp.float32) == (path[-1] in FLOAT32_PARAMS)
+            continue
+        weight = np.asarray(plain[path], np.float64)
+        groups = leaf.scale.shape[1]
+        most = np.abs(weight).reshape(len(weight), groups, -1).max(axis=-1)
+        step = np.repeat(most / 127, weight.shape[1] // groups, axis=1)
+        assert (np.abs(exact(leaf) - weight) <= 0.5001 * step).all(), path
+    params = in_int8(model).params
+    assert (weights_dtype(params), param_dtype(params)) == (INT8, jnp.bfloat16)
+    assert repr(in_int8(model)) == repr(model), "scales are no parameters"
+
+
+def test_groups_of_columns():
+    assert [group_of(k, 128) for k in (768, 2560, 384, 640)] == [128] * 4
+    assert [group_of(k, 128) for k in (48, 96, 200, 3)] == [None, 96, 100, None]
+    assert [group_of(k, 128) for k in (131, 2 * 131)] == [None, None]
+
+
+def test_the_logits_are_near_those_of_float32():
+    """Of a hybrid: the rounding of weights, rows and bfloat16 together."""
+    model = tiny(1)
+    text = [np.random.default_rng(1).integers(8, REAL, 40).tolist()]
+    wanted, found = (
+        np.asarray(stree_jax.score(m, text), np.float64)
+        for m in (model, in_int8(model))
+    )
+    error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+    assert 1e-4 < error < 0.05
+
+
+# Loading
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A hybrid in shards, and as a directory of ours."""
+    root = tmp_path_factory.mktemp("int8")
+    HF_CASES["granite"]().save_pretrained(root / "shards", max_shard_size="20KB")
+    assert len(list((root / "shards").glob("*.safetensors"))) > 2
+    convert_checkpoint(root / "shards", root / "ours", progress=False)
+    return root
+
+
+def test_loaded_is_cast(folders):
+    """From shards and from our directory: what a whole float32 model would become."""
+    plain = stree_jax.load(folders / "shards", dtype="float32")
+    wanted = cast_params(plain.params, INT8)
+    for name in ("shards", "ours"):
+        found = stree_jax.load(folders / name, dtype="int8").params
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for got, want in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(
+                np.asarray(got, np.float32), np.asarray(want, np.float32)
+            )
+
+
+def test_experts_and_routers_stay_bfloat16():
+    """And a model with every kind of product runs."""
+    config = CONFIGS["two mixers a layer"]
+    params = init_params(config, jax.random.key(0), INT8)
+    for path, leaf in by_path(params).items():
+        expert = path[-2:] in (("moe", "into"), ("moe", "down"), ("moe", "router"))
+        product = len(leaf.shape) == 2 and path[-1] != "conv_weight" and not expert
+        assert isinstance(leaf, Quantized) == product, path
+        assert product or leaf.dtype in (jnp.bfloat16, jnp.float32)
+    logits = stree_jax.score(stree_jax.Model(params=params, config=config), [[1, 2, 3]])
+    assert np.isfinite(logits).all() and np.ptp(logits) > 0
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counted_bytes_are_the_compilers(kind):
+    model = in_int8(tiny(1, layers=KINDS[kind]))
+    abstract = abstract_model(model.config, INT8)
+    sizes = [(z.shape, z.dtype) for z in jax.tree.leaves(model)]
+    assert [(z.shape, z.dtype) for z in jax.tree.leaves(abstract)] == sizes
+    room = Room(2, 256, 16)
+    told = memory_of(abstract, None, "chain:0", room)
+    found = compiled_bytes(abstract, None, "chain:0", room)
+    assert told.weights == sum(z.nbytes for z in jax.tree.leaves(model))
+    assert found.arguments == told.steps_total - told.temporaries.total
+
+
+def test_a_plan_takes_int8_only_if_it_is_named():
+    config = tiny(1).config
+    asked = {"drafter": None, "context": 64, "max_new_tokens": 16}
+    best = stree_jax.plan(config, "100MB", dtypes=["int8"], **asked).best
+    assert best.dtype == "int8"
+    low = stree_jax.plan(config, "100MB", dtypes=["bfloat16"], **asked).best
+    assert best.memory.weights < low.memory.weights
+    assert best.memory.caches == low.memory.caches
+    with pytest.raises(ValueError, match="int8, got 'int4'"):
+        stree_jax.plan(config, "100MB", dtypes=["int4"], **asked)
+
+
+# What is refused
+
+
+def test_int8_is_not_written(folders, tmp_path):
+    model, new = in_int8(tiny(1)), tmp_path / "new"
+    config = HeadsConfig(d_model=32, vocab_size=50, heads=1)
+    heads = Heads(init_heads(config, jax.random.key(0), INT8), config)
+    for write in (
+        lambda: stree_jax.save(model, new),
+        lambda: export_hf(model.config, model.params, None, new),
+        lambda: save_heads(heads, new),
+        lambda: convert_checkpoint(folders / "shards", new, dtype="int8"),
+    ):
+        with pytest.raises(CheckpointError, match="dtype: int8 is made when") as caught:
+            write()
+        assert "\n" not in str(caught.value) and not new.exists()
+
+
+def test_another_dtype_is_one_line(folders):
+    with pytest.raises(CheckpointError, match="want float32, bfloat16 or int8, got"):
+        stree_jax.load(folders / "shards", dtype="int4")
