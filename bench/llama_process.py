@@ -31,9 +31,11 @@ def llama_process(python: Path) -> Iterator[Ask]:
     with tempfile.TemporaryFile("w+") as errors:
         # Isolated: neither our paths nor the modules beside the worker are its own.
         command = [str(python), "-I", str(WORKER)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipe = subprocess.PIPE
         try:
-            process = subprocess.Popen(command, stderr=errors, **pipes)
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, text=True
+            )
         except OSError as error:
             raise ValueError(f"--llama-python: {python}: {error.strerror}") from error
 

@@ -23,7 +23,7 @@ BATCH = 512  # tokens of a prompt that are read at a time
 class Session:
     """A model and its context.
 
-    Token ids go in as they are; its logits of ids from `num_tokens` on are not looked at.
+    Token ids go in as they are; logits of ids from `num_tokens` on are not looked at.
     """
 
     def describe(self) -> dict[str, Any]:
@@ -52,8 +52,11 @@ class Session:
         return {}
 
     def logits(self, ids: Sequence[int], read: int, path: str) -> dict[str, Any]:
-        """Logits [T - read + 1, num_tokens] float32 into a file: of the last of the first
-        `read` ids, which are read together, and of each that follows, one by one."""
+        """Logits [T - read + 1, num_tokens] float32 into a file.
+
+        They are of the last of the first `read` ids, which are read together, and of
+        each that follows, one by one.
+        """
         self._read(ids[:read])
         rows = [self._last().copy()]
         for token in ids[read:]:

@@ -1,8 +1,8 @@
 """This library beside llama.cpp and transformers: the same weights, greedy decoding.
 
-llama.cpp runs in a process of its own, from a GGUF file written from our parameters; all
-arms take turns, so that nothing else runs meanwhile. Before anything is timed its logits
-are compared with ours.
+llama.cpp runs in a process of its own, from a GGUF file written from our parameters;
+all arms take turns, so that nothing else runs meanwhile. Before anything is timed its
+logits are compared with ours.
 """
 
 import os
@@ -46,6 +46,7 @@ LLAMA, TRANSFORMERS = "llama.cpp, plain", "transformers, plain"
 # How far logits may be apart, of the largest. In int8 llama.cpp rounds in blocks of its
 # own: there it is to tell other weights from other rounding.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.25}
+READS = 10  # of the weights' bytes, to find the bandwidth
 CHECKED = 48  # tokens, half of them read one by one
 
 
@@ -265,7 +266,7 @@ def _compared(here: Ready) -> dict[str, Any]:
 
 def time_unit(here: Ready, text: Prompt, repeats: int) -> dict[str, Any]:
     """The record of a prompt: bytes a second read from memory, and every arm."""
-    rate = read_bandwidth(here.read_bytes["ours"], repeats)
+    rate = read_bandwidth(here.read_bytes["ours"], max(repeats, READS))
     arms = decode_unit(here.work, [text], 0, repeats, here.warm, here.others(text))
     return {"bytes_per_s": rate, "arms": arms}
 
@@ -348,9 +349,10 @@ def _about(
     """Ours are the first row's bytes and floor."""
     parameters = report["parameters"][label][0] / 1e6
     ours, theirs = (check["read_bytes"][name] / 1e6 for name in ("ours", "llama.cpp"))
+    rate = row["bytes_per_s"] / 1e9
     return (
         f"{label}, {parameters:.0f} M parameters, {row['dtype']}: {ours:.0f} MB of "
-        f"weights (llama.cpp {theirs:.0f}), read at {row['bytes_per_s'] / 1e9:.1f} GB/s: "
+        f"weights (llama.cpp {theirs:.0f}), read at {rate:.1f} GB/s: "
         f"floor {row['floor_ms']:.2f} ms; logits {check['logits_apart']:.1e} apart"
     )
 
