@@ -135,18 +135,9 @@ def measure_peers(
         for title, texts in subjects[label].prompts.items()
         for i, text in enumerate(texts)
     }
-    settings = {
-        "kind": "peers",
-        "dtype": ", ".join(dtypes),
-        "left_out": left_out,
-        "parameters": {label: sizes_of(s.target) for label, s in subjects.items()},
-        "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
-        "max_new_tokens": options.max_new_tokens,
-        "threads": options.threads,
-        "llama_cpp": llama_version(options.llama_python),
-        "transformers": _transformers_version(),
-    }
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    settings = _settings(subjects, options)
+    settings |= {"dtype": ", ".join(dtypes), "left_out": left_out}
+    with ExitStack() as stack:
         standing: dict[tuple[str, str], Ready] = {}
 
         def stand(label: str, dtype: str) -> Ready:
@@ -154,8 +145,7 @@ def measure_peers(
             if (label, dtype) not in standing:
                 stack.close()
                 standing.clear()
-                place = Path(folder) / f"{label}-{dtype}"
-                here = ready(subjects[label], dtype, options, place)
+                here = ready(subjects[label], dtype, options)
                 standing[label, dtype] = stack.enter_context(here)
             return standing[label, dtype]
 
@@ -169,6 +159,18 @@ def measure_peers(
     return {**report, "results": peer_rows(report["units"])}
 
 
+def _settings(subjects: Mapping[str, Subject], options: Options) -> dict[str, Any]:
+    return {
+        "kind": "peers",
+        "parameters": {label: sizes_of(s.target) for label, s in subjects.items()},
+        "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
+        "max_new_tokens": options.max_new_tokens,
+        "threads": options.threads,
+        "llama_cpp": llama_version(options.llama_python),
+        "transformers": _transformers_version(),
+    }
+
+
 def refusal(dtype: str) -> str | None:
     """Why models are not loaded in a dtype; None where they are."""
     try:
@@ -178,35 +180,23 @@ def refusal(dtype: str) -> str | None:
     return None
 
 
-def in_dtype(model: Model, dtype: str, place: Path) -> Model:
+def in_dtype(model: Model, dtype: str) -> Model:
     """A float32 model as `load` gives it in another dtype."""
     if dtype == "float32":
         return model
-    if not place.exists():
-        save(model, place)
-    return load(place, dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, Path(folder) / "model")
+        return load(Path(folder) / "model", dtype=dtype)
 
 
 @contextmanager
-def ready(
-    subject: Subject, dtype: str, options: Options, place: Path
-) -> Iterator[Ready]:
-    """Everyone's copy of a subject in one dtype.
-
-    Args:
-      place: where its files begin.
-    """
-    target = in_dtype(subject.target, dtype, place.with_name(f"{place.name}-target"))
-    drafter = subject.target
+def ready(subject: Subject, dtype: str, options: Options) -> Iterator[Ready]:
+    """Everyone's copy of a subject in one dtype."""
+    target = drafter = in_dtype(subject.target, dtype)
     if subject.drafter is not subject.target:
-        where = place.with_name(f"{place.name}-drafter")
-        drafter = in_dtype(subject.drafter, dtype, where)
+        drafter = in_dtype(subject.drafter, dtype)
     new, config = options.max_new_tokens, target.config
     work = workload(target, drafter, subject.arms, subject.prompts, new)
-    file = place.with_name(f"{place.name}.gguf")
-    # llama.cpp has its own way to int8; else the file holds our numbers.
-    source = subject.target if dtype == "int8" else target
-    in_file = write_gguf(config, source.params, dtype, file)
     strangers = None
     if _transformers_version() is not None and dtype != "int8":
         import torch
@@ -214,16 +204,11 @@ def ready(
         torch.set_num_threads(options.threads)
         strangers = with_transformers(target, new, dtype)
     table_bytes = 0 if config.tie_embeddings else size_of(target.params["embedding"])
-    in_ours = size_of(target.params) - table_bytes
+    # llama.cpp has its own way to int8; else its file holds our numbers.
+    source = subject.target if dtype == "int8" else target
     with llama_process(options.llama_python) as ask:
-        ask(
-            "load",
-            path=str(file),
-            threads=options.threads,
-            context=work.capacity,
-            num_tokens=config.num_tokens,
-            exact=dtype == "float32",
-        )
+        in_file = _hand_over(ask, source, dtype, options.threads, work.capacity)
+        in_ours = size_of(target.params) - table_bytes
 
         def others(text: Prompt) -> dict[str, Callable[[], float]]:
             (ids,) = encode_prompts(target, [text])
@@ -237,6 +222,22 @@ def ready(
         read_bytes = {"ours": in_ours, "llama.cpp": in_file}
         yield Ready(dtype, work, ask, others, read_bytes, set())
     jax.clear_caches()  # programs of all dtypes together take much memory
+
+
+def _hand_over(ask: Ask, model: Model, dtype: str, threads: int, context: int) -> int:
+    """Has llama.cpp load a model; bytes of it that a pass reads whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        read_bytes = write_gguf(model.config, model.params, dtype, file)
+        ask(
+            "load",
+            path=str(file),
+            threads=threads,
+            context=context,
+            num_tokens=model.config.num_tokens,
+            exact=dtype == "float32",
+        )
+    return read_bytes  # a file that is mapped stays until it is let go
 
 
 def _compared(here: Ready) -> dict[str, Any]:
