@@ -12,6 +12,7 @@ from stree_jax.bench import (
     heads,
     kernels,
     others,
+    peers,
     profile,
     speculation,
     staged,
@@ -19,7 +20,7 @@ from stree_jax.bench import (
 )
 from stree_jax.bench.method import Run, machine_line
 from stree_jax.bench.prompts import Prompt, read_prompts, read_turns
-from stree_jax.bench.shapes import random_pair, random_prompts
+from stree_jax.bench.shapes import config_of, random_model, random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.widen import widened, widened_heads
 from stree_jax.byte_sizes import bytes_named
@@ -110,6 +111,8 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
                 dtype=args.dtype,
                 run=run_of(args),
             )
+        case "peers":
+            return _measure_peers(args)
     raise ValueError(f"bench: unknown benchmark {args.benchmark!r}")
 
 
@@ -140,6 +143,31 @@ def _measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _measure_peers(args: argparse.Namespace) -> dict[str, Any]:
+    subjects = {}
+    plain, arms = parse_arm(PLAIN), [parse_arm(name) for name in args.arms]
+    for shape in args.shapes:
+        model = random_model(config_of(shape), "float32")
+        ids = random_prompts(model.config, args.count, RANDOM_PROMPT)
+        subjects[shape] = peers.Subject(model, model, (plain,), {"random": ids})
+    if args.prompts:
+        ours = (plain, *(arm for arm in arms if arm != plain))
+        prompts = read_prompts(args.prompts, args.count)
+        subjects["pair"] = peers.Subject(*pair(args), ours, prompts)
+    if not subjects:
+        raise ValueError("bench peers: want --prompts or --shapes")
+    return peers.measure_peers(
+        subjects,
+        peers.Options(
+            dtypes=tuple(dict.fromkeys(args.dtypes)),
+            max_new_tokens=args.max_new_tokens,
+            llama_python=args.llama_python,
+            threads=peers.threads_of_xla(),
+        ),
+        run_of(args),
+    )
+
+
 def run_of(args: argparse.Namespace) -> Run:
     """How to measure, from the options."""
     if args.repeats < 1:
@@ -163,6 +191,7 @@ def table_of(report: dict[str, Any]) -> str:
         "cost": cost.cost_table,
         "profile": profile.profile_table,
         "kernels": kernels.kernels_table,
+        "peers": peers.peers_table,
     }
     text = tables.get(report["kind"], speculation.arms_table)(report)
     return f"{text}\n\n{machine_line(report)}"

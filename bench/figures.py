@@ -29,6 +29,7 @@ def draw(report: dict[str, Any]) -> "Figure":
         "cost": draw_cost,
         "heads": draw_heads,
         "staged": draw_staged,
+        "peers": draw_peers,
     }
     if report["kind"] not in drawings:
         raise ValueError(f"--figure: there is none of bench {report['kind']}")
@@ -96,6 +97,36 @@ def _arm_label(arm: str, temperature: float) -> str:
         "lookup": "lookup",
     }.get(kind, f"tree {tree}")
     return name if temperature == 0 or not rule else f"{name}, {rule}"
+
+
+def draw_peers(report: dict[str, Any]) -> "Figure":
+    """Tokens a second by dtype, a panel a model and set; the floor as a line."""
+    rows = report["results"]
+    places = list(dict.fromkeys((row["subject"], row["set"]) for row in rows))
+    figure, axes = panels(len(places), report, "Greedy decoding beside other programs")
+    names = list(dict.fromkeys(row["arm"] for row in rows))
+    for ax, (label, title) in zip(axes, places, strict=True):
+        own = [row for row in rows if (row["subject"], row["set"]) == (label, title)]
+        dtypes = list(dict.fromkeys(row["dtype"] for row in own))
+        arms = list(dict.fromkeys(row["arm"] for row in own))
+        width = 0.8 / len(arms)
+        for row in own:
+            i = arms.index(row["arm"])
+            x = dtypes.index(row["dtype"]) + (i - (len(arms) - 1) / 2) * width
+            colour = style_of(names.index(row["arm"]))["color"]
+            ends = [[row["tokens_per_s"] - row["tokens_per_s_low"]]]
+            ends += [[row["tokens_per_s_high"] - row["tokens_per_s"]]]
+            label_once = row["arm"] if row["dtype"] == dtypes[0] else None
+            ax.bar(x, row["tokens_per_s"], 0.92 * width, label=label_once, color=colour)
+            ax.errorbar(x, row["tokens_per_s"], ends, ecolor="0.25", elinewidth=0.8)
+            if row["arm"] == PLAIN:
+                most, g = 1e3 / row["floor_ms"], dtypes.index(row["dtype"])
+                ax.hlines(most, g - 0.45, g + 0.45, "0.25", "dashed", linewidth=1)
+        ax.set_xticks(range(len(dtypes)), dtypes)
+        ax.set_ylabel("tokens/s; dashed: weights read once a token")
+        ax.set_title(f"{label}, {title}", fontsize=10)
+        ax.legend(**LEGEND)
+    return figure
 
 
 def draw_staged(report: dict[str, Any]) -> "Figure":

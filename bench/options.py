@@ -12,6 +12,7 @@ from typing import Any
 DTYPES = ["float32", "bfloat16"]
 WEIGHTS = [*DTYPES, "int8"]  # of a model in memory
 SHAPE = "mamba2-130m"
+PEER_DTYPES = ("float32", "bfloat16", "int8")
 PAIR = "NAME=TARGET:DRAFTER"
 COUNTED = ("breakdown", "longest", "ratios", "printed")
 MEMORY_PARTS = (*COUNTED, "caches", "pruned", "batch", "turns")
@@ -47,6 +48,7 @@ ARMS = {
     "attention": ["leviathan@chain:4", "mss@A"],
     "cost": ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"],
     "profile": ["plain", "chain:4", "E"],
+    "peers": ["lookup", "E", "auto"],
 }
 
 
@@ -221,6 +223,15 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--batch", int, (1,), "rows of the op", "+")
     add(b, "--sizes", int, (1, 16, 64), "nodes of the tree", "+")
     add_dtype(b, "bfloat16", DTYPES)
+
+    b = benchmark("peers", "llama.cpp and transformers on the same weights", 3)
+    add_prompts(b, 5, needed=False, without="no pair, --shapes alone")
+    add_arms(b, "peers", "TREE or lookup")
+    shapes = "random weights, decoded without trees"
+    add(b, "--shapes", str, (SHAPE,), shapes, "*")
+    add(b, "--dtypes", str, PEER_DTYPES, "of weights", "+", PEER_DTYPES)
+    python = "a Python whose environment has llama-cpp-python, built for this CPU"
+    b.add_argument("--llama-python", type=Path, required=True, help=python)
 
     text = "everything, and a report with figures"
     b = benchmarks.add_parser("all", help=text, description=text)

@@ -15,12 +15,15 @@ from stree_jax.parity import quiet
 
 
 def with_transformers(
-    target: Model, max_new_tokens: int
+    target: Model, max_new_tokens: int, dtype: str = "float32"
 ) -> Callable[[Prompt], dict[str, Callable[[], float]]]:
-    """Plain greedy decoding by transformers, float32, of the exported target.
+    """Plain greedy decoding by transformers of the exported target.
 
     It refuses assisted generation with models that keep a state, so that there is
     nothing else to compare with.
+
+    Args:
+      dtype: "float32" or "bfloat16", that it keeps weights in.
 
     Returns:
       for a text, a call that returns seconds of decoding: those of all tokens less
@@ -40,7 +43,7 @@ def with_transformers(
     with tempfile.TemporaryDirectory() as folder, quiet():
         export_hf(target.config, target.params, target.tokenizer, Path(folder) / "hf")
         other = AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "hf", dtype=torch.float32, local_files_only=True
+            Path(folder) / "hf", dtype=getattr(torch, dtype), local_files_only=True
         ).eval()
 
     def decoder(text: Prompt) -> dict[str, Callable[[], float]]:

@@ -15,6 +15,7 @@ PROMPTS = ["--prompts", "p.jsonl"]
 NEEDED = {
     "attention": [*PROMPTS, "--pairs", "a=t:d"],
     "staged": [*PROMPTS, "--ngrams", "n.safetensors"],
+    "peers": ["--llama-python", "bin/python"],
     "all": [*PROMPTS, "--out", "R"],
     **dict.fromkeys(("unrolled", "forward", "kernels"), []),
 }

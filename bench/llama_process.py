@@ -1,0 +1,79 @@
+"""llama.cpp in a process of its own, by the Python that has it: `llama_worker.py`."""
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+WORKER = Path(__file__).with_name("llama_worker.py")
+
+
+class Ask(Protocol):
+    """Gives an order and waits for its answer; see `llama_worker.Session`."""
+
+    def __call__(self, order: str, **what: Any) -> dict[str, Any]: ...
+
+
+@contextmanager
+def llama_process(python: Path) -> Iterator[Ask]:
+    """A process that runs orders one by one, and sleeps between them.
+
+    Args:
+      python: an interpreter whose environment has llama-cpp-python.
+
+    Raises:
+      ValueError: there is none.
+      RuntimeError: of an order: the process ended; with the last line of its errors.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        # Isolated: neither our paths nor the modules beside the worker are its own.
+        command = [str(python), "-I", str(WORKER)]
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, text=True
+            )
+        except OSError as error:
+            raise ValueError(f"--llama-python: {python}: {error.strerror}") from error
+
+        def ask(order: str, **what: Any) -> dict[str, Any]:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps({"order": order, **what}) + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except BrokenPipeError:
+                answer = ""
+            if not answer:
+                raise RuntimeError(f"llama.cpp, {order}: {_last_line(errors)}")
+            return json.loads(answer)
+
+        try:
+            yield ask
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def llama_version(python: Path) -> dict[str, Any]:
+    """Version of llama-cpp-python, and the instructions that llama.cpp was built with.
+
+    Raises:
+      ValueError: this Python does not run it.
+    """
+    try:
+        with llama_process(python) as ask:
+            return ask("describe")
+    except RuntimeError as error:
+        raise ValueError(
+            f"--llama-python: {python}: {error}; pip install llama-cpp-python there"
+        ) from error
+
+
+def _last_line(errors: IO[str]) -> str:
+    errors.seek(0)
+    lines = [line.strip() for line in errors if line.strip()]
+    return lines[-1] if lines else "the process ended"

@@ -1,0 +1,116 @@
+"""llama.cpp at the orders of `bench peers`: run by a Python that has llama-cpp-python.
+
+A line of JSON on the standard input is an order, a line on the output its answer; the
+orders are the functions of `Session`. Nothing of this project is imported here.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+F32 = 0  # ggml's number of a dtype
+BATCH = 512  # tokens of a prompt that are read at a time
+
+
+class Session:
+    """A model and its context.
+
+    Token ids go in as they are; logits of ids from `num_tokens` on are not looked at.
+    """
+
+    def describe(self) -> dict[str, Any]:
+        """Which llama.cpp this is, and the instructions that it was built with."""
+        info = llama_cpp.llama_print_system_info().decode()
+        return {"version": llama_cpp.__version__, "built_with": info.strip(" |")}
+
+    def load(
+        self, path: str, threads: int, context: int, num_tokens: int, exact: bool
+    ) -> dict[str, Any]:
+        """`exact`: caches in float32; llama.cpp's own choice is float16."""
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+        if not model:
+            raise RuntimeError(f"llama.cpp does not load {path}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch = context, BATCH
+        params.n_threads = params.n_threads_batch = threads
+        if exact:
+            params.type_k = params.type_v = F32
+        self.context = llama_cpp.llama_init_from_model(model, params)
+        if not self.context:
+            raise RuntimeError("llama.cpp makes no context of this model")
+        self.num_tokens = num_tokens
+        return {}
+
+    def logits(self, ids: Sequence[int], read: int, path: str) -> dict[str, Any]:
+        """Logits [T - read + 1, num_tokens] float32 into a file.
+
+        They are of the last of the first `read` ids, which are read together, and of
+        each that follows, one by one.
+        """
+        self._read(ids[:read])
+        rows = [self._last().copy()]
+        for token in ids[read:]:
+            self._eval([token])
+            rows.append(self._last().copy())
+        Path(path).write_bytes(np.stack(rows).tobytes())
+        return {}
+
+    def decode(self, ids: Sequence[int], count: int) -> dict[str, Any]:
+        """Seconds of `count` greedy tokens, and the tokens.
+
+        All ids but the last are read before, outside the clock.
+        """
+        self._read(ids[:-1])
+        token, tokens = ids[-1], []
+        began = time.perf_counter()
+        for _ in range(count):
+            self._eval([token])
+            token = int(self._last().argmax())
+            tokens.append(token)
+        return {"seconds": time.perf_counter() - began, "tokens": tokens}
+
+    def _read(self, ids: Sequence[int]) -> None:
+        """A new text, its first ids read."""
+        memory = llama_cpp.llama_get_memory(self.context)
+        llama_cpp.llama_memory_clear(memory, True)
+        for i in range(0, len(ids), BATCH):
+            self._eval(ids[i : i + BATCH])
+        llama_cpp.llama_synchronize(self.context)
+
+    def _eval(self, ids: Sequence[int]) -> None:
+        array = (llama_cpp.llama_token * len(ids))(*ids)
+        batch = llama_cpp.llama_batch_get_one(array, len(ids))
+        code = llama_cpp.llama_decode(self.context, batch)
+        if code != 0:
+            raise RuntimeError(f"llama_decode: {code}")
+
+    def _last(self) -> np.ndarray:
+        """Logits [num_tokens] of the last id; a view that the next pass writes over."""
+        floats = llama_cpp.llama_get_logits_ith(self.context, -1)
+        pointer = ctypes.cast(floats, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(pointer, (self.num_tokens,))
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what llama.cpp prints goes elsewhere
+    session = Session()
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = getattr(session, order.pop("order"))(**order)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""GGUF files of our parameters, the process of llama.cpp, and what bench peers says.
+
+llama.cpp itself is not run: that its logits are ours is checked before it is timed.
+"""
+
+import math
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.bench import figures, gguf_writer, peers
+from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
+from stree_jax.bench.llama_process import llama_version
+from stree_jax.bench.method import Run
+from stree_jax.bench.speculation import PLAIN, parse_arm
+from stree_jax.checkpoint import Model
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    Rope,
+    init_params,
+)
+from stree_jax.scoring import score
+from tests.support.tiny import perturbed
+
+HYBRID = ModelConfig(
+    vocab_size=50,
+    num_tokens=47,
+    d_model=32,
+    layers=("mamba", "mlp", "attention", "mlp"),
+    mamba=MambaConfig(8, 8, 16, n_groups=2, norm_groups=2, norm_eps=1e-6),
+    attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
+    mlp=MLPConfig(64),
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    logits_divisor=3.0,
+)
+MAMBA2 = replace(
+    HYBRID,
+    layers=("mamba", "mamba"),
+    attention=None,
+    mlp=None,
+    logits_divisor=1.0,
+    tie_embeddings=False,
+)
+
+
+def params_of(config):
+    params = init_params(config, jax.random.key(0), jnp.float32)
+    return perturbed(params, 0.2, 1)
+
+
+def to_bfloat16(x):
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+
+
+# --- the file -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", gguf_writer.KINDS)
+@pytest.mark.parametrize("config", [HYBRID, MAMBA2], ids=["hybrid", "mamba2"])
+def test_a_file_reads_back(config, dtype, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    params = params_of(config)
+    file = tmp_path / "m.gguf"
+    read_bytes = write_gguf(config, params, dtype, file)
+    found = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    ours = dict(gguf_tensors(config, params))
+    assert found.keys() == ours.keys()
+    kinds = set()
+    for name, tensor in found.items():
+        kind = tensor.tensor_type
+        back = gguf.quants.dequantize(tensor.data, kind).reshape(ours[name].shape)
+        if kind.name == "F32":
+            np.testing.assert_array_equal(back, ours[name])
+        elif kind.name == "BF16":
+            np.testing.assert_array_equal(back, to_bfloat16(ours[name]))
+        else:  # half a step, of 127 from 0 to a block's largest; scales are float16
+            blocks, apart = (z.reshape(-1, 32) for z in (ours[name], back - ours[name]))
+            step = np.abs(blocks).max(1, keepdims=True) / 127
+            assert (np.abs(apart) <= (0.5 + 127 * 2**-11) * step).all()
+        if name.startswith(("token_embd", "blk.0.ssm_in", "blk.1.attn_q")):
+            kinds.add(kind.name)
+    assert kinds == {gguf_writer.KINDS[dtype]}
+    table = 0 if config.tie_embeddings else found["token_embd.weight"].n_bytes
+    assert read_bytes == sum(t.n_bytes for t in found.values()) - table
+
+
+def test_fields_of_a_hybrid(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(HYBRID, params_of(HYBRID), "float32", tmp_path / "m.gguf")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+
+    def value(name):
+        return fields[name].contents()
+
+    assert value("general.architecture") == "granitehybrid"
+    assert value("granitehybrid.block_count") == 2
+    assert value("granitehybrid.attention.head_count_kv") == [0, 2]
+    assert value("granitehybrid.ssm.inner_size") == 64
+    assert value("granitehybrid.ssm.group_count") == 2
+    assert value("granitehybrid.attention.scale") == pytest.approx(8**-0.5)
+    assert value("granitehybrid.logit_scale") == 3.0
+    assert value("granitehybrid.rope.scaling.finetuned") is True
+    assert value("granitehybrid.vocab_size") == 50
+
+
+def test_tensors_are_in_the_layout_of_llama_cpp():
+    params = params_of(HYBRID)
+    tensors = dict(gguf_tensors(HYBRID, params))
+    sizes = sum(tensor.size for tensor in tensors.values())
+    assert sizes == sum(leaf.size for leaf in jax.tree.leaves(params))
+    attention, mixer = params["layers_2"]["attention"], params["layers_0"]["mamba"]
+    q, k, v = np.split(np.asarray(attention["qkv"]), [32, 48])
+    for name, rows, heads in (("attn_q", q, 4), ("attn_k", k, 2)):
+        for head in range(heads):
+            for i in range(4):  # channels that turn together, in halves and as pairs
+                pair = tensors[f"blk.1.{name}.weight"][8 * head + 2 * i :][:2]
+                both = rows[8 * head + i], rows[8 * head + i + 4]
+                np.testing.assert_array_equal(pair, np.stack(both))
+    np.testing.assert_array_equal(tensors["blk.1.attn_v.weight"], v)
+    decay = [[-math.exp(a)] for a in mixer["A_log"]]
+    np.testing.assert_allclose(tensors["blk.0.ssm_a"], decay, rtol=1e-6)
+    up = np.asarray(params["layers_3"]["mlp"]["gate_up"])[64:]
+    np.testing.assert_array_equal(tensors["blk.1.ffn_up.weight"], up)
+    norm = np.asarray(params["layers_3"]["norm"]["scale"])
+    np.testing.assert_array_equal(tensors["blk.1.ffn_norm.weight"], norm)
+    assert tensors["blk.0.ssm_norm.weight"].shape == (2, 32)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(HYBRID, layers=("attention", "mlp")),
+        replace(HYBRID, mamba=replace(HYBRID.mamba, dt_limit=(0.1, 1.0))),
+        replace(HYBRID, mamba=replace(HYBRID.mamba, norm_eps=1e-5)),
+        replace(HYBRID, attention=replace(HYBRID.attention, rope=Rope(1e4, 4))),
+        replace(HYBRID, mlp=MLPConfig(64, bias=True)),
+        replace(MAMBA2, logits_divisor=2.0),
+        replace(MAMBA2, norm="layer"),
+    ],
+)
+def test_what_llama_cpp_has_not_is_refused(config):
+    with pytest.raises(ValueError, match="llama.cpp: want a Mamba2 model"):
+        gguf_writer.arch_of(config)
+
+
+def test_rows_of_broken_blocks_are_refused(tmp_path):
+    pytest.importorskip("gguf")
+    mamba = replace(MAMBA2.mamba, num_heads=6, head_dim=8)
+    config = replace(MAMBA2, d_model=24, mamba=mamba)
+    with pytest.raises(ValueError, match="rows of 24 are no whole blocks of 32"):
+        write_gguf(config, params_of(config), "int8", tmp_path / "m.gguf")
+
+
+# --- the process ----------------------------------------------------------------------
+
+
+def test_a_python_without_llama_cpp_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--llama-python: .*No such file"):
+        llama_version(tmp_path / "python")
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(ValueError, match="No module named '.*pip install llama-cpp"):
+        llama_version(bare)
+
+
+# --- the report -----------------------------------------------------------------------
+
+
+def cell(seconds, tokens, calls, equal=None):
+    times = {"seconds": seconds, "first_call_s": 1.0}
+    return times | {"tokens": tokens, "calls": calls, "equal": equal}
+
+
+def test_the_report_s_arithmetic():
+    arms = {
+        PLAIN: cell([2.0, 1.0, 4.0], 100, 100, True),
+        "E": cell([0.5], 100, 40, False),
+        peers.LLAMA: cell([1.0], 100, 100),
+    }
+    read = {"ours": 10**9, "llama.cpp": 2 * 10**9}
+    units = {
+        "logits": {"m/float32": {"logits_apart": 1e-5, "read_bytes": read}},
+        "m/float32/set/0": {"bytes_per_s": 10**11, "arms": arms},
+    }
+    rows = {row["arm"]: row for row in peers.peer_rows(units)}
+    plain, tree, llama = (rows[name] for name in arms)
+    assert [row["tokens_per_s"] for row in rows.values()] == [50, 200, 100]
+    assert [row["ms_per_token"] for row in rows.values()] == [20, 5, 10]
+    assert [row["floor_ms"] for row in rows.values()] == pytest.approx([10, 10, 20])
+    over = [row["over_floor"] for row in rows.values()]
+    assert over == pytest.approx([2, 0.5, 0.5])
+    medians = [row["over_llama"]["median"] for row in rows.values()]
+    assert medians == [0.5, 2, 1]
+    assert (plain["equal"], tree["equal"], llama["equal"]) == (1, 0, None)
+    assert tree["tau"] == 2.5
+
+
+@pytest.fixture
+def subject():
+    """A model, and in place of llama.cpp its own logits, `off` apart."""
+    model = Model(params=params_of(MAMBA2), config=MAMBA2)
+    prompts = {"random": [(1, 2, 3)]}
+    return peers.Subject(model, model, (parse_arm(PLAIN),), prompts)
+
+
+def stand_in(model, off):
+    """A `llama_process` whose logits are ours but for one."""
+
+    @contextmanager
+    def process(python):
+        def ask(order, **what):
+            if order == "logits":
+                logits = np.array(score(model, [what["ids"]]))[0, what["read"] - 1 :]
+                logits[-1, 5] += off * np.abs(logits).max()
+                real = np.ascontiguousarray(logits[:, : model.config.num_tokens])
+                Path(what["path"]).write_bytes(real.tobytes())
+            return {"seconds": 0.001 * what["count"]} if order == "decode" else {}
+
+        yield ask
+
+    return process
+
+
+def measured(monkeypatch, subject, off):
+    monkeypatch.setattr(peers, "llama_process", stand_in(subject.target, off))
+    known = {"version": "0", "built_with": "nothing"}
+    monkeypatch.setattr(peers, "llama_version", lambda python: known)
+    monkeypatch.setattr(peers, "write_gguf", lambda *args: 10**6)
+    monkeypatch.setattr(peers, "_transformers_version", lambda: None)
+    why = {"int8": "not yet"}.get
+    monkeypatch.setattr(peers, "refusal", why)
+    options = peers.Options(("float32", "int8"), 4, Path("python"), 2)
+    return peers.measure_peers({"tiny": subject}, options, Run(1))
+
+
+def test_other_logits_are_not_timed(monkeypatch, subject):
+    with pytest.raises(RuntimeError, match="in float32 are 0.00.* more than 0.001"):
+        measured(monkeypatch, subject, 0.002)
+
+
+def test_a_report_says_what_was_left_out(monkeypatch, subject):
+    report = measured(monkeypatch, subject, 0.0005)
+    assert report["complete"] and report["left_out"] == {"int8": "not yet"}
+    apart = report["units"]["logits"]["tiny/float32"]["logits_apart"]
+    assert apart == pytest.approx(0.0005, rel=0.05)
+    rows = {row["arm"]: row for row in report["results"]}
+    assert set(rows) == {PLAIN, peers.LLAMA} and rows[PLAIN]["equal"] == 1
+    assert rows[peers.LLAMA]["tokens_per_s"] == pytest.approx(1000)
+    text = peers.peers_table(report)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert "int8 was left out: not yet" in text and "2 threads each" in text
+    assert len(figures.draw(report).axes) == 1
