@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _HIGHEST = lax.Precision.HIGHEST
-ATTENTION_BLOCK = (
-    128  # rows of the cache at a time: their scores stay in a core's own cache
-)
+ATTENTION_BLOCK = 128  # rows of the cache at a time: scores stay in a core's own
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

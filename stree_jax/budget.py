@@ -79,7 +79,7 @@ def fitted(
     for way in _ways(start, least, model, drafter, tree, rule):
         if predicted(way.spec, start, given) > limit * OFF:
             continue
-        if failed == TRIES and way is not least:
+        if failed >= TRIES and way is not least:
             continue
         size = 0
         for need in _needs(way.spec, start, keep):
@@ -92,7 +92,9 @@ def fitted(
                 log.info("memory: %s takes %s", way.name, took)
             return way.spec, limit - size
         failed += 1
-    raise ValueError(_refusal(limit, start, given, size, way))
+        if way is least:
+            break
+    raise ValueError(_refusal(limit, start, given, size, least))
 
 
 class _Way(NamedTuple):

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from stree_jax.cli.common import option
-from stree_jax.cli.plan import aligned
+from stree_jax.cli.plan import Draw, add_figure_option, aligned
 
 
 def add_info_options(p: argparse.ArgumentParser) -> None:
@@ -16,14 +16,18 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
     option(p, "--batch", int, 1, "rows of the plain decoding whose bytes are shown")
     option(p, "--context", int, 2048, "its tokens, prompt and answer")
     p.add_argument("--json", action="store_true", help="print one JSON object")
+    add_figure_option(p)
 
 
-def run_info(args: argparse.Namespace) -> None:
+def run_info(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.byte_sizes import shown_bytes
     from stree_jax.checkpoint import info
 
     facts = info(args.path)
     decoding = plain_decoding(facts["path"], facts["dtype"], args.batch, args.context)
+    if args.figure:
+        title = f"Plain decoding, {args.batch} x {args.context} tokens"
+        draw(args.figure, title, {args.path: decoding["parts"]}, None)
     if args.json:
         print(json.dumps(facts | {"plain_decoding": decoding}))
         return

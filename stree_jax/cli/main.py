@@ -306,15 +306,18 @@ def run_command(args: argparse.Namespace) -> int:
         case "export":
             run_export(args)
         case "info":
-            run_info(args)
+            from stree_jax.bench.byte_figure import write_bytes
+
+            run_info(args, write_bytes)
         case "train" | "distill" | "heads" | "ngrams":
             run_training(args)
         case "tune":
             run_tune(args)
         case "plan":
+            from stree_jax.bench.byte_figure import write_bytes
             from stree_jax.cli.plan import run_plan
 
-            run_plan(args)
+            run_plan(args, write_bytes)
         case "bench":
             from stree_jax.bench import command
 

@@ -5,7 +5,8 @@ Imports nothing heavy before it runs: --help is fast.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ where stree-jax tune was run for the pair, batch and context, and else by the by
 a step reads, at a bandwidth that is assumed: then only its order says something."""
 DTYPES = ["float32", "bfloat16"]  # in this order; int8 only if it is asked for
 WIDEST = 40  # characters of a tree's name in the table
+
+# Writes a figure: its path, its title, bytes by part of each bar, and the limit.
+Draw = Callable[[Path, str, Mapping[str, Mapping[str, int]], int | None], None]
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
@@ -48,9 +52,16 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
         "--check", action="store_true", help="compile what fits, and believe that"
     )
     p.add_argument("--json", action="store_true", help="print one JSON object")
+    add_figure_option(p)
 
 
-def run_plan(args: argparse.Namespace) -> None:
+def add_figure_option(p: argparse.ArgumentParser) -> None:
+    """`Draw` is given its path."""
+    text = "write FIGURE.png and FIGURE.svg: the bytes by part, stacked"
+    p.add_argument("--figure", type=Path, help=text)
+
+
+def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.byte_sizes import bytes_named
     from stree_jax.pair import pair_configs
     from stree_jax.planning import plan
@@ -68,6 +79,10 @@ def run_plan(args: argparse.Namespace) -> None:
         dtypes=[args.dtype] if args.dtype else DTYPES,
         check=args.check,
     )
+    if args.figure:
+        bars = {str(choice): choice.memory.parts for choice in found.choices}
+        title = f"What fits in {args.memory}, the fastest first"
+        draw(args.figure, title, bars, found.limit)
     print(json.dumps(found.as_json()) if args.json else report(found))
 
 

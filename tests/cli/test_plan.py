@@ -35,6 +35,17 @@ def test_json_and_table_agree(capsys):
     assert whole.endswith(f"{best['bytes'] / 1e6:.2f} MB")
 
 
+def test_a_figure_of_the_bytes(capsys, tmp_path):
+    path = tmp_path / "bytes"
+    code, out, _ = run(capsys, "--memory", "1GB", *ASKED, "--figure", path)
+    assert code == 0 and "in all" in out
+    drawn = path.with_suffix(".svg").read_text()
+    assert drawn.count('<g id="patch_') > 10  # bars of five choices by part
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    code = cli.main(["info", "demo", "--figure", str(tmp_path / "one.png")])
+    assert code == 0 and (tmp_path / "one.svg").is_file()
+
+
 def test_heads_and_dtype(capsys):
     options = ["--drafter", "demo-heads", "--dtype", "bfloat16", "--json"]
     code, out, _ = run(capsys, "--memory", "200MB", *ASKED, *options)
