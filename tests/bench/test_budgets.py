@@ -131,7 +131,7 @@ def test_a_search_finds_the_last_that_fits():
 
 def test_fixed_ratios_beside_the_planner(subject, monkeypatch):
     monkeypatch.setattr(budgets, "RATIOS", (1, 63))
-    limit = 3 * 10**6
+    limit = 2 * 10**6
     half, little = budgets.ratios(replace(subject, limit=limit), (4, 6))
     for row, parts in ((half, 2), (little, 64)):
         assert row["cache_bytes"] <= limit // parts

@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.generation import _spec
+from stree_jax.default_tree import spec_for
 from stree_jax.result import promise_of
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
@@ -335,7 +335,7 @@ def test_what_is_promised(target, heads, prompts):
         ("typical", "nothing"),
         (Rule("typical", "top_k", Typical(0.5)), "nothing"),
     ):
-        spec = _spec(target, heads, "chain:2", rule, None)
+        spec = spec_for(target, heads, "chain:2", rule, None)
         assert promise_of(spec.rule, True) == promise
         assert promise_of(spec.rule, False) == "tokens"
     assert {n for n, a in ACCEPTANCES.items() if a.promise == "nothing"} == {"typical"}
@@ -350,7 +350,7 @@ def test_it_is_nobodys_default(target, heads):
         if drafter is target:
             trees += ["beam:2x2"]
         for tree in trees:
-            spec = _spec(target, drafter, tree, None, None)
+            spec = spec_for(target, drafter, tree, None, None)
             assert spec.rule.acceptance == "naive"
 
 
