@@ -86,3 +86,14 @@ def programs_of_one_module():
     """Drop compiled programs; thousands of them exhaust a process's memory maps."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def nothing_measured(tmp_path_factory):
+    """No step times are known, of this process or others."""
+    from stree_jax import tuning
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("kept")))
+        patch.setattr(tuning, "_known", {})
+        yield

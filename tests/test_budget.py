@@ -8,16 +8,9 @@ from stree_jax import budget, tuning
 from stree_jax.models.memory import size_of
 from tests.support.tiny import tiny
 
+pytestmark = pytest.mark.usefixtures("nothing_measured")
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 ASKED = {"max_new_tokens": 8, "capacity": 512, "stop_tokens": ()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_measured(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("kept")))
-        patch.setattr(tuning, "_known", {})
-        yield
 
 
 @pytest.fixture(scope="module")

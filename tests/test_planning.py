@@ -26,16 +26,9 @@ from stree_jax.models.heads import (
 from stree_jax.planning import Request, plan
 from tests.support.tiny import tiny
 
+pytestmark = pytest.mark.usefixtures("nothing_measured")
 MB = 10**6
 ASKED = {"batch": 2, "context": 256, "queries": 2, "max_new_tokens": 64}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_measured(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("kept")))
-        patch.setattr(tuning, "_known", {})
-        yield
 
 
 @pytest.fixture(scope="module")
