@@ -107,7 +107,8 @@ class Memory:
     @property
     def held(self) -> int:
         """What the loop is given alone, on every platform."""
-        return sum(list(self.parts.values())[:7])
+        most = max(self.temporaries.phases.values())
+        return self.total - max(most, self.reading)
 
     @property
     def total(self) -> int:
