@@ -6,6 +6,13 @@ Axes: t rows, k and m columns and rows of a weight; others as in `pallas_kernels
 
 from stree_jax.cpu_kernels.library import describe as describe
 from stree_jax.cpu_kernels.library import level as level
+from stree_jax.cpu_kernels.mixer import MixerMemory as MixerMemory
+from stree_jax.cpu_kernels.mixer import MixerOptions as MixerOptions
+from stree_jax.cpu_kernels.mixer import MixerTree as MixerTree
+from stree_jax.cpu_kernels.mixer import MixerWeights as MixerWeights
+from stree_jax.cpu_kernels.mixer import mixer_pass as mixer_pass
+from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
+from stree_jax.cpu_kernels.mixer import parted as parted
 from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
 from stree_jax.cpu_kernels.product import skinny_product as skinny_product
 from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8

@@ -64,9 +64,18 @@ def _run(*args: Any, **params: Any) -> list[jax.Array]:
 
 
 @_native_call.def_abstract_eval
-def _shapes(*args: Any, **params: Any) -> list[Any]:
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
-    outs = jax.eval_shape(lambda *args: _definition(*args, **params), *given)
+def _shapes(*args: Any, definition: Function, **_: Any) -> list[Any]:
+    return _shapes_of(
+        definition, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
+    )
+
+
+@cache
+def _shapes_of(definition: Function, *given: jax.ShapeDtypeStruct) -> list[Any]:
+    """Once for all layers of a kind: a definition takes time to trace."""
+    outs = jax.eval_shape(
+        lambda *args: _definition(*args, definition=definition), *given
+    )
     return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
 
 

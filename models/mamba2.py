@@ -1,5 +1,7 @@
 """Mamba2's mixer over the nodes of a tree; MambaInLlama's with `x_heads`."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,12 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from stree_jax.cpu_kernels import (
+    MixerMemory,
+    MixerOptions,
+    MixerTree,
+    MixerWeights,
+    mixer_pass,
+    mixer_unsupported,
+    parted,
+)
 from stree_jax.models.config import MambaConfig
 from stree_jax.models.linear import as_row, linear, scaled
-from stree_jax.models.nodes import Pass
+from stree_jax.models.nodes import Nodes, Pass, Scan
 from stree_jax.models.norm import gated_norm
 from stree_jax.models.params import declare, mamba_params
-from stree_jax.models.state import MambaRecord, MambaState, replayed
+from stree_jax.models.state import LayerPending, MambaRecord, MambaState, replayed
 from stree_jax.pallas_kernels import (
     ScanInputs,
     chunk_scan,
@@ -41,50 +52,148 @@ class Mamba2Mixer(nn.Module):
         record: MambaRecord | None,
     ) -> tuple[jax.Array, MambaRecord, MambaState]:
         """Of u [B, Tq, d]: out [B, Tq, d] float32, record and state, see `Pass`."""
-        c, pending = self.config, pass_.pending
+        c = self.config
         p = declare(self, mamba_params(c, u.shape[-1]), self.dtype)
-
         with jax.named_scope("in_proj"):
-            zxbcdt = linear(
-                scaled(u, c.in_multiplier), p["in_proj"], p.get("in_proj_bias")
-            )
-            z0, x0, z, xBC, dt = split_in_proj(zxbcdt, c)
-            dt = jax.nn.softplus(dt + as_row(p["dt_bias"], 3))
-            dt = jnp.clip(dt, *c.dt_limit)  # [B, Tq, H]
-            a = dt * -jnp.exp(as_row(p["A_log"], 3))
-
-        with jax.named_scope("conv"):
-            conv0 = state.conv
-            if pending is not None:
-                last = pending.record.xBC
-                conv0 = commit_window(conv0, last, pending.path, pending.length)
-            xBC = xBC.astype(conv0.dtype)
-            inputs = pass_.merged(None if record is None else record.xBC, xBC)
-            window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
-            weight, bias = p["conv_weight"], p.get("conv_bias")
-            mixed = jax.nn.silu(tree_conv(inputs, weight, bias, conv0, window))
-            x, B, C = split_heads(mixed.astype(conv0.dtype), c)
-
-        with jax.named_scope("scan"):
-            record = pass_.merged(record, MambaRecord(x, dt, a, B, xBC))
-            scanned = ScanInputs(record.x, record.dt, record.a, record.B, C, p["D"])
-            y, ssm = scan_nodes(scanned, state.ssm, pass_)
-
+            u = scaled(u, c.in_multiplier)
+            zxbcdt = linear(u, p["in_proj"], p.get("in_proj_bias"))
+            zxbcdt = scaled_parts(zxbcdt, c)
+        none = jnp.zeros((0,), self.dtype)
+        weights = MixerWeights(
+            p["conv_weight"],
+            p.get("conv_bias", none),
+            p.get("norm", none),
+            *(p[name].astype(jnp.float32) for name in ("dt_bias", "A_log", "D")),
+        )
+        y, record, state = mixed(c, zxbcdt, weights, pass_, state, record)
         with jax.named_scope("out_proj"):
-            y = gated_norm(y.reshape(*z.shape), z, p.get("norm"), c)
-            y = jnp.concatenate([jax.nn.silu(z0) * x0, y], axis=-1) if c.d_mlp else y
+            if c.d_mlp:
+                z0, x0, _ = jnp.split(zxbcdt, [c.d_mlp, 2 * c.d_mlp], axis=-1)
+                y = jnp.concatenate([jax.nn.silu(z0) * x0, y], axis=-1)
             out = linear(y, p["out_proj"], p.get("out_proj_bias"))
-        return scaled(out, c.out_multiplier), record, MambaState(ssm, conv0)
+        return scaled(out, c.out_multiplier), record, state
+
+
+Mixed = tuple[jax.Array, MambaRecord, MambaState]
+
+
+def mixed(
+    c: MambaConfig,
+    zxbcdt: jax.Array,
+    weights: MixerWeights,
+    pass_: Pass[MambaRecord],
+    state: MambaState,
+    record: MambaRecord | None,
+) -> Mixed:
+    """What out_proj reads [B, Tq, H * P] float32, record and state: the equations, or
+    the kernel for CPUs that has all of them."""
+    nodes, pending = pass_.nodes, pass_.pending
+    last = record if pending is None else pending.record
+    if last is None or c.x_heads is not None or nodes.scan not in ("tree", "chain"):
+        return equations(c, zxbcdt, weights, pass_, state, record)
+    zeros, none = partial(jnp.zeros, dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
+    tree = MixerTree(
+        zeros((zxbcdt.shape[0], 1)) if pending is None else pending.path,
+        zeros((zxbcdt.shape[0],)) if pending is None else pending.length,
+        none if pass_.rows is None else pass_.rows,
+        nodes.mask,
+        nodes.taps(c.d_conv),
+    )
+    memory = MixerMemory(
+        state.ssm, state.conv, last.x, last.dt, last.a, last.B, last.xBC
+    )
+    options = MixerOptions(
+        2 * c.d_mlp, c.norm_groups, c.norm == "norm_first", c.norm_eps, c.dt_limit
+    )
+    if mixer_unsupported(memory, tree, options) is not None:
+        return equations(c, zxbcdt, weights, pass_, state, record)
+    definition = Definition(c, nodes.scan, pending is not None)
+    args = zxbcdt, weights, memory, tree
+    with jax.named_scope("scan"):
+        y, new = mixer_pass(*args, options=options, definition=definition)
+    return y, MambaRecord(*new[2:]), MambaState(*new[:2])
+
+
+@dataclass(frozen=True)
+class Definition:
+    """`equations` of the arrays that the kernel takes, one after another."""
+
+    config: MambaConfig
+    scan: Scan
+    replays: bool  # the records are those of the last tree
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        zxbcdt, weights, memory, tree = parted(arrays)
+        record = MambaRecord(*memory[2:])
+        pending = LayerPending(record, tree.path, tree.length)
+        nodes = Nodes(tree.mask, tree.window[..., 0], tree.window, self.scan)
+        pass_ = Pass(
+            nodes,
+            tree.rows if tree.rows.size else None,
+            pending if self.replays else None,
+            tree.length,
+        )
+        state = MambaState(memory.ssm, memory.conv)
+        given = None if self.replays else record
+        args = self.config, zxbcdt, weights, pass_, state, given
+        y, record, state = equations(*args)
+        r = record
+        return y, state.ssm, state.conv, r.x, r.dt, r.a, r.B, r.xBC
+
+
+def equations(
+    c: MambaConfig,
+    zxbcdt: jax.Array,
+    weights: MixerWeights,
+    pass_: Pass[MambaRecord],
+    state: MambaState,
+    record: MambaRecord | None,
+) -> Mixed:
+    """As `mixed`; the mixer in order."""
+    pending = pass_.pending
+    with jax.named_scope("steps"):
+        z, xBC, dt = split_in_proj(zxbcdt, c)
+        dt = jax.nn.softplus(dt + as_row(weights.dt_bias, 3))
+        dt = jnp.clip(dt, *c.dt_limit)  # [B, Tq, H]
+        a = dt * -jnp.exp(as_row(weights.A_log, 3))
+
+    with jax.named_scope("conv"):
+        conv0 = state.conv
+        if pending is not None:
+            last = pending.record.xBC
+            conv0 = commit_window(conv0, last, pending.path, pending.length)
+        xBC = xBC.astype(conv0.dtype)
+        inputs = pass_.merged(None if record is None else record.xBC, xBC)
+        window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
+        bias = weights.conv_bias if c.conv_bias else None
+        convolved = tree_conv(inputs, weights.conv_weight, bias, conv0, window)
+        x, B, C = split_heads(jax.nn.silu(convolved).astype(conv0.dtype), c)
+
+    with jax.named_scope("scan"):
+        record = pass_.merged(record, MambaRecord(x, dt, a, B, xBC))
+        r, D = record, weights.D
+        y, ssm = scan_nodes(ScanInputs(r.x, r.dt, r.a, r.B, C, D), state.ssm, pass_)
+
+    with jax.named_scope("norm"):
+        scale = None if c.norm is None else weights.norm
+        y = gated_norm(y.reshape(*z.shape), z, scale, c)
+    return y, record, MambaState(ssm, conv0)
+
+
+def scaled_parts(zxbcdt: jax.Array, c: MambaConfig) -> jax.Array:
+    """What in_proj gave, z, x, B, C and dt each times its multiplier."""
+    if c.part_multipliers == (1.0,) * 5:
+        return zxbcdt
+    sizes = [c.d_inner, *c.widths, c.num_heads]
+    scales = np.repeat(np.array(c.part_multipliers, np.float32), sizes)
+    return zxbcdt * as_row(jnp.asarray(scales), 3)
 
 
 def split_in_proj(zxbcdt: jax.Array, c: MambaConfig) -> list[jax.Array]:
-    """z0, x0 of the MLP inside, z [B,T,H*P], xBC [B,T,C], dt [B,T,H], scaled."""
-    if c.part_multipliers != (1.0,) * 5:
-        sizes = [c.d_inner, *c.widths, c.num_heads]
-        scales = np.repeat(np.array(c.part_multipliers, np.float32), sizes)
-        zxbcdt = zxbcdt * as_row(jnp.asarray(scales), 3)
-    parts = np.cumsum([c.d_mlp, c.d_mlp, c.d_inner, c.d_xBC])
-    return jnp.split(zxbcdt, parts, axis=-1)
+    """z [B,T,H*P], xBC [B,T,C], dt [B,T,H], which follow the MLP inside."""
+    first = 2 * c.d_mlp
+    parts = np.cumsum([first, c.d_inner, c.d_xBC])
+    return jnp.split(zxbcdt, parts, axis=-1)[1:]
 
 
 def split_heads(

@@ -107,13 +107,16 @@ struct Int8 {
 };
 
 #include "int8_body.h"
+#include "lanes.h"
 #include "scan_body.h"
+#include "mixer_body.h"
 
 }  // namespace
 
 const Kernels& avx2() {
   static constexpr Kernels kernels{product_kernel<Float32>(), product_kernel<Bfloat16>(),
-                                   int8_kernel<Int8>(), scan_kernel<Float32>()};
+                                   int8_kernel<Int8>(), scan_kernel<Float32>(),
+                                   mixer_kernel<Float32>()};
   return kernels;
 }
 

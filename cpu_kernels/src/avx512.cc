@@ -27,13 +27,16 @@ struct Bfloat16 : Float32 {
   }
 };
 
+#include "lanes.h"
 #include "scan_body.h"
+#include "mixer_body.h"
 
 }  // namespace
 
 const Kernels& avx512() {
   static constexpr Kernels kernels{product_kernel<Float32>(), product_kernel<Bfloat16>(),
-                                   ProductKernel{}, scan_kernel<Float32>()};
+                                   ProductKernel{}, scan_kernel<Float32>(),
+                                   mixer_kernel<Float32>()};
   return kernels;
 }
 

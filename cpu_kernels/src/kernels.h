@@ -38,21 +38,52 @@ struct Scan {
   const float* D;
   const float* h0;
   const int32_t *path, *length;
+  const int32_t* rows;  // [Tq], the queried nodes; null: all T
   const uint8_t* mask;
-  float *y, *h;  // h may be h0
-  int64_t B, H, P, N, G, M;
+  float *y, *h;  // [B, Tq, H, P]; h may be h0
+  int64_t batch, H, P, N, G, M, Tq, K;
   bool bf16;          // of x, B and C
   bool D_by_channel;  // D is [H, P], not [H, 1]
 };
 
+// Groups of a row of the batch first, then its heads; any thread can do any.
 struct ScanKernel {
-  int64_t (*scratch_bytes)(const Scan&);
-  void (*heads)(const Scan&, void* scratch, int64_t begin, int64_t end);  // of B * H
+  int64_t (*shared_bytes)(const Scan&);
+  int64_t (*own_bytes)(const Scan&);  // of a thread
+  void (*group)(const Scan&, void* shared, int64_t b, int64_t g);
+  void (*head)(const Scan&, void* shared, void* own, int64_t b, int64_t head);
+};
+
+// A Mamba2 mixer between its projections: models/mamba2.py. `scan` reads what the
+// mixer writes, but for its C.
+struct Mixer {
+  Scan scan;
+  const float* in;  // [B, Tq, width], of which z, xBC and dt begin at `to_`
+  int64_t width, to_z, to_xBC, to_dt, channels;
+  const void *conv_weight, *conv_bias;  // [channels, K], [channels] or null
+  const void* norm;                     // [H * P] or null
+  const float *dt_bias, *A_log;
+  const int32_t* window;       // [B, T, K]
+  const void *conv0, *past_xBC;
+  void *conv, *x, *B, *xBC;    // may be the last tree's
+  float *dt, *a;
+  float eps, least_dt, most_dt;
+  int64_t norm_groups;
+  bool norm_first, weights_bf16;
+};
+
+struct MixerKernel {
+  int64_t (*shared_bytes)(const Mixer&);
+  int64_t (*own_bytes)(const Mixer&);
+  void (*group)(const Mixer&, void* shared, int64_t b, int64_t g);
+  void (*head)(const Mixer&, void* shared, void* own, int64_t b, int64_t head);
+  void (*norm)(const Mixer&, void* shared, int64_t b, int64_t query);
 };
 
 struct Kernels {
   ProductKernel float32, bfloat16, int8;
   ScanKernel scan;
+  MixerKernel mixer;
 };
 
 // Each in a file of its own, compiled for its instructions; called only where the

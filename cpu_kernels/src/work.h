@@ -11,7 +11,12 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#define STREE_PUBLIC extern "C" __attribute__((visibility("default")))
+
 namespace stree {
+
+constexpr int64_t PART_BYTES = 1 << 15;  // of weights: less is not worth a hand-over
+constexpr int64_t PARTS_A_THREAD = 4;
 
 // Numbers too small to be normal are 0 here, whatever thread computes them: threads of
 // XLA's pool and callers may be set differently, and results must not be.
@@ -26,7 +31,9 @@ class FlushDenormals {
 #endif
 };
 
-// An array of this thread's own, aligned to 64 bytes, which grows and is kept.
+// An array of this thread's own, aligned to 64 bytes, which grows and is kept; another
+// for every PLACE.
+template <int PLACE>
 inline void* scratch_of_thread(int64_t bytes) {
   thread_local std::unique_ptr<char[]> memory;
   thread_local int64_t held = 0;
@@ -72,6 +79,14 @@ void share(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
       _mm_pause();
 #endif
   }
+}
+
+// The same of `count` pieces of work in `parts` runs.
+template <class Work>
+void share(xla::ffi::ThreadPool& pool, int64_t parts, int64_t count, const Work& work) {
+  share(pool, parts, [&](int64_t part) {
+    for (int64_t i = count * part / parts; i < count * (part + 1) / parts; i++) work(i);
+  });
 }
 
 }  // namespace stree

@@ -1,0 +1,225 @@
+"""A Mamba2 mixer between its projections, in one go: `src/mixer_body.h`.
+
+What it computes is the equations of `models.mamba2`: step sizes, the convolution along
+tree paths, the last path's replay and this tree's scan, gate and norm. State and records
+become the new ones in place. Axes as in `pallas_kernels.scan`; K taps, C channels of
+the convolution, W outputs of in_proj. A row of the batch, and a node and its ancestors
+in it, have the same bits whatever stands beside them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.native_call import native_call
+
+MOST_NODES = 64
+MOST_TAPS = 16
+
+
+class MixerWeights(NamedTuple):
+    """conv_weight [C, K], conv_bias [C] or [0], norm [H * P] or [0], dt_bias and A_log
+    [H], D [H] or [H * P]; the last three in float32."""
+
+    conv_weight: jax.Array
+    conv_bias: jax.Array
+    norm: jax.Array
+    dt_bias: jax.Array
+    A_log: jax.Array
+    D: jax.Array
+
+
+class MixerMemory(NamedTuple):
+    """State, ssm [B, H, P, N] float32 and conv [B, K-1, C], and a tree's records: x
+    [B, T, H, P], dt and a [B, T, H] float32, inputs B [B, T, G, N], xBC [B, T, C]."""
+
+    ssm: jax.Array
+    conv: jax.Array
+    x: jax.Array
+    dt: jax.Array
+    a: jax.Array
+    B: jax.Array
+    xBC: jax.Array
+
+
+class MixerTree(NamedTuple):
+    """The last tree's path [B, M] and its length [B]; of this one the queried rows [Tq],
+    or [0] for all T, mask [B, T, T] and window [B, T, K]: see `models.nodes`."""
+
+    path: jax.Array
+    length: jax.Array
+    rows: jax.Array
+    mask: jax.Array
+    window: jax.Array
+
+
+@dataclass(frozen=True)
+class MixerOptions:
+    """What a program knows of a mixer; `to_z` is where z, xBC and dt begin among the W
+    outputs of in_proj, others as in `models.MambaConfig`."""
+
+    to_z: int
+    norm_groups: int
+    norm_first: bool
+    norm_eps: float
+    dt_limit: tuple[float, float]
+
+
+def mixer_unsupported(
+    memory: MixerMemory, tree: MixerTree, options: MixerOptions
+) -> str | None:
+    """Why `mixer_pass` cannot take these, or None."""
+    (_, T, taps), heads = tree.window.shape, memory.x.shape[2]
+    if level() is None:
+        return "there are no compiled kernels, or they are switched off"
+    if not 1 <= T <= MOST_NODES:
+        return f"wants 1 to {MOST_NODES} nodes, got {T}"
+    if taps > MOST_TAPS:
+        return f"wants at most {MOST_TAPS} taps, got {taps}"
+    if 0 in memory.ssm.shape:
+        return f"wants a state that is not empty, got {memory.ssm.shape}"
+    if heads % options.norm_groups:
+        return f"norms groups of whole heads, not {options.norm_groups} of {heads}"
+    if memory.conv.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"wants records in float32 or bfloat16, got {memory.conv.dtype}"
+    return None
+
+
+def mixer_pass(
+    zxbcdt: jax.Array,
+    weights: MixerWeights,
+    memory: MixerMemory,
+    tree: MixerTree,
+    *,
+    options: MixerOptions,
+    definition: Callable[..., Any],
+) -> tuple[jax.Array, MixerMemory]:
+    """The mixer's output before out_proj [B, Tq, H * P] float32, and its new memory.
+
+    Args:
+      zxbcdt: [B, Tq, W] float32, of the queried nodes.
+      memory: the state before the path, and records of the last tree's T' nodes; of
+        this tree's nodes so far if `tree.rows` says which are new.
+      definition: of the same arrays, one after another.
+    """
+    allowed = level()
+    if allowed is None:
+        raise ValueError("mixer_pass: there are no compiled kernels")
+    y, *kept = _call(options, definition, allowed, zxbcdt, *weights, *memory, *tree)
+    return y, MixerMemory(*kept)
+
+
+def _call(
+    options: MixerOptions,
+    definition: Callable[..., Any],
+    level: int,
+    *arrays: jax.Array,
+) -> list[jax.Array]:
+    return native_call(
+        *arrays,
+        kernel=Kernel(options),
+        definition=definition,
+        batched=Batched(options),
+        level=level,
+    )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The compiled kernel, as a function of all arrays."""
+
+    options: MixerOptions
+
+    def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
+        zxbcdt, weights, memory, tree = parted(arrays)
+        o, T, P = self.options, tree.mask.shape[1], memory.ssm.shape[2]
+
+        def record(z: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((z.shape[0], T, *z.shape[2:]), z.dtype)
+
+        whole = [jax.ShapeDtypeStruct(z.shape, z.dtype) for z in memory[:2]]
+        y = jax.ShapeDtypeStruct(
+            (*zxbcdt.shape[:2], memory.x.shape[2] * P), jnp.float32
+        )
+        outs = [y, *whole, *map(record, memory[2:])]
+        first = 1 + len(weights)
+        same = [
+            i for i, z in enumerate(memory) if z.shape == outs[1 + i].shape
+        ]  # arrays of a tree of another size cannot become this one's
+        call = jax.ffi.ffi_call(
+            "stree_mixer",
+            outs,
+            input_output_aliases={first + i: 1 + i for i in same},
+        )
+        low, high = o.dt_limit
+        return call(
+            zxbcdt,
+            *weights,
+            *memory,
+            *tree,
+            to_z=np.int64(o.to_z),
+            norm_groups=np.int64(o.norm_groups),
+            norm_first=np.bool_(o.norm_first),
+            eps=np.float32(o.norm_eps),
+            least_dt=np.float32(low),
+            most_dt=np.float32(high),
+            level=np.int64(level),
+        )
+
+
+def parted(
+    arrays: Sequence[Any],
+) -> tuple[Any, MixerWeights, MixerMemory, MixerTree]:
+    """All arrays as `mixer_pass` takes them."""
+    first, second = 7, 14
+    parts = arrays[1:first], arrays[first:second], arrays[second:]
+    return (
+        arrays[0],
+        MixerWeights(*parts[0]),
+        MixerMemory(*parts[1]),
+        MixerTree(*parts[2]),
+    )
+
+
+@dataclass(frozen=True)
+class Batched:
+    """More rows of one batch; the definition where weights or queries differ."""
+
+    options: MixerOptions
+
+    def __call__(
+        self,
+        arrays: Sequence[jax.Array],
+        has_axis: Sequence[bool],
+        definition: Callable[..., Any],
+        level: int,
+    ) -> Any:
+        _, weights, _, tree = parted(has_axis)
+        if any(weights) or tree.rows:
+            axes = [0 if has else None for has in has_axis]
+            return jax.vmap(definition, axes)(*arrays)
+        size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
+
+        def merged(z: jax.Array, has: bool) -> jax.Array:
+            z = z if has else jnp.broadcast_to(z[None], (size, *z.shape))
+            return z.reshape(-1, *z.shape[2:])
+
+        zxbcdt, weights, memory, tree = parted(arrays)
+        axes = parted(has_axis)
+        outs = _call(
+            self.options,
+            definition,
+            level,
+            merged(zxbcdt, axes[0]),
+            *weights,
+            *map(merged, memory, axes[2]),
+            *map(merged, tree[:2], axes[3][:2]),
+            tree.rows,
+            *map(merged, tree[3:], axes[3][3:]),
+        )
+        return [z.reshape(size, -1, *z.shape[1:]) for z in outs]

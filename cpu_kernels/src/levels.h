@@ -1,0 +1,10 @@
+// The machine's instructions.
+#pragma once
+#include "kernels.h"
+
+namespace stree {
+
+// The best kernels of this machine up to a level: 0 portable, 1 AVX2, 2 AVX-512.
+const Kernels& kernels_of(int64_t level);
+
+}  // namespace stree

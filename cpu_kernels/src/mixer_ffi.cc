@@ -1,0 +1,139 @@
+// What XLA calls for a Mamba2 mixer between its projections.
+#include <cstring>
+
+#include "levels.h"
+#include "scan_work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+using Any = ffi::AnyBuffer;
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+const void* if_any(const Any& array) {
+  return array.element_count() ? array.untyped_data() : nullptr;
+}
+
+// What was not queried stays, should XLA have copied no array for us.
+template <class Before>
+void keep(const Before& before, Out& after) {
+  if (before.untyped_data() != after->untyped_data())
+    std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
+}
+
+ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, Any norm,
+                 F32 dt_bias, F32 A_log, F32 D, F32 h0, Any conv0, Any past_x,
+                 F32 past_dt, F32 past_a, Any past_B, Any past_xBC, S32 path, S32 length,
+                 S32 rows, ffi::Buffer<ffi::PRED> mask, S32 window,
+                 ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> h, Out conv,
+                 Out x, Out dt, Out a, Out B, Out xBC, int64_t to_z, int64_t norm_groups,
+                 bool norm_first, float eps, float least_dt, float most_dt,
+                 int64_t level) {
+  const auto state = h0.dimensions(), taps = window.dimensions();
+  const auto given = in.dimensions(), groups = B->dimensions();
+  const bool wide = x->element_type() == ffi::F32;
+  const bool weights_wide = conv_weight.element_type() == ffi::F32;
+  const bool partly = rows.element_count() > 0;
+  const int64_t T = taps[1], H = state[1], P = state[2];
+  const int64_t channels = conv_weight.dimensions()[0];
+  if (given.size() != 3 || taps[2] > 16 || given[1] != (partly ? rows.dimensions()[0] : T))
+    return ffi::Error::InvalidArgument("want [B, Tq, width] and at most 16 taps");
+  if (partly && past_x.dimensions()[1] != T)
+    return ffi::Error::InvalidArgument("want records of this tree");
+  Mixer m{};
+  Scan& s = m.scan;
+  auto* const dt_out = static_cast<float*>(dt->untyped_data());
+  auto* const a_out = static_cast<float*>(a->untyped_data());
+  s.past = {past_x.untyped_data(), past_B.untyped_data(), past_dt.typed_data(),
+            past_a.typed_data(), past_x.dimensions()[1]};
+  s.now = {x->untyped_data(), B->untyped_data(), dt_out, a_out, T};
+  s.D = D.typed_data();
+  s.h0 = h0.typed_data(), s.h = h->typed_data(), s.y = y->typed_data();
+  s.path = path.typed_data(), s.length = length.typed_data();
+  s.rows = partly ? rows.typed_data() : nullptr;
+  s.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
+  s.batch = state[0], s.H = H, s.P = P, s.N = state[3], s.G = groups[2];
+  s.M = path.dimensions()[1], s.Tq = given[1], s.K = taps[2];
+  s.bf16 = !wide, s.D_by_channel = D.element_count() > static_cast<size_t>(H);
+  m.in = in.typed_data(), m.width = given[2], m.channels = channels;
+  m.to_z = to_z, m.to_xBC = to_z + H * P, m.to_dt = m.to_xBC + channels;
+  m.conv_weight = conv_weight.untyped_data(), m.conv_bias = if_any(conv_bias);
+  m.norm = if_any(norm), m.norm_groups = norm_groups, m.norm_first = norm_first;
+  m.dt_bias = dt_bias.typed_data(), m.A_log = A_log.typed_data();
+  m.window = window.typed_data();
+  m.conv0 = conv0.untyped_data(), m.past_xBC = past_xBC.untyped_data();
+  m.conv = conv->untyped_data(), m.x = x->untyped_data(), m.B = B->untyped_data();
+  m.xBC = xBC->untyped_data(), m.dt = dt_out, m.a = a_out;
+  m.eps = eps, m.least_dt = least_dt, m.most_dt = most_dt;
+  m.weights_bf16 = !weights_wide;
+  if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
+  if (partly) {
+    keep(past_x, x), keep(past_B, B), keep(past_xBC, xBC);
+    keep(past_dt, dt), keep(past_a, a);
+  }
+  const MixerKernel& kernel = kernels_of(level).mixer;
+  void* const shared = scratch_of_thread<0>(kernel.shared_bytes(m));
+  const int64_t own = kernel.own_bytes(m);
+  share(pool, group_parts(s), s.batch * s.G, [&](int64_t i) {
+    kernel.group(m, shared, i / s.G, i % s.G);
+  });
+  share(pool, head_parts(s, pool.num_threads()), s.batch * H, [&](int64_t i) {
+    kernel.head(m, shared, scratch_of_thread<1>(own), i / H, i % H);
+  });
+  const int64_t queries = s.batch * s.Tq, bytes = 4 * queries * H * P;
+  const int64_t parts = std::max<int64_t>(1, std::min(queries, bytes / (4 * PART_BYTES)));
+  share(pool, parts, queries, [&](int64_t i) {
+    kernel.norm(m, shared, i / s.Tq, i % s.Tq);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_mixer(XLA_FFI_CallFrame* frame) {
+  using namespace stree;
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<F32>()  // what in_proj gave
+                                   .Arg<Any>()  // weights
+                                   .Arg<Any>()
+                                   .Arg<Any>()
+                                   .Arg<F32>()
+                                   .Arg<F32>()
+                                   .Arg<F32>()
+                                   .Arg<F32>()  // state
+                                   .Arg<Any>()
+                                   .Arg<Any>()  // record of the last tree
+                                   .Arg<F32>()
+                                   .Arg<F32>()
+                                   .Arg<Any>()
+                                   .Arg<Any>()
+                                   .Arg<S32>()  // its path
+                                   .Arg<S32>()
+                                   .Arg<S32>()  // this tree
+                                   .Arg<ffi::Buffer<ffi::PRED>>()
+                                   .Arg<S32>()
+                                   .Ret<F32>()  // y
+                                   .Ret<F32>()  // state
+                                   .Ret<Any>()
+                                   .Ret<Any>()  // record of this tree
+                                   .Ret<Any>()
+                                   .Ret<Any>()
+                                   .Ret<Any>()
+                                   .Ret<Any>()
+                                   .Attr<int64_t>("to_z")
+                                   .Attr<int64_t>("norm_groups")
+                                   .Attr<bool>("norm_first")
+                                   .Attr<float>("eps")
+                                   .Attr<float>("least_dt")
+                                   .Attr<float>("most_dt")
+                                   .Attr<int64_t>("level")
+                                   .To(mixer)
+                                   .release();
+  return handler->Call(frame);
+}

@@ -1,0 +1,89 @@
+// What XLA calls for products.
+#include <algorithm>
+
+#include "levels.h"
+#include "work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product& p,
+               int64_t row_bytes) {
+  void* packed = scratch_of_thread<0>(kernel.packed_bytes(p));
+  {
+    const FlushDenormals flush;
+    kernel.pack(p, packed);
+  }
+  const int64_t most = std::max<int64_t>(1, p.m * row_bytes / PART_BYTES);
+  const int64_t parts = std::min(most, PARTS_A_THREAD * pool.num_threads());
+  const int64_t blocks = (p.m + 3) / 4;  // of columns, so that no part has a rest
+  share(pool, parts, [&](int64_t part) {
+    const int64_t begin = blocks * part / parts * 4, end = blocks * (part + 1) / parts * 4;
+    kernel.columns(p, packed, begin, std::min(end, p.m));
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
+                   ffi::AnyBuffer weight, ffi::ResultBuffer<ffi::F32> out,
+                   int64_t level) {
+  const auto shape = rows.dimensions(), wide = weight.dimensions();
+  if (shape.size() != 2 || wide.size() != 2 || shape[1] != wide[1])
+    return ffi::Error::InvalidArgument("want rows [t, k] and a weight [m, k]");
+  const Product p{rows.typed_data(), weight.untyped_data(), nullptr, out->typed_data(),
+                  shape[0],          shape[1],              wide[0], 1};
+  const Kernels& kernels = kernels_of(level);
+  switch (weight.element_type()) {
+    case ffi::F32:
+      return run(pool, kernels.float32, p, 4 * p.k);
+    case ffi::BF16:
+      return run(pool, kernels.bfloat16, p, 2 * p.k);
+    default:
+      return ffi::Error::InvalidArgument("want a weight in float32 or bfloat16");
+  }
+}
+
+ffi::Error product_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
+                        ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::F32> scale,
+                        ffi::ResultBuffer<ffi::F32> out, int64_t level) {
+  const auto shape = rows.dimensions(), wide = weight.dimensions();
+  const auto groups = scale.dimensions();
+  if (shape.size() != 2 || wide.size() != 2 || shape[1] != wide[1] ||
+      groups.size() != 2 || groups[0] != wide[0] || shape[1] % groups[1] != 0)
+    return ffi::Error::InvalidArgument(
+        "want rows [t, k], a weight [m, k] and a scale [m, groups]");
+  const Product p{rows.typed_data(), weight.typed_data(), scale.typed_data(),
+                  out->typed_data(), shape[0],            shape[1],
+                  wide[0],           groups[1]};
+  return run(pool, kernels_of(level).int8, p, p.k);
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_product(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<int64_t>("level")
+                                   .To(stree::product)
+                                   .release();
+  return handler->Call(frame);
+}
+
+STREE_PUBLIC XLA_FFI_Error* stree_product_int8(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::S8>>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<int64_t>("level")
+                                   .To(stree::product_int8)
+                                   .release();
+  return handler->Call(frame);
+}

@@ -1,0 +1,32 @@
+// How the work of a scan is cut.
+#pragma once
+#include <algorithm>
+
+#include "kernels.h"
+#include "work.h"
+
+namespace stree {
+
+constexpr char OUTSIDE[] = "a path leads out of its tree";
+
+inline bool paths_inside(const Scan& s) {
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t j = 0; j < std::min<int64_t>(s.length[b], s.M); j++) {
+      const int32_t row = s.path[b * s.M + j];
+      if (row < 0 || row >= s.past.count) return false;
+    }
+  return true;
+}
+
+inline int64_t group_parts(const Scan& s) {
+  const int64_t groups = s.batch * s.G, bytes = 16 * groups * s.Tq * s.N;
+  return std::min(groups, std::max<int64_t>(1, bytes / PART_BYTES));
+}
+
+inline int64_t head_parts(const Scan& s, int64_t threads) {
+  const int64_t heads = s.batch * s.H;
+  const int64_t most = std::max<int64_t>(1, heads * s.P * s.N * 4 / PART_BYTES);
+  return std::min({most, heads, PARTS_A_THREAD * threads});
+}
+
+}  // namespace stree

@@ -1,0 +1,279 @@
+"""The compiled mixer against its equations in JAX, and which bits it has."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.models import MambaConfig, tree_nodes
+from stree_jax.models.mamba2 import MixerWeights, equations, mixed
+from stree_jax.models.nodes import Nodes, Pass
+from stree_jax.models.state import LayerPending, MambaRecord, MambaState
+from tests.support.native import built, each_level, use
+from tests.support.reference import OP_TOLERANCE, assert_near, chain, random_parents
+
+pytestmark = built
+BATCH = 2
+# Sizes of no whole vectors, and of whole ones; every option of the config that it takes.
+CONFIGS = {
+    "plain": MambaConfig(3, 32, 16),
+    "norm first": MambaConfig(
+        4, 17, 19, n_groups=2, norm="norm_first", norm_groups=2, d_conv=3
+    ),
+    "no norm": MambaConfig(
+        6, 5, 4, n_groups=3, norm=None, conv_bias=False, D_per_channel=True, d_mlp=7
+    ),
+    "limits": MambaConfig(2, 16, 33, norm_groups=2, dt_limit=(0.05, 0.6), d_conv=2),
+}
+
+
+class Case(NamedTuple):
+    """What a mixer is given between its projections, all but its config."""
+
+    zxbcdt: jax.Array
+    weights: MixerWeights
+    nodes: Nodes
+    state: MambaState
+    record: MambaRecord
+    path: jax.Array
+    length: jax.Array
+
+
+def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
+    """A tree of T nodes after one of `last`, of which paths of 2 and 0 were accepted."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+
+    H, P, K = c.num_heads, c.head_dim, c.d_conv
+    wide = partial(normal, dtype="float32")
+    weights = MixerWeights(
+        normal(c.d_xBC, K),
+        normal(c.d_xBC) if c.conv_bias else normal(0),
+        normal(c.d_inner) if c.norm else normal(0),
+        wide(H),
+        wide(H),
+        wide(c.d_inner if c.D_per_channel else H),
+    )
+    record = MambaRecord(
+        normal(BATCH, last, H, P),
+        jnp.abs(wide(BATCH, last, H)),
+        -jnp.abs(wide(BATCH, last, H)),
+        normal(BATCH, last, c.n_groups, c.d_state),
+        normal(BATCH, last, c.d_xBC),
+    )
+    parents = random_parents(rng, BATCH, T) if parents is None else parents
+    state = MambaState(wide(BATCH, H, P, c.d_state), normal(BATCH, K - 1, c.d_xBC))
+    path = jnp.broadcast_to(jnp.array([[0, last - 1, 0]], jnp.int32), (BATCH, 3))
+    return Case(
+        2 * wide(BATCH, T, c.d_in_proj),
+        weights,
+        tree_nodes(jnp.asarray(parents), 4),
+        state,
+        record,
+        path,
+        jnp.array([2, 0], jnp.int32),
+    )
+
+
+def replaying(function, c):
+    """Of a case: the last path replayed, a new tree run."""
+
+    @jax.jit
+    def run(case):
+        pending = LayerPending(case.record, case.path, case.length)
+        pass_ = Pass(case.nodes, None, pending, case.length)
+        return function(c, case.zxbcdt, case.weights, pass_, case.state, None)
+
+    return run
+
+
+def adding(function, c, rows):
+    """Of a case: nodes of these rows added to the records of a tree's others."""
+    rows = jnp.array(rows, jnp.int32)
+
+    @jax.jit
+    def run(case):
+        pass_ = Pass(case.nodes, rows, None, case.length)
+        zxbcdt = case.zxbcdt[:, : len(rows)]
+        args = case.weights, pass_, case.state, case.record
+        return function(c, zxbcdt, *args)
+
+    return run
+
+
+def agree(ours, wanted, dtype):
+    """In bfloat16 a number that lies between two may be rounded to the other one."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(z, np.float32) for z in (a, b))
+        if dtype == "bfloat16":
+            assert_near(a, b, 4e-3)
+            assert np.mean(np.abs(a - b) > 1e-5 * np.abs(b).max()) < 0.02
+        else:
+            assert_near(a, b, OP_TOLERANCE["float32"])
+
+
+@cache
+def solved(name, dtype):
+    """Cases, and what the equations make of them without any kernel: a tree after one
+    as large and after a smaller one, and nodes added to others."""
+    c = CONFIGS[name]
+    after = [case(c, last=last, dtype=dtype) for last in (6, 4)]
+    added = case(c, dtype=dtype, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, "off")
+        wanted = [replaying(equations, c)(given) for given in after]
+        return [*after, added], [*wanted, adding(equations, c, ROWS)(added)]
+
+
+ROWS = [1, 4, 6]  # the last is no node
+
+
+@each_level
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_the_mixers_equations(name, dtype, level, monkeypatch):
+    (*after, added), (*wanted, wanted_added) = solved(name, dtype)
+    c = CONFIGS[name]
+    use(monkeypatch, level)
+    for given, expected in zip(after, wanted, strict=True):
+        run = replaying(mixed, c).lower(given)
+        assert "stree_mixer" in run.as_text()
+        agree(run.compile()(given), expected, dtype)
+    y, *ours = adding(mixed, c, ROWS)(added)
+    wanted_y, *expected = wanted_added
+    agree((y[:, :2], ours), (wanted_y[:, :2], expected), dtype)
+    np.testing.assert_array_equal(ours[1].ssm, added.state.ssm)
+
+
+@each_level
+def test_extreme_steps_and_gates(level, monkeypatch):
+    """Where exp overflows or leaves nothing: softplus, silu, and decays."""
+    use(monkeypatch, level)
+    c = CONFIGS["plain"]
+    given = case(c)
+    for scale in (0.0, 60.0, 3000.0):
+        scaled = given._replace(zxbcdt=given.zxbcdt * scale)
+        agree(replaying(mixed, c)(scaled), replaying(equations, c)(scaled), "float32")
+
+
+@each_level
+def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
+    """The same alone as in a batch; and as the last node as with others after it."""
+    use(monkeypatch, level)
+    c = CONFIGS["norm first"]
+    given = case(c, T=12, dtype="bfloat16", parents=np.stack([chain(12)] * BATCH))
+    run = replaying(mixed, c)
+    y, record, state = run(given)
+    for b, T in ((0, 12), (1, 12), (0, 1), (1, 5)):
+        row = slice(b, b + 1)
+        nodes = given.nodes
+        one = given._replace(
+            zxbcdt=given.zxbcdt[row, :T],
+            nodes=replace(
+                nodes,
+                mask=nodes.mask[row, :T, :T],
+                depth=nodes.depth[row, :T],
+                window=nodes.window[row, :T],
+            ),
+            state=jax.tree.map(lambda z, row=row: z[row], given.state),
+            record=jax.tree.map(lambda z, row=row: z[row], given.record),
+            path=given.path[row],
+            length=given.length[row],
+        )
+        one_y, one_record, one_state = run(one)
+        np.testing.assert_array_equal(one_y[0], y[b, :T])
+        for a, z in zip(
+            jax.tree.leaves(one_record), jax.tree.leaves(record), strict=True
+        ):
+            np.testing.assert_array_equal(a[0], z[b, :T])
+        for a, z in zip(
+            jax.tree.leaves(one_state), jax.tree.leaves(state), strict=True
+        ):
+            np.testing.assert_array_equal(a[0], z[b])
+
+
+def test_mapped_rows_are_rows_of_the_batch():
+    """Weights for all: the same bits as one by one. Weights each: the equations."""
+    c = CONFIGS["plain"]
+    first, second = case(c, seed=0), case(c, seed=1)
+    second = second._replace(weights=first.weights, nodes=first.nodes)
+    run = replaying(mixed, c)
+    axes = Case(0, None, None, 0, 0, 0, 0)
+    both = jax.tree.map(lambda *z: jnp.stack(z), first, second)
+    both = both._replace(weights=first.weights, nodes=first.nodes)
+    mapped = jax.jit(jax.vmap(run, (axes,)))(both)
+    for i, one in enumerate((first, second)):
+        got = jax.tree.map(lambda z, i=i: z[i], mapped)
+        jax.tree.map(np.testing.assert_array_equal, got, run(one))
+    weights = jax.tree.map(lambda z: jnp.stack([z, -z]), first.weights)
+    each = jax.jit(jax.vmap(lambda w: run(first._replace(weights=w))))(weights)
+    got = jax.tree.map(lambda z: z[1], each)
+    turned = first._replace(weights=jax.tree.map(jnp.negative, first.weights))
+    agree(got, run(turned), "float32")
+
+
+def test_records_and_state_are_changed_in_place_only_where_they_may_be(optimised):
+    """In a loop nothing of the records' size is copied; what is read later stays."""
+    c = MambaConfig(8, 64, 64)
+    given = case(c, T=32, last=32)
+    run = replaying(mixed, c)
+
+    def steps(kept, given):
+        def body(_, kept):
+            record, state = kept
+            _, record, state = run(given._replace(record=record, state=state))
+            return record, state
+
+        return jax.lax.fori_loop(0, 3, body, kept)
+
+    once = jax.jit(steps, donate_argnums=0)
+    args = (given.record, given.state), given
+    held = once.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    y = given.zxbcdt.nbytes  # of the mixer's output, and of what lies around it
+    assert held < 2 * y + given.record.x.nbytes / 2
+    before = jax.tree.map(np.array, given)
+    kept = jax.jit(steps)(*args)
+    jax.tree.map(np.testing.assert_array_equal, given, before)
+
+    @jax.jit
+    def both(given):
+        out = run(given)
+        return out, jax.tree.map(lambda z: z + 1, (given.record, given.state))
+
+    _, after = both(given)
+    wanted = jax.tree.map(lambda z: z + 1, (before.record, before.state))
+    jax.tree.map(np.testing.assert_array_equal, after, wanted)
+    own = jax.tree.map(jnp.copy, args[0])
+    jax.tree.map(np.testing.assert_array_equal, once(own, given), kept)
+
+
+def test_what_the_kernel_does_not_take_are_the_equations(monkeypatch):
+    """Repeated heads, norms across heads, baselines' scans, and no kernels at all."""
+    c = CONFIGS["plain"]
+    given = case(c)
+
+    def text(c, given):
+        return replaying(mixed, c).lower(given).as_text()
+
+    assert "stree_mixer" in text(c, given)
+    odd = replace(c, norm_groups=2)  # of three heads
+    assert "stree_mixer" not in text(odd, given)
+    for scan in ("step", "chunk"):
+        baseline = given._replace(nodes=replace(given.nodes, scan=scan))
+        assert "stree_mixer" not in text(c, baseline)
+    use(monkeypatch, "off")
+    assert "stree_mixer" not in text(c, given)
+
+
+def test_a_path_out_of_its_tree_is_refused():
+    given = case(CONFIGS["plain"])
+    wild = given._replace(path=given.path + 1000)
+    with pytest.raises(Exception, match="a path leads out of its tree"):
+        jax.block_until_ready(replaying(mixed, CONFIGS["plain"])(wild))
