@@ -1,9 +1,9 @@
 """A Mamba2 mixer between its projections, in one go: `src/mixer_body.h`.
 
 What it computes is the equations of `models.mamba2`: step sizes, the convolution along
-tree paths, the last path's replay and this tree's scan, gate and norm. State and records
-become the new ones in place. Axes as in `pallas_kernels.scan`; K taps, C channels of
-the convolution, W outputs of in_proj. A row of the batch, and a node and its ancestors
+tree paths, the last path's replay and this tree's scan, gate and norm. State and
+records become the new ones in place. Axes as in `pallas_kernels.scan`; K taps, C
+channels of the convolution, W outputs of in_proj. A row of the batch, and a node and its ancestors
 in it, have the same bits whatever stands beside them.
 """
 
@@ -20,6 +20,7 @@ from stree_jax.cpu_kernels.native_call import native_call
 
 MOST_NODES = 64
 MOST_TAPS = 16
+SHARED = (*range(1, 7), 16)  # weights and rows, among all arrays: without an axis B
 
 
 class MixerWeights(NamedTuple):
@@ -48,8 +49,8 @@ class MixerMemory(NamedTuple):
 
 
 class MixerTree(NamedTuple):
-    """The last tree's path [B, M] and its length [B]; of this one the queried rows [Tq],
-    or [0] for all T, mask [B, T, T] and window [B, T, K]: see `models.nodes`."""
+    """The last tree's path [B, M] and its length [B]; of this one the queried rows
+    [Tq], or [0] for all T, mask [B, T, T] and window [B, T, K]: `models.nodes`."""
 
     path: jax.Array
     length: jax.Array
@@ -199,27 +200,18 @@ class Batched:
         definition: Callable[..., Any],
         level: int,
     ) -> Any:
-        _, weights, _, tree = parted(has_axis)
-        if any(weights) or tree.rows:
+        of = parted(has_axis)
+        if any(of[1]) or of[3].rows:
             axes = [0 if has else None for has in has_axis]
             return jax.vmap(definition, axes)(*arrays)
         size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
 
-        def merged(z: jax.Array, has: bool) -> jax.Array:
-            z = z if has else jnp.broadcast_to(z[None], (size, *z.shape))
+        def merged(place: int, z: jax.Array) -> jax.Array:
+            if place in SHARED:
+                return z
+            z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
             return z.reshape(-1, *z.shape[2:])
 
-        zxbcdt, weights, memory, tree = parted(arrays)
-        axes = parted(has_axis)
-        outs = _call(
-            self.options,
-            definition,
-            level,
-            merged(zxbcdt, axes[0]),
-            *weights,
-            *map(merged, memory, axes[2]),
-            *map(merged, tree[:2], axes[3][:2]),
-            tree.rows,
-            *map(merged, tree[3:], axes[3][3:]),
-        )
+        every = (merged(place, z) for place, z in enumerate(arrays))
+        outs = _call(self.options, definition, level, *every)
         return [z.reshape(size, -1, *z.shape[1:]) for z in outs]

@@ -18,7 +18,7 @@ from tests.support.reference import OP_TOLERANCE, assert_near, chain, random_par
 
 pytestmark = built
 BATCH = 2
-# Sizes of no whole vectors, and of whole ones; every option of the config that it takes.
+# Sizes of no whole vectors, and of whole ones; every option that it takes.
 CONFIGS = {
     "plain": MambaConfig(3, 32, 16),
     "norm first": MambaConfig(
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
-    """A tree of T nodes after one of `last`, of which paths of 2 and 0 were accepted."""
+    """A tree of T nodes after one of `last`, where paths of 2 and 0 were accepted."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape, dtype=dtype):
