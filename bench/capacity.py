@@ -123,12 +123,8 @@ def check_room(options: Options) -> None:
 
 def model_named(name: str, dtype: str) -> Model:
     """Random weights of a shape, or a model from where `load` finds it."""
-    if name in NAMES and dtype != "int8":
-        return random_model(config_of(name), dtype)
     if name in NAMES:
-        raise ValueError(
-            f"--dtypes: {name} has random weights, which int8 is not made of"
-        )
+        return in_dtype(random_model(config_of(name), "float32"), dtype)
     return load(name, dtype=dtype)
 
 
@@ -147,7 +143,7 @@ def time_lengths(
 ) -> list[dict[str, Any]]:
     """A raw record of each length, by one program and in the same caches, in turns."""
     turns = Turns(program)
-    arms = {str(n): partial(turns, n) for n in lengths}
+    arms: dict[str, Callable[[], float]] = {str(n): partial(turns, n) for n in lengths}
     seconds, _ = take_turns(arms, repeats, set(), skip_too_large=True)
     return [_record(program, n, seconds[str(n)]) for n in lengths]
 
@@ -210,7 +206,7 @@ def capacity_table(report: dict[str, Any]) -> str:
         size = f"{rows[0]['parameters'] / 1e6:.1f} M parameters"
         sections += [f"{name}, {size}, {dtype}", _pass_table(rows)]
     about = (
-        "Bytes: the weights, the text's rows of all caches, the other state, once each. "
+        "Bytes: weights, the text's rows of all caches, the other state, once each. "
         "Ratios are to the first row of the same nodes."
     )
     return "\n\n".join([*sections, about])
