@@ -139,10 +139,12 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
     draft = draft_of(case, model.config)
     began = time.perf_counter()
     lowered = program.lower(model.params, begin_passes(case, model, draft), draft)
-    compiled = lowered.compile()  # calls of `program` find it
+    # Called itself: `program` would compile again for a carry that came from a pass
+    # over parameters that are committed to a device.
+    compiled = lowered.compile()
     return Program(
         case=case,
-        run=lambda carry: program(model.params, carry, draft),
+        run=lambda carry: compiled(model.params, carry, draft),
         begin=lambda: begin_passes(case, model, draft),
         passes=passes,
         compile_s=time.perf_counter() - began,
