@@ -7,6 +7,7 @@ from typing import Any
 from stree_jax.bench import (
     budget_runs,
     budget_tables,
+    capacity,
     cost,
     forward,
     heads,
@@ -14,6 +15,7 @@ from stree_jax.bench import (
     others,
     peers,
     profile,
+    reading,
     speculation,
     staged,
     unrolled,
@@ -113,6 +115,28 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
             )
         case "peers":
             return _measure_peers(args)
+        case "prompts":
+            return reading.measure_reading(
+                reading.Options(
+                    shapes=tuple(dict.fromkeys(args.shapes)),
+                    lengths=tuple(dict.fromkeys(args.lengths)),
+                    dtypes=tuple(dict.fromkeys(args.dtypes)),
+                    once=args.once,
+                ),
+                run_of(args),
+            )
+        case "capacity":
+            return capacity.measure_capacity(
+                capacity.Options(
+                    models=tuple(dict.fromkeys(args.models)),
+                    sizes=tuple(dict.fromkeys(args.sizes)),
+                    capacities=tuple(dict.fromkeys(args.capacities)),
+                    lengths=tuple(dict.fromkeys(args.lengths)),
+                    text=args.text,
+                    dtypes=tuple(dict.fromkeys(args.dtypes)),
+                ),
+                run_of(args),
+            )
     raise ValueError(f"bench: unknown benchmark {args.benchmark!r}")
 
 
@@ -192,6 +216,8 @@ def table_of(report: dict[str, Any]) -> str:
         "profile": profile.profile_table,
         "kernels": kernels.kernels_table,
         "peers": peers.peers_table,
+        "prompts": reading.reading_table,
+        "capacity": capacity.capacity_table,
     }
     text = tables.get(report["kind"], speculation.arms_table)(report)
     return f"{text}\n\n{machine_line(report)}"

@@ -1,5 +1,6 @@
 """Figures: from a report to a matplotlib figure, one function a sort of report."""
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench.plots import COLOURS, GUIDE, LEGEND, panels, style_of
@@ -30,6 +31,8 @@ def draw(report: dict[str, Any]) -> "Figure":
         "heads": draw_heads,
         "staged": draw_staged,
         "peers": draw_peers,
+        "prompts": draw_reading,
+        "capacity": draw_capacity,
     }
     if report["kind"] not in drawings:
         raise ValueError(f"--figure: there is none of bench {report['kind']}")
@@ -125,6 +128,57 @@ def draw_peers(report: dict[str, Any]) -> "Figure":
         ax.set_xticks(range(len(dtypes)), dtypes)
         ax.set_ylabel("tokens/s; dashed: weights read once a token")
         ax.set_title(f"{label}, {title}", fontsize=10)
+        ax.legend(**LEGEND)
+    return figure
+
+
+def draw_reading(report: dict[str, Any]) -> "Figure":
+    """Tokens a second against the prompt's length, a panel a shape."""
+    rows = report["results"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    figure, axes = panels(len(shapes), report, "Reading a prompt")
+    for ax, shape in zip(axes, shapes, strict=True):
+        for (d, dtype), arm in product(enumerate(dtypes), ("ours", "transformers")):
+            own = [r for r in rows if (r["shape"], r["dtype"]) == (shape, dtype)]
+            own = [row for row in own if row[arm] is not None]
+            if own:
+                style = style_of(d) | {"linestyle": "-" if arm == "ours" else "--"}
+                style |= {"label": f"{arm}, {dtype}", "markersize": 4}
+                ax.plot([r["length"] for r in own], [r[arm] for r in own], **style)
+        lengths = list(dict.fromkeys(r["length"] for r in rows))
+        ax.set(xscale="log", yscale="log", xlabel="tokens of the prompt")
+        ax.set_xticks(lengths, lengths, minor=False)
+        ax.set_xticks([], minor=True)
+        ax.set_ylabel("tokens/s")
+        ax.set_title(shape, fontsize=10)
+        ax.legend(**LEGEND)
+    return figure
+
+
+def draw_capacity(report: dict[str, Any]) -> "Figure":
+    """Time of a pass, its first = 1: against capacity and text, two panels a model."""
+    rows = report["results"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    places = list(product(models, ("capacity", "text")))
+    title = "Time of a pass; dotted: the bytes that it reads"
+    figure, axes = panels(len(places), report, title)
+    for ax, (name, against) in zip(axes, places, strict=True):
+        own = [r for r in rows if (r["model"], r["against"]) == (name, against)]
+        lines = list(dict.fromkeys((r["dtype"], r["nodes"]) for r in own))
+        for i, (dtype, nodes) in enumerate(lines):
+            line = [r for r in own if (r["dtype"], r["nodes"]) == (dtype, nodes)]
+            line = [row for row in line if row["over_first"] is not None]
+            x, style = [row[against] for row in line], style_of(i) | {"markersize": 4}
+            label = f"{dtype}, {nodes} node{'s' * (nodes > 1)}"
+            ax.plot(x, [row["over_first"] for row in line], label=label, **style)
+            read = [row["read_over_first"] for row in line]
+            ax.plot(x, read, color=style["color"], linestyle=":", linewidth=1)
+        what = "rows of the caches" if against == "capacity" else "tokens of text"
+        ax.set(xscale="log", yscale="log", xlabel=what, ylabel="the first = 1")
+        low, high = ax.get_ylim()
+        ax.set_ylim(min(low, 0.5), max(high, 2))
+        ax.set_title(f"{name}, against the {against}", fontsize=10)
         ax.legend(**LEGEND)
     return figure
 

@@ -13,6 +13,8 @@ DTYPES = ["float32", "bfloat16"]
 WEIGHTS = [*DTYPES, "int8"]  # of a model in memory
 SHAPE = "mamba2-130m"
 PEER_DTYPES = ("float32", "bfloat16", "int8")
+READ_SHAPES = ("llama-135m", "hybrid-130m", SHAPE)
+CAPACITY_MODELS = ("llama-135m", "demo")
 PAIR = "NAME=TARGET:DRAFTER"
 COUNTED = ("breakdown", "longest", "ratios", "printed")
 MEMORY_PARTS = (*COUNTED, "caches", "pruned", "batch", "turns")
@@ -232,6 +234,28 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--dtypes", str, PEER_DTYPES, "of weights", "+", PEER_DTYPES)
     python = "a Python whose environment has llama-cpp-python, built for this CPU"
     b.add_argument("--llama-python", type=Path, required=True, help=python)
+
+    text = "reading a prompt against its length, beside transformers"
+    b = benchmark("prompts", text, 5)
+    shapes = "random weights, both have the same"
+    add(b, "--shapes", str, READ_SHAPES, shapes, "+")
+    add(b, "--lengths", int, (128, 512, 2048, 8192), "tokens of a prompt", "+")
+    dtypes = "of weights; int8 is ours alone"
+    add(b, "--dtypes", str, DTYPES, dtypes, "+", WEIGHTS)
+    once = "prompts this long are read once, and not before the clock"
+    add(b, "--once", int, 4096, once)
+
+    text = "one pass against the capacity of its caches and the length of its text"
+    b = benchmark("capacity", text, 9)
+    models = "shapes, random weights; or directory, hub id or demo"
+    add(b, "--models", str, CAPACITY_MODELS, models, "+")
+    add(b, "--sizes", int, (1, 16), "nodes of a pass", "+")
+    rows = "rows of the caches, with --text tokens in them"
+    add(b, "--capacities", int, (256, 1024, 4096, 16384, 65536), rows, "+")
+    lengths = "tokens of text in the largest caches"
+    add(b, "--lengths", int, (20, 250, 1000, 4000, 16000, 60000), lengths, "+")
+    add(b, "--text", int, 20, "tokens, while the capacity changes")
+    add(b, "--dtypes", str, DTYPES, "of weights", "+", WEIGHTS)
 
     text = "everything, and a report with figures"
     b = benchmarks.add_parser("all", help=text, description=text)

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,24 @@ from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.generation import encode_prompts
 from stree_jax.parity import quiet
+
+
+def transformers_version() -> str | None:
+    """None where it cannot run."""
+    there = all(find_spec(package) for package in ("torch", "transformers"))
+    return version("transformers") if there else None
+
+
+def in_transformers(model: Model, dtype: str) -> Any:
+    """The exported model as transformers loads it, in "float32" or "bfloat16"."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        export_hf(model.config, model.params, model.tokenizer, Path(folder) / "hf")
+        return AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "hf", dtype=getattr(torch, dtype), local_files_only=True
+        ).eval()
 
 
 def with_transformers(
@@ -38,13 +57,8 @@ def with_transformers(
         if find_spec(package) is None:
             raise ValueError(f"--transformers needs {package}; pip install {package}")
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        export_hf(target.config, target.params, target.tokenizer, Path(folder) / "hf")
-        other = AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "hf", dtype=getattr(torch, dtype), local_files_only=True
-        ).eval()
+    other = in_transformers(target, dtype)
 
     def decoder(text: Prompt) -> dict[str, Callable[[], float]]:
         ids = torch.tensor(encode_prompts(target, [text]))

@@ -43,11 +43,18 @@ class Case:
       nodes: T; 2^L - 1 is the full tree of L levels, the root's included.
       scan: "packed", or unrolled with that scan.
       context: committed tokens, which attention layers read in every pass.
+      capacity: rows of the attention caches, if more than the passes need.
     """
 
     nodes: int
     scan: Way
     context: int = CONTEXT
+    capacity: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of the caches: for the context, and a path that is written behind it."""
+        return max(self.capacity, self.context + self.tree.depth + 2)
 
     @property
     def tree(self) -> Tree:
@@ -83,7 +90,7 @@ def begin_passes(case: Case, model: Model, draft: Draft) -> Carry:
     """A zero state of `context` tokens, and a whole path of the tree to be replayed."""
     tree, dtype = case.tree, param_dtype(model.params)
     path = draft.layout.paths[:, -1]  # the last node is one of the deepest
-    state = init_state(model.config, 1, case.context + tree.depth + 2, dtype)
+    state = init_state(model.config, 1, case.rows, dtype)
     state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
     records = init_records(model.config, 1, case.nodes, dtype)
     count = jnp.full((1,), tree.depth + 1, jnp.int32)
@@ -119,12 +126,12 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
             # Or the first layers' products with the draft, which no pass changes,
             # would be done once, before the loop.
             (state, pending, _), drafted = lax.optimization_barrier((carry, draft))
-            # Every pass reads a context of the same length.
-            state = replace(state, length=jnp.full((1,), case.context, jnp.int32))
             here = replace(model, params=params)
             seen = case.verify(here, state, drafted, pending)
             best = argmax(seen.logits)
-            return seen.state, replace(pending, records=seen.records), best
+            # Every pass reads a context of the same length.
+            kept = replace(seen.state, length=state.length)
+            return kept, replace(pending, records=seen.records), best
 
         return lax.fori_loop(0, passes, once, carry)
 
@@ -132,10 +139,12 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
     draft = draft_of(case, model.config)
     began = time.perf_counter()
     lowered = program.lower(model.params, begin_passes(case, model, draft), draft)
-    compiled = lowered.compile()  # calls of `program` find it
+    # Called itself: `program` would compile again for a carry that came from a pass
+    # over parameters that are committed to a device.
+    compiled = lowered.compile()
     return Program(
         case=case,
-        run=lambda carry: program(model.params, carry, draft),
+        run=lambda carry: compiled(model.params, carry, draft),
         begin=lambda: begin_passes(case, model, draft),
         passes=passes,
         compile_s=time.perf_counter() - began,
@@ -146,6 +155,9 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
 class Turns:
     """Calls of a program, one after the other; each returns seconds a pass.
 
+    A call is told after how many committed tokens, if not after those of its case: for
+    the program a length is data.
+
     Attributes:
       best: argmax of the logits [1, T] in the last pass, None before the first.
     """
@@ -155,9 +167,13 @@ class Turns:
         self.carry: Carry | None = None
         self.best: np.ndarray | None = None
 
-    def __call__(self) -> float:
+    def __call__(self, context: int | None = None) -> float:
         # Nothing holds a carry that a call consumed, or could not make the next of.
         carry, self.carry = self.carry or self.program.begin(), None
+        if context is not None:
+            length = jnp.full((1,), context, jnp.int32)
+            carry = replace(carry[0], length=length), *carry[1:]
+        jax.block_until_ready(carry)
         began = time.perf_counter()
         carry = jax.block_until_ready(self.program.run(carry))
         seconds = time.perf_counter() - began

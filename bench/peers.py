@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from stree_jax.bench.gguf_writer import write_gguf
 from stree_jax.bench.llama_process import Ask, llama_process, llama_version
 from stree_jax.bench.memory import read_bandwidth
 from stree_jax.bench.method import Run, measure, quartiles_of, spread
-from stree_jax.bench.others import with_transformers
+from stree_jax.bench.others import transformers_version, with_transformers
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.speculation import (
     Arm,
@@ -167,7 +165,7 @@ def _settings(subjects: Mapping[str, Subject], options: Options) -> dict[str, An
         "max_new_tokens": options.max_new_tokens,
         "threads": options.threads,
         "llama_cpp": llama_version(options.llama_python),
-        "transformers": _transformers_version(),
+        "transformers": transformers_version(),
     }
 
 
@@ -198,7 +196,7 @@ def ready(subject: Subject, dtype: str, options: Options) -> Iterator[Ready]:
     new, config = options.max_new_tokens, target.config
     work = workload(target, drafter, subject.arms, subject.prompts, new)
     strangers = None
-    if _transformers_version() is not None and dtype != "int8":
+    if transformers_version() is not None and dtype != "int8":
         import torch
 
         torch.set_num_threads(options.threads)
@@ -270,12 +268,6 @@ def time_unit(here: Ready, text: Prompt, repeats: int) -> dict[str, Any]:
     rate = read_bandwidth(here.read_bytes["ours"], max(repeats, READS))
     arms = decode_unit(here.work, [text], 0, repeats, here.warm, here.others(text))
     return {"bytes_per_s": rate, "arms": arms}
-
-
-def _transformers_version() -> str | None:
-    """None where it cannot run."""
-    there = all(find_spec(package) for package in ("torch", "transformers"))
-    return version("transformers") if there else None
 
 
 def peer_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -27,7 +27,14 @@ MAMBA2_SIZES = {  # d_model, layers
     "mamba2-1.3b": (2048, 48),
     "mamba2-2.7b": (2560, 64),
 }
-NAMES = (*MAMBA2_SIZES, "mambainllama-8b", "granite-4.0-h-micro", "llama-7b")
+NAMES = (
+    *MAMBA2_SIZES,
+    "hybrid-130m",
+    "llama-135m",
+    "mambainllama-8b",
+    "granite-4.0-h-micro",
+    "llama-7b",
+)
 
 
 def mamba2(d_model: int, n_layer: int) -> ModelConfig:
@@ -85,6 +92,36 @@ def granite_micro() -> ModelConfig:
     )
 
 
+def hybrid_130m() -> ModelConfig:
+    """A hybrid as Granite 4 has them, of Mamba2-130M's widths: 8 Mamba2 layers and 4 of
+    attention, an MLP behind each. Nobody published it."""
+    layers: tuple[LayerKind, ...] = ("mamba", "mlp", "mamba", "mlp", "attention", "mlp")
+    return ModelConfig(
+        vocab_size=49152,
+        num_tokens=49152,
+        d_model=768,
+        layers=4 * layers,
+        mamba=MambaConfig(num_heads=24, head_dim=64, d_state=128),
+        attention=AttentionConfig(12, 4, 64),
+        mlp=MLPConfig(2048),
+        tie_embeddings=True,
+    )
+
+
+def llama_135m() -> ModelConfig:
+    """SmolLM-135M."""
+    layers: tuple[LayerKind, ...] = ("attention", "mlp")
+    return ModelConfig(
+        vocab_size=49152,
+        num_tokens=49152,
+        d_model=576,
+        layers=30 * layers,
+        attention=AttentionConfig(9, 3, 64, rope=Rope(theta=10000.0, dim=64)),
+        mlp=MLPConfig(1536),
+        tie_embeddings=True,
+    )
+
+
 def llama_7b() -> ModelConfig:
     """Llama-2-7B, and Vicuna-7B, which SpecMemo and Medusa measure."""
     layers: tuple[LayerKind, ...] = ("attention", "mlp")
@@ -103,12 +140,15 @@ def config_of(shape: str) -> ModelConfig:
     """Raises ValueError for an unknown name."""
     if shape in MAMBA2_SIZES:
         return mamba2(*MAMBA2_SIZES[shape])
-    if shape == "mambainllama-8b":
-        return mambainllama()
-    if shape == "granite-4.0-h-micro":
-        return granite_micro()
-    if shape == "llama-7b":
-        return llama_7b()
+    others = {
+        "hybrid-130m": hybrid_130m,
+        "llama-135m": llama_135m,
+        "mambainllama-8b": mambainllama,
+        "granite-4.0-h-micro": granite_micro,
+        "llama-7b": llama_7b,
+    }
+    if shape in others:
+        return others[shape]()
     raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(NAMES)}")
 
 

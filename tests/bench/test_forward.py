@@ -161,6 +161,27 @@ def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):
     assert read.mamba.d_in_proj == 10272 and read.mamba.d_xBC == 6144
 
 
+def test_llama_135m_is_what_its_checkpoint_is_read_as(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    }
+    tensors = {"model.embed_tokens.weight": (49152, 576)}
+    assert configs(tmp_path, config, tensors) == shapes.config_of("llama-135m")
+
+
 @pytest.mark.parametrize("name", shapes.MAMBA2_SIZES)
 def test_mamba2_is_what_its_checkpoint_is_read_as(tmp_path, name):
     d_model, n_layer = shapes.MAMBA2_SIZES[name]

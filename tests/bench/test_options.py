@@ -17,7 +17,7 @@ NEEDED = {
     "staged": [*PROMPTS, "--ngrams", "n.safetensors"],
     "peers": ["--llama-python", "bin/python"],
     "all": [*PROMPTS, "--out", "R"],
-    **dict.fromkeys(("unrolled", "forward", "kernels"), []),
+    **dict.fromkeys(("unrolled", "forward", "kernels", "prompts", "capacity"), []),
 }
 
 

@@ -237,7 +237,7 @@ def measured(monkeypatch, subject, off):
     known = {"version": "0", "built_with": "nothing"}
     monkeypatch.setattr(peers, "llama_version", lambda python: known)
     monkeypatch.setattr(peers, "write_gguf", lambda *args: 10**6)
-    monkeypatch.setattr(peers, "_transformers_version", lambda: None)
+    monkeypatch.setattr(peers, "transformers_version", lambda: None)
     why = {"int8": "not yet"}.get
     monkeypatch.setattr(peers, "refusal", why)
     options = peers.Options(("float32", "int8"), 4, Path("python"), 2)
