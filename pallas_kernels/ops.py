@@ -6,12 +6,15 @@ of a kernel, which then runs or raises. What they compute is defined in `scan` a
 `attention`, with the axes of their arguments.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from stree_jax.cpu_kernels import attention as cpu_attention
 from stree_jax.cpu_kernels import scan as cpu_scan
 from stree_jax.pallas_kernels import (
     attention,
@@ -92,13 +95,42 @@ def tree_attention(
     """Attention to the committed cache and to ancestors: `attention.tree_attention`."""
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
     kernel = partial(triton_attention.tree_attention, scale=scale)
+    native = cpu_attention.attention_unsupported(q, k_cache)
     return dispatch(
         "tree_attention",
         implementation,
         lambda *arrays: attention.by_platform(*arrays, scale),
-        {"triton": Kernel(kernel, reason)},
+        {
+            "triton": Kernel(kernel, reason),
+            "native": Kernel(partial(_native_attention, scale=scale), native, "cpu"),
+        },
         *(q, k, v, k_cache, v_cache, length, mask),
     )
+
+
+def _native_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, scale: float
+) -> jax.Array:
+    k_cache, v_cache, length, mask = rest
+    dtype = k_cache.dtype
+    wide = q.astype(jnp.float32)
+    bits = (attention.as_bits(z.astype(dtype)) for z in (k, v, k_cache, v_cache))
+    definition = _InBlocks(dtype, scale)
+    arrays = wide, *bits, length, mask
+    return cpu_attention.tree_attention(*arrays, scale=scale, definition=definition)
+
+
+@dataclass(frozen=True)
+class _InBlocks:
+    """`attention.in_blocks` of numbers as bits."""
+
+    dtype: np.dtype
+    scale: float
+
+    def __call__(self, q: jax.Array, *rest: jax.Array) -> jax.Array:
+        *numbers, length, mask = rest
+        numbers = [z.view(self.dtype) for z in numbers]
+        return attention.in_blocks(q, *numbers, length, mask, self.scale)
 
 
 def chunk_scan(

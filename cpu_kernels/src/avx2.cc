@@ -107,16 +107,28 @@ struct Int8 {
 };
 
 #include "int8_body.h"
+// Rows and columns of a square of numbers change places.
+TARGET inline void turn_block(__m256 (&x)[Float32::step]) {
+  float numbers[Float32::step][Float32::step];
+  for (int i = 0; i < Float32::step; i++)
+    for (int j = 0; j < Float32::step; j++) numbers[j][i] = x[i][j];
+  for (int i = 0; i < Float32::step; i++) x[i] = Float32::row(numbers[i]);
+}
+
 #include "lanes.h"
+#include "layout.h"
 #include "scan_body.h"
 #include "mixer_body.h"
+#include "attention_body.h"
 
 }  // namespace
 
 const Kernels& avx2() {
   static constexpr Kernels kernels{product_kernel<Float32>(), product_kernel<Bfloat16>(),
                                    int8_kernel<Int8>(), scan_kernel<Float32>(),
-                                   mixer_kernel<Float32>()};
+                                   mixer_kernel<Float32>(),
+                                   attention_kernel<Float32>(),
+                                   attention_kernel<Bfloat16>()};
   return kernels;
 }
 

@@ -12,7 +12,7 @@ namespace {
 #include "product_body.h"
 #include "avx512_lanes.h"
 
-struct Bfloat16 {
+struct Bfloat16Dots {
   using Weight = uint16_t;
   using Row = uint16_t;
   using Sum = __m512;
@@ -35,10 +35,19 @@ struct Bfloat16 {
   }
 };
 
+#include "lanes.h"
+#include "layout.h"
+#include "attention_body.h"
+
 }  // namespace
 
 const ProductKernel& avx512_bf16() {
-  static constexpr ProductKernel kernel = product_kernel<Bfloat16>();
+  static constexpr ProductKernel kernel = product_kernel<Bfloat16Dots>();
+  return kernel;
+}
+
+const AttentionKernel& avx512_bf16_attention() {
+  static constexpr AttentionKernel kernel = attention_kernel<Bfloat16Dots>();
   return kernel;
 }
 

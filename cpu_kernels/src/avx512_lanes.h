@@ -42,3 +42,50 @@ struct Float32 {
     _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), x);
   }
 };
+
+struct Bfloat16 : Float32 {
+  using Weight = uint16_t;
+  TARGET static inline float as_row(float x) { return widened(bfloat16_of(x)); }
+  TARGET static inline Loaded widen(__m256i halves) {
+    const __m512i words = _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+    return _mm512_castsi512_ps(words);
+  }
+  TARGET static inline Loaded weight(const uint16_t* w) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)));
+  }
+  TARGET static inline Loaded weight_tail(const uint16_t* w, int count) {
+    const auto mask = static_cast<__mmask16>((1u << count) - 1);
+    return widen(_mm256_maskz_loadu_epi16(mask, w));
+  }
+};
+
+// Rows and columns of 16 x 16 numbers change places.
+TARGET inline void turn_block(__m512 (&x)[16]) {
+  __m512 y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  const auto low = [](__m512 a, __m512 b) TARGET {
+    return _mm512_castpd_ps(
+        _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  const auto high = [](__m512 a, __m512 b) TARGET {
+    return _mm512_castpd_ps(
+        _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = low(y[i], y[i + 2]), x[i + 1] = high(y[i], y[i + 2]);
+    x[i + 2] = low(y[i + 1], y[i + 3]), x[i + 3] = high(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {  // quarters
+    const __m512 a = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88);
+    const __m512 b = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xDD);
+    const __m512 c = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88);
+    const __m512 d = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xDD);
+    y[i] = _mm512_shuffle_f32x4(a, c, 0x88), y[i + 8] = _mm512_shuffle_f32x4(a, c, 0xDD);
+    y[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+    y[i + 12] = _mm512_shuffle_f32x4(b, d, 0xDD);
+  }
+  for (int i = 0; i < 16; i++) x[i] = y[i];
+}

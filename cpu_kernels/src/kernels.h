@@ -80,10 +80,41 @@ struct MixerKernel {
   void (*norm)(const Mixer&, void* shared, int64_t b, int64_t query);
 };
 
+// Attention of Tq queries, in tiles, to T nodes and a cache: pallas_kernels/attention.py.
+struct Attention {
+  const float* q;                          // [B, Tq, Hq, hd]
+  const void *k, *v, *k_cache, *v_cache;   // [B, T, Hk, hd], [B, Hk, S, hd]
+  const int32_t* length;                   // [B]
+  const uint8_t* mask;                     // [B, Tq, T]
+  float* out;                              // [B, Tq, Hq, hd]
+  float* partial;                          // for parts that several threads do
+  int64_t batch, Tq, T, Hq, Hk, S, hd, tile, tiles, splits;
+  float scale;
+};
+
+// Rows of a part of a cache of so many; at most MOST_SPLITS parts.
+constexpr int64_t LEAST_SPLIT = 1024, MOST_SPLITS = 16;
+inline constexpr int64_t split_rows(int64_t length) {
+  const int64_t each = (length + MOST_SPLITS - 1) / MOST_SPLITS, whole = (each + 63) / 64 * 64;
+  return whole < LEAST_SPLIT ? LEAST_SPLIT : whole;
+}
+inline constexpr int64_t split_count(int64_t length) {
+  return (length + split_rows(length) - 1) / split_rows(length);
+}
+
+// A unit is a tile of queries of a head of keys of a row: B * Hk * tiles.
+struct AttentionKernel {
+  int64_t (*own_bytes)(const Attention&);
+  void (*part)(const Attention&, void* own, int64_t unit, int64_t part);
+  void (*merge)(const Attention&, int64_t unit);  // after all its parts
+  void (*whole)(const Attention&, void* own, int64_t unit);
+};
+
 struct Kernels {
   ProductKernel float32, bfloat16, int8;
   ScanKernel scan;
   MixerKernel mixer;
+  AttentionKernel attention, attention_bfloat16;
 };
 
 // Each in a file of its own, compiled for its instructions; called only where the
@@ -93,6 +124,7 @@ const Kernels& portable();
 const Kernels& avx2();               // AVX2, FMA
 const Kernels& avx512();             // AVX-512 F, BW, DQ, VL; no `int8`
 const ProductKernel& avx512_bf16();  // AVX512-BF16, for `bfloat16`
+const AttentionKernel& avx512_bf16_attention();
 const ProductKernel& avx512_vnni();  // AVX512-VNNI, for `int8`
 #endif
 

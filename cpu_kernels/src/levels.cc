@@ -42,7 +42,10 @@ Kernels chosen(int64_t level) {
 #if defined(__x86_64__)
   if (level >= 2) {
     Kernels kernels = avx512();
-    if (has_bf16()) kernels.bfloat16 = avx512_bf16();
+    if (has_bf16()) {
+      kernels.bfloat16 = avx512_bf16();
+      kernels.attention_bfloat16 = avx512_bf16_attention();
+    }
     kernels.int8 = has_vnni() ? avx512_vnni() : avx2().int8;
     return kernels;
   }

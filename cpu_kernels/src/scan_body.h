@@ -28,16 +28,6 @@ struct Own {
   double* sum;           // [T], log decays along a node's path
 };
 
-struct Layout {
-  char* base;
-  int64_t at = 0;
-  template <class E>
-  TARGET void place(E** array, int64_t count) {
-    *array = reinterpret_cast<E*>(base + at);
-    at += rounded_up(count * static_cast<int64_t>(sizeof(E)), 64);
-  }
-};
-
 template <class L>
 TARGET int64_t shared_layout(const Scan& s, char* base, Shared* shared) {
   const int64_t T = s.now.count, n = rounded_up(s.N, L::step);

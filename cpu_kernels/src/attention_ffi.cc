@@ -1,0 +1,82 @@
+// What XLA calls for attention.
+#include <algorithm>
+
+#include "levels.h"
+#include "work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+constexpr int64_t TILE = 96;  // queries, whole blocks of six
+
+ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k,
+                     ffi::AnyBuffer v, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
+                     ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::PRED> mask,
+                     ffi::ResultBuffer<ffi::F32> out, float scale, int64_t level) {
+  const auto queries = q.dimensions(), nodes = k.dimensions(), cache = k_cache.dimensions();
+  if (queries.size() != 4 || nodes.size() != 4 || cache.size() != 4 ||
+      queries[2] % nodes[2] != 0)
+    return ffi::Error::InvalidArgument("want q [B, Tq, Hq, hd] and k [B, T, Hk, hd]");
+  const bool wide = k.element_type() == ffi::F32;
+  for (const auto* array : {&k, &v, &k_cache, &v_cache})
+    if (array->element_type() != (wide ? ffi::F32 : ffi::U16))
+      return ffi::Error::InvalidArgument("want all of k and v in float32, or as bits");
+  Attention a{};
+  a.q = q.typed_data(), a.out = out->typed_data(), a.length = length.typed_data();
+  a.k = k.untyped_data(), a.v = v.untyped_data();
+  a.k_cache = k_cache.untyped_data(), a.v_cache = v_cache.untyped_data();
+  a.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
+  a.batch = queries[0], a.Tq = queries[1], a.Hq = queries[2], a.hd = queries[3];
+  a.T = nodes[1], a.Hk = nodes[2], a.S = cache[2], a.scale = scale;
+  const int64_t rows = a.Tq * (a.Hq / a.Hk);
+  a.tile = std::min(rows, TILE), a.tiles = (rows + a.tile - 1) / a.tile;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < a.batch; b++)
+    longest = std::max(longest, std::min<int64_t>(std::max(0, a.length[b]), a.S));
+  a.splits = 0;
+  for (int64_t b = 0; b < a.batch; b++)
+    a.splits = std::max(a.splits, split_count(std::min<int64_t>(std::max(0, a.length[b]), a.S)));
+  const Kernels& kernels = kernels_of(level);
+  const AttentionKernel& kernel = wide ? kernels.attention : kernels.attention_bfloat16;
+  const int64_t units = a.batch * a.Hk * a.tiles, own = kernel.own_bytes(a);
+  const int64_t threads = pool.num_threads();
+  const int64_t bytes = units * (a.T + longest) * a.hd * (wide ? 8 : 4);
+  const int64_t most = std::max<int64_t>(1, bytes / PART_BYTES);
+  if (a.splits < 2 || units >= 4 * threads) {
+    share(pool, std::min({units, most, 8 * threads}), units, [&](int64_t unit) {
+      kernel.whole(a, scratch_of_thread<1>(own), unit);
+    });
+    return ffi::Error::Success();
+  }
+  const int64_t parts = units * (a.splits + 1);
+  a.partial = static_cast<float*>(scratch_of_thread<0>(parts * a.tile * (a.hd + 2) * 4));
+  share(pool, parts, parts, [&](int64_t i) {
+    const int64_t unit = i / (a.splits + 1), part = i % (a.splits + 1);
+    kernel.part(a, scratch_of_thread<1>(own), unit, part);
+  });
+  for (int64_t unit = 0; unit < units; unit++) kernel.merge(a, unit);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_attention(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                   .Arg<ffi::Buffer<ffi::PRED>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<float>("scale")
+                                   .Attr<int64_t>("level")
+                                   .To(stree::attention)
+                                   .release();
+  return handler->Call(frame);
+}
