@@ -3,7 +3,8 @@
 What it computes is defined by `pallas_kernels.attention.tree_attention`, with its axes.
 The cache is read once, up to each row's length, by blocks of 64 keys; long ones are cut
 into parts that the threads share, at places that only the length decides. A query has
-the same bits whatever other nodes, rows of the batch, threads and capacity there are.
+the same bits whatever rows of the batch, threads and capacity there are, and whatever
+other queries, up to six of a head of keys, or from seven on.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +21,12 @@ from stree_jax.cpu_kernels.native_call import native_call
 MOST_WIDE = 512  # channels of a head
 
 
-def attention_unsupported(q: jax.Array, k_cache: jax.Array) -> str | None:
+def attention_unsupported(q: jax.Array, k_cache: jax.Array, scale: float) -> str | None:
     """Why `tree_attention` cannot take q [B, Tq, Hq, hd] and such a cache, or None."""
     if level() is None:
         return "there are no compiled kernels, or they are switched off"
+    if isinstance(scale, jax.Array):
+        return "wants a scale that is a number, not an array"
     if 0 in k_cache.shape:
         return f"wants a cache that is not empty, got {k_cache.shape}"
     if 0 in q.shape or q.shape[-1] > MOST_WIDE:
@@ -47,7 +50,7 @@ def tree_attention(
     allowed = level()
     if allowed is None:
         raise ValueError("tree_attention: there are no compiled kernels")
-    (out,) = _call(scale, definition, allowed, *arrays)
+    (out,) = _call(float(scale), definition, allowed, *arrays)
     return out
 
 

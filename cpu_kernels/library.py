@@ -10,7 +10,13 @@ import jax
 
 VARIABLE = "STREE_JAX_CPU_KERNELS"
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}  # as src/levels.cc counts them
-TARGETS = ("stree_product", "stree_product_int8", "stree_scan", "stree_mixer", "stree_attention")
+TARGETS = (
+    "stree_product",
+    "stree_product_int8",
+    "stree_scan",
+    "stree_mixer",
+    "stree_attention",
+)
 
 
 class Library(NamedTuple):

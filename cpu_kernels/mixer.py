@@ -3,8 +3,8 @@
 What it computes is the equations of `models.mamba2`: step sizes, the convolution along
 tree paths, the last path's replay and this tree's scan, gate and norm. State and
 records become the new ones in place. Axes as in `pallas_kernels.scan`; K taps, C
-channels of the convolution, W outputs of in_proj. A row of the batch, and a node and its ancestors
-in it, have the same bits whatever stands beside them.
+channels of the convolution, W outputs of in_proj. A row of the batch, and a node and
+its ancestors in it, have the same bits whatever stands beside them.
 """
 
 from collections.abc import Callable, Sequence

@@ -95,7 +95,7 @@ def tree_attention(
     """Attention to the committed cache and to ancestors: `attention.tree_attention`."""
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
     kernel = partial(triton_attention.tree_attention, scale=scale)
-    native = cpu_attention.attention_unsupported(q, k_cache)
+    native = cpu_attention.attention_unsupported(q, k_cache, scale)
     return dispatch(
         "tree_attention",
         implementation,
@@ -115,9 +115,9 @@ def _native_attention(
     dtype = k_cache.dtype
     wide = q.astype(jnp.float32)
     bits = (attention.as_bits(z.astype(dtype)) for z in (k, v, k_cache, v_cache))
-    definition = _InBlocks(dtype, scale)
-    arrays = wide, *bits, length, mask
-    return cpu_attention.tree_attention(*arrays, scale=scale, definition=definition)
+    args = wide, *bits, length, mask
+    definition = _InBlocks(dtype, float(scale))
+    return cpu_attention.tree_attention(*args, scale=scale, definition=definition)
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ class _InBlocks:
     scale: float
 
     def __call__(self, q: jax.Array, *rest: jax.Array) -> jax.Array:
-        *numbers, length, mask = rest
-        numbers = [z.view(self.dtype) for z in numbers]
-        return attention.in_blocks(q, *numbers, length, mask, self.scale)
+        *bits, length, mask = rest
+        k, v, k_cache, v_cache = (z.view(self.dtype) for z in bits)
+        nodes, cache = (q, k, v), (k_cache, v_cache)
+        return attention.in_blocks(*nodes, *cache, length, mask, self.scale)
 
 
 def chunk_scan(

@@ -8,9 +8,11 @@
 
 //
 // Scores of few queries are dot products with the keys as they lie. For more of them it
-// pays to turn a block of keys on its side: then both products are one function.
+// pays to turn a block of keys on its side: then both products are one function. These
+// are two ways to sum: a query among few has other bits than among many.
 
 constexpr int64_t KEYS = 64;  // whose scores are made at a time
+constexpr int64_t FEW = 6;    // queries of a head
 
 struct Queries {
   float *m, *l;     // [rows]
@@ -222,7 +224,7 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                      int64_t count, const uint8_t* allowed, const Queries& to) {
   using V = Lanes;
   const int64_t rows = tile.rows(), G = a.Hq / a.Hk, all = count * a.hd;
-  if (rows <= Float32::most_rows) {
+  if (a.Tq * G <= FEW) {
     const auto* q = static_cast<const typename L::Row*>(space.q);
     for (int64_t c = 0; c < count; c += COLUMNS) {
       const int some = static_cast<int>(count - c < COLUMNS ? count - c : COLUMNS);

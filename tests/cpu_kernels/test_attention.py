@@ -1,0 +1,161 @@
+"""The compiled attention against float64, and which bits it has."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.pallas_kernels import tree_attention
+from tests.support.native import built, each_level, use
+from tests.support.reference import (
+    OP_TOLERANCE,
+    assert_near,
+    attend_tree,
+    mask_of,
+    random_parents,
+)
+
+pytestmark = built
+SCALE = 0.3
+
+
+class Shape(NamedTuple):
+    """Rows, nodes, heads of keys, queries a head, channels, capacity, lengths."""
+
+    batch: int
+    T: int
+    Hk: int
+    G: int
+    hd: int
+    S: int
+    lengths: tuple[int, ...]
+
+
+SHAPES = {
+    "one query": Shape(1, 1, 1, 1, 8, 128, (37,)),
+    "few queries": Shape(2, 2, 2, 3, 20, 200, (200, 0)),
+    "turned keys": Shape(2, 9, 2, 2, 33, 192, (7, 130)),
+    "several tiles": Shape(1, 70, 1, 3, 16, 128, (100,)),
+    "parts": Shape(2, 5, 1, 2, 4, 2500, (2500, 1030)),
+}
+
+
+def case(shape, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+
+    def normal(*size):
+        return jnp.asarray(rng.standard_normal(size), jnp.float32).astype(dtype)
+
+    B, T, Hk, G, hd, S, lengths = shape
+    parents = random_parents(rng, B, T)
+    return (
+        normal(B, T, Hk * G, hd).astype(jnp.float32),
+        *(normal(B, T, Hk, hd) for _ in range(2)),
+        *(normal(B, Hk, S, hd) for _ in range(2)),
+        jnp.asarray(lengths, jnp.int32),
+        jnp.asarray(np.stack([mask_of(p) for p in parents])),
+    )
+
+
+def native(*args):
+    return tree_attention(*args, SCALE, implementation="native")
+
+
+@each_level
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_softmax_over_the_path(shape, dtype, level, monkeypatch):
+    """Weights stay float32; of bfloat16 the queries are rounded, and nothing else."""
+    use(monkeypatch, level)
+    args = case(shape, dtype)
+    q = args[0].astype(dtype).astype(jnp.float32)
+    wanted = attend_tree(*(np.asarray(z) for z in (q, *args[1:])), SCALE)
+    assert_near(jax.jit(native)(*args), wanted, OP_TOLERANCE["float32"])
+
+
+def test_large_scores_and_rows_that_see_nothing():
+    """The largest score is taken away first; a query of no key gets zeros."""
+    args = case(SHAPES["turned keys"])
+    large = args[0] * 1e4, *args[1:]
+    wanted = attend_tree(*(np.asarray(z) for z in large), SCALE)
+    assert_near(jax.jit(native)(*large), wanted, OP_TOLERANCE["float32"])
+    *arrays, length, mask = args
+    y = jax.jit(native)(*arrays, length * 0, mask.at[1, 3].set(False))
+    assert not np.asarray(y[1, 3]).any() and np.asarray(y[1, 4]).all()
+
+
+@each_level
+@pytest.mark.parametrize("name", ["few queries", "turned keys", "parts"])
+def test_bits_of_a_row_and_of_a_capacity(name, level, monkeypatch):
+    """The same alone as in a batch, and with a larger cache, whatever lies there."""
+    use(monkeypatch, level)
+    args = case(SHAPES[name], "bfloat16")
+    run = jax.jit(native)
+    y = run(*args)
+    for b in range(2):
+        np.testing.assert_array_equal(run(*(z[b : b + 1] for z in args))[0], y[b])
+    q, k, v, *caches, length, mask = args
+    wider = (
+        jnp.pad(z, ((0, 0), (0, 0), (0, 99), (0, 0)), constant_values=7.0)
+        for z in caches
+    )
+    np.testing.assert_array_equal(run(q, k, v, *wider, length, mask), y)
+
+
+@each_level
+def test_bits_of_a_query_among_many(level, monkeypatch):
+    """The same in a wide tree as in a narrower one whose nodes it sees all; of up to
+    six queries (two nodes of three) as of one."""
+    use(monkeypatch, level)
+    q, k, v, *caches, length, mask = case(SHAPES["several tiles"])
+    run = jax.jit(native)
+    y = run(q, k, v, *caches, length, mask)
+    for T in (7, 33, 65):
+        few = (z[:, :T] for z in (q, k, v))
+        cut = run(*few, *caches, length, mask[:, :T, :T])
+        np.testing.assert_array_equal(cut, y[:, :T])
+    two, one = (
+        run(*(z[:, :T] for z in (q, k, v)), *caches, length, mask[:, :T, :T])
+        for T in (2, 1)
+    )
+    np.testing.assert_array_equal(one, two[:, :1])
+
+
+def test_bits_do_not_depend_on_who_shares_the_work():
+    """A long text's parts are done by several threads for one row, by one for many."""
+    shape = SHAPES["parts"]._replace(batch=1, lengths=(2500,))
+    one = case(shape)
+    many = tuple(jnp.concatenate([z] * 64) for z in one)
+    run = jax.jit(native)
+    alone = run(*one)
+    for y in run(*many):
+        np.testing.assert_array_equal(y, alone[0])
+
+
+def test_mapped_rows_are_rows_of_the_batch():
+    args = case(SHAPES["few queries"])
+    mapped = jax.jit(jax.vmap(lambda q: native(q, *args[1:])))
+    q = jnp.stack([args[0], -args[0]])
+    np.testing.assert_array_equal(mapped(q)[0], jax.jit(native)(*args))
+    np.testing.assert_array_equal(mapped(q)[1], jax.jit(native)(-args[0], *args[1:]))
+
+
+def test_no_program_holds_scores_of_a_text(optimised):
+    """Whatever the length: XLA has no temporary, the kernel a part a thread."""
+    shape = Shape(1, 16, 2, 3, 64, 65536, (65536,))
+    args = case(shape)
+    held = jax.jit(native).lower(*args).compile().memory_analysis()
+    assert held.temp_size_in_bytes < 2**16
+    assert "stree_attention" in jax.jit(native).lower(*args).as_text()
+
+
+def test_what_it_does_not_take_is_refused_by_name_and_left_to_xla_otherwise():
+    *arrays, length, mask = case(SHAPES["few queries"])
+    empty = [z[:, :, :0] for z in arrays[3:]]
+    args = *arrays[:3], *empty, length * 0, mask
+    with pytest.raises(ValueError, match="wants a cache that is not empty"):
+        native(*args)
+    with pytest.raises(ValueError, match="wants a scale that is a number"):
+        jax.jit(lambda s: tree_attention(*args, s, implementation="native"))(0.3)
