@@ -154,9 +154,8 @@ class Batch:
         self.rows = [None] * self.sizes.rows
         one = self._read(Asked([0], 1))
         self._decoding = vacant_jit(self._specs[False], one, self.sizes.rows)
-        self._lists = logprobs.empty(
-            self.sizes.rows, self._room, self.sizes.top_logprobs
-        )
+        lists = logprobs.empty(self.sizes.rows, self._room, self.sizes.top_logprobs)
+        self._lists = jax.tree.map(jnp.copy, lists)  # each its own, to be donated
         jax.block_until_ready(self._decoding.root)
 
     def free_rows(self) -> list[int]:
