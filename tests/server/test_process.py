@@ -1,67 +1,30 @@
 """The command as a process, and the official client: texts, cancellations, the end."""
 
-import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
 
 import stree_jax
 from stree_jax import Sampling
+from tests.support.server_process import ROOT, Process
 
-ROOT = Path(__file__).parent.parent.parent
 CONTEXT = 192
 PROMPTS = ["def add(a, b):\n", "import os\n\n\ndef size(path):\n", "class Row:\n"]
-KEY = "a key of nobody"
-
-
-class Process:
-    """`stree-jax serve` on a port of its own, and the lines that it says."""
-
-    def __init__(self, *options):
-        small = ["--drafter", "lookup", "--tree", "auto:1,4", "--rows", "2"]
-        sizes = ["--context", str(CONTEXT), "--port", "0", "--logprobs", "1"]
-        command = [sys.executable, "-m", "stree_jax", "serve", *small, *sizes]
-        self.process = subprocess.Popen(
-            [*command, *options],
-            cwd=ROOT,
-            env=os.environ | {"STREE_JAX_API_KEY": KEY},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines, self.port = [], None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)/v1", line):
-                self.port = int(found[1])
-                break
-        assert self.port is not None, "".join(self.lines)
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self):
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def client(self, key=KEY):
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def served():
-    server = Process("--grace", "20")
+    small = ["--drafter", "lookup", "--tree", "auto:1,4", "--rows", "2"]
+    sizes = ["--context", str(CONTEXT), "--logprobs", "1", "--grace", "20"]
+    server = Process(*small, *sizes)
     yield server
     server.process.kill()
-    server.process.wait()
-    server.process.stderr.close()
+    server.ended()
 
 
 def settings(i):
@@ -147,7 +110,7 @@ def test_a_signal_lets_answers_end(served):
     served.process.send_signal(signal.SIGTERM)
     parts += list(stream)
     assert parts[-1].choices[0].finish_reason in ("stop", "length")
-    assert served.process.wait(30) == 0
+    assert served.ended() == 0
     said = "".join(served.lines)
     assert "Traceback" not in said and said.endswith("stree-jax: stopped\n")
     with pytest.raises(ConnectionRefusedError), socket.socket() as sock:
