@@ -12,7 +12,7 @@ from stree_jax.cli.common import option, tell
 
 if TYPE_CHECKING:
     from stree_jax.checkpoint import Model
-    from stree_jax.server.service import Spell
+    from stree_jax.server.service import Service, Spell
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
@@ -64,32 +64,37 @@ def run_serve(args: argparse.Namespace) -> int:
     from stree_jax.server.service import Limits, Service, reader_of
 
     began = time.perf_counter()
-    sizes = Sizes(args.rows, args.context, args.steps, args.logprobs)
     check_options(args)
     keys = api_keys(args.api_key_file)
-    sock = run.bound_socket(args.host, args.port)
-    if not keys and args.host not in LOOPBACK:
-        say(f"warning: {args.host} is open to others, and no API key is wanted")
-    model, spec = loaded(args)
-    batch = Batch(model, spec, sizes)
-    engine = Engine(batch, args.queue)
-    service = Service(
-        engine,
-        model,
-        args.name or str(args.model),
-        reader_of(model),
-        Metrics(engine),
-        Limits(args.max_body, args.timeout),
-        spell=speller(args, model),
-        keys=keys,
-    )
-    batch.warm(say)
-    host, port = sock.getsockname()[:2]
+    with run.bound_socket(args.host, args.port) as sock:
+        if not keys and args.host not in LOOPBACK:
+            say(f"warning: {args.host} is open to others, and no API key is wanted")
+        model, spec = loaded(args)
+        sizes = Sizes(args.rows, args.context, args.steps, args.logprobs)
+        batch = Batch(model, spec, sizes)
+        engine = Engine(batch, args.queue)
+        service = Service(
+            engine,
+            model,
+            args.name or str(args.model),
+            reader_of(model),
+            Metrics(engine),
+            Limits(args.max_body, args.timeout),
+            spell=speller(args, model),
+            keys=keys,
+        )
+        batch.warm(say)
+        say(ready(sock.getsockname(), service, time.perf_counter() - began))
+        return run.run(make_app(service), engine, sock, say, args.grace)
+
+
+def ready(address: tuple, service: "Service", seconds: float) -> str:
+    """Where a client finds it, and what."""
+    host, port = address[:2]
     shown = f"[{host}]" if ":" in host else host
-    took = f"ready in {time.perf_counter() - began:.1f} s"
-    what = f"model {service.name}, {args.rows} rows, context {args.context}, {took}"
-    say(f"listening on http://{shown}:{port}/v1 ({what})")
-    return run.run(make_app(service), engine, sock, say, args.grace)
+    sizes = service.engine.batch.sizes
+    what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
+    return f"listening on http://{shown}:{port}/v1 ({what}, ready in {seconds:.1f} s)"
 
 
 def say(text: str) -> None:
@@ -112,6 +117,8 @@ def check_options(args: argparse.Namespace) -> None:
         if value < least:
             shown = name.replace("_", "-")
             raise ValueError(f"--{shown}: want at least {least}, got {value}")
+    if args.port > 65535:
+        raise ValueError(f"--port: want at most 65535, got {args.port}")
     if not args.timeout > 0:
         raise ValueError(f"--timeout: want more than 0 seconds, got {args.timeout}")
 

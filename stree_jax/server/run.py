@@ -21,6 +21,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     Raises:
       ValueError: the address is in use, or none of this machine.
     """
+    sock = None
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -28,9 +29,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, OverflowError) as error:
-        problem = getattr(error, "strerror", None) or error
-        raise ValueError(f"{host}:{port}: {problem}; give another --port") from error
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        problem = error.strerror or error
+        raise ValueError(
+            f"{host}:{port}: {problem}; give another --host or --port"
+        ) from error
     return sock
 
 
