@@ -21,6 +21,9 @@ from tests.support.tiny import tiny
 SIZES = Sizes(rows=3, context=128, steps=3, top_logprobs=3)
 QUEUE = 9
 NAME = "tiny"
+LENGTHS = [5, 1, 70, 33, 12, 100, 3]
+NEW = [40, 17, 58, 30, 9, 28, 64]
+FINE = dict(model="tiny", prompt="abc", max_tokens=4, temperature=0)
 
 
 def tiny_model():

@@ -2,71 +2,37 @@
 
 import asyncio
 import json
-import logging
-import time
 from dataclasses import replace
 
-import jax
 import numpy as np
 import openai
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, tuning
-from stree_jax.server.batch import Asked, News, reading_widths
-from stree_jax.server.engine import MOST_FAILURES, Closed, Engine, Failed, Job
-from stree_jax.server.service import Limits
+from stree_jax import Sampling
+from stree_jax.server.batch import Asked, News
+from stree_jax.server.engine import Job
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.server import served
 from tests.server.served import (
+    FINE,
+    NEW,
     Connection,
     ask,
     client_of,
-    held_up,
-    service_of,
     until,
 )
 from tests.support.pieces import across, expected_stop
 from tests.support.tiny import REAL
 
-LENGTHS = [5, 1, 70, 33, 12, 100, 3]
-NEW = [40, 17, 58, 30, 9, 28, 64]
 
-
-@pytest.fixture(scope="module")
-def model():
-    return served.tiny_model()
-
-
-@pytest.fixture(scope="module")
-def batch(model):
-    with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
-        patch.setattr(tuning, "timed", lambda spec, decoding: spec)
-        return served.warm_batch(model)
-
-
-@pytest.fixture
-def service(batch):
-    service = service_of(batch)
-    yield service
-    assert service.engine.stop()
-    batch.clear()
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(2)
-    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def plain(model, prompts):
-    """Texts of plain decoding, each prompt by itself."""
-    return [
-        stree_jax.generate(model, [prompt], max_new_tokens=new, capacity=256)
-        for prompt, new in zip(prompts, NEW, strict=True)
-    ]
+def check_offsets(lists):
+    """Of tokens in a text, chunk by chunk."""
+    given = [part for part in lists if part is not None]
+    lengths = [len(token) for part in given for token in part.tokens]
+    offsets = [place for part in given for place in part.text_offset]
+    assert offsets == [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def chunk_text(chunk):
@@ -100,6 +66,7 @@ def test_parallel_requests_have_the_texts_of_generate(service, prompts, plain, m
                     prompt=prompts[i], stream=True, **options
                 )
                 parts = [chunk async for chunk in stream]
+                check_offsets([p.choices[0].logprobs for p in parts])
                 reasons = [p.choices[0].finish_reason for p in parts]
                 assert reasons[:-1] == [None] * (len(parts) - 1)
                 return "".join(map(chunk_text, parts)), reasons[-1]
@@ -183,6 +150,23 @@ def test_a_stop_string_ends_the_text_wherever_tokens_split(service, model, promp
         assert answer.usage.completion_tokens == len(kept)
 
 
+def test_a_row_is_free_once_its_stop_string_has_come(service, prompts, plain):
+    """Whoever waits for more texts than this one."""
+    free, told = plain[0].tokens[0], []
+    string = min(across(free, 2), key=lambda s: len(expected_stop(free, [s])[0]))
+    reader = service.reader
+    job = Job(Asked(prompts[0], NEW[0]), Writer(reader, [string]), told.append)
+    service.engine.submit([job])
+    asyncio.run(until(lambda: told and told[-1].finish_reason and not running(service)))
+    steps = 2 * served.SIZES.steps * 5  # of five tokens at most
+    kept = len(expected_stop(free, [string])[0])
+    assert service.engine.counts.tokens <= kept + steps < len(free)
+
+
+def running(service):
+    return service.engine.running
+
+
 def test_streams_hold_whole_characters_and_no_stop_string(model):
     """Token by token: what is shown put together is the text."""
     reader = served.reader_of(model)
@@ -244,8 +228,6 @@ WHOLE = dict(stream=False, stream_options=None)
 
 # Refusals
 
-FINE = dict(model="tiny", prompt="abc", max_tokens=4, temperature=0)
-
 
 @pytest.mark.parametrize(
     ("change", "status", "param", "word"),
@@ -271,6 +253,17 @@ def test_what_is_no_request(service):
     for data in ("{", "[]", '"x"', "\xff", "[" * 3000):
         status, _, answer = ask(service, "/v1/completions", data)
         assert status == 400 and "JSON" in answer["error"]["message"]
+
+    async def in_parts():
+        long = Connection(service, "/v1/completions", FINE)
+        long.events = asyncio.Queue()
+        for _ in range(6):
+            part = {"type": "http.request", "body": b" " * 1000, "more_body": True}
+            long.events.put_nowait(part)
+        await long.run()
+        return long.sent[0]["status"]
+
+    assert asyncio.run(in_parts()) == 413  # and nobody said how long it would be
     assert ask(service, "/v1/other")[0] == 404
     assert ask(service, "/v1/completions")[0] == 405
     assert ask(service, "/v1/models/tiny")[2]["id"] == "tiny"
@@ -294,206 +287,3 @@ def test_keys(service):
             asyncio.run(models(key))
     assert ask(locked, "/v1/completions", FINE)[0] == 401
     assert ask(locked, "/health")[0] == ask(locked, "/metrics")[0] == 200
-
-
-# Load, time, and clients that leave
-
-
-def test_a_full_queue_says_so_and_others_are_served(service):
-    gate, undo = held_up(service)
-
-    async def asked():
-        async with client_of(service) as client:
-            made = [
-                asyncio.ensure_future(client.completions.create(**FINE))
-                for _ in range(served.SIZES.rows)
-            ]
-            await until(lambda: service.engine.running == served.SIZES.rows)
-            made += [
-                asyncio.ensure_future(client.completions.create(**FINE))
-                for _ in range(served.QUEUE)
-            ]
-            await until(lambda: service.engine.waiting == served.QUEUE)
-            with pytest.raises(openai.RateLimitError) as refusal:
-                await client.completions.create(**FINE)
-            assert int(refusal.value.response.headers["retry-after"]) >= 1
-            gate.set()
-            return [a.choices[0].text for a in await asyncio.gather(*made)]
-
-    try:
-        texts = asyncio.run(asked())
-    finally:
-        undo()
-    assert len(texts) == served.SIZES.rows + served.QUEUE and len(set(texts)) == 1
-    assert 'requests_total{outcome="rejected"} 1.0' in service.metrics.text().decode()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_row_whose_client_has_left_is_free(service, stream, prompts, plain):
-    gate, undo = held_up(service)
-
-    async def asked():
-        body = FINE | dict(prompt=prompts[0], max_tokens=NEW[0], stream=stream)
-        there = Connection(service, "/v1/completions", body)
-        work = there.run()
-        await until(lambda: service.engine.running == 1)
-        there.leave()
-        await work
-        gate.set()
-        await until(lambda: service.engine.running == 0)
-        made = service.engine.counts.tokens
-        assert made < len(plain[0].tokens[0])
-        return there.sent
-
-    try:
-        sent = asyncio.run(asked())
-    finally:
-        undo()
-    bodies = [m.get("body", b"") for m in sent]
-    assert not any(b"[DONE]" in body for body in bodies)
-    assert 'outcome="cancelled"} 1.0' in service.metrics.text().decode()
-
-
-def test_time_is_limited(service):
-    hasty = replace(service, limits=Limits(timeout_s=0.2))
-    gate, undo = held_up(service)
-    try:
-        status, _, answer = ask(hasty, "/v1/completions", FINE)
-        assert status == 504 and "0.2 seconds" in answer["error"]["message"]
-        status, _, text = ask(hasty, "/v1/completions", FINE | dict(stream=True))
-        assert status == 200 and '"code":"timeout"' in text and "[DONE]" not in text
-
-        async def nothing_comes():
-            slow = Connection(hasty, "/v1/completions", FINE)
-            slow.events = asyncio.Queue()
-            await slow.run()
-            return slow.sent[0]["status"]
-
-        assert asyncio.run(nothing_comes()) == 408
-    finally:
-        gate.set()
-        undo()
-
-
-# When decoding fails
-
-
-def test_a_failure_is_told_and_the_server_goes_on(service, prompts, plain):
-    advance, failures = service.engine.batch.advance, [RuntimeError("broken\nhere")]
-
-    def fails_once():
-        if failures:
-            raise failures.pop()
-        return advance()
-
-    service.engine.batch.advance = fails_once
-    try:
-        status, _, answer = ask(service, "/v1/completions", FINE)
-        assert status == 500 and answer["error"]["message"].endswith("broken here")
-        body = FINE | dict(prompt=prompts[1], max_tokens=NEW[1])
-        status, _, answer = ask(service, "/v1/completions", body)
-    finally:
-        del service.engine.batch.advance
-    assert answer["choices"][0]["text"] == plain[1].texts[0]
-    assert ask(service, "/health")[0] == 200
-
-
-def test_an_engine_that_only_fails_dies_and_says_why(batch):
-    told, deaths = [], []
-
-    def failing():
-        raise RuntimeError("for good")
-
-    engine = Engine(batch, 9, deaths.append)
-    engine.start()
-    reader = served.reader_of(batch.model)
-    batch.advance = failing
-    try:
-        jobs = [
-            Job(Asked([8, 9], 4), Writer(reader), told.append)
-            for _ in range(MOST_FAILURES * served.SIZES.rows + 2)
-        ]
-        for job in jobs[:9]:
-            engine.submit([job])
-        for _ in range(500):
-            if deaths:
-                break
-            time.sleep(0.02)
-    finally:
-        del batch.advance
-        batch.clear()
-    assert deaths == ["decoding failed: for good"] == [engine.dead]
-    assert len(told) == 9 and all(isinstance(t, Failed) for t in told)
-    with pytest.raises(Closed, match="for good"):
-        engine.submit(jobs[9:])
-
-
-def test_stopping_leaves_nobody_waiting(batch):
-    service = service_of(batch)
-    gate, undo = held_up(service)
-
-    async def asked():
-        there = Connection(service, "/v1/completions", FINE)
-        work = there.run()
-        await until(lambda: service.engine.running == 1)
-        stopped = asyncio.to_thread(service.engine.stop)
-        gate.set()
-        assert await stopped
-        await work
-        return there.sent[0]["status"]
-
-    try:
-        assert asyncio.run(asked()) in (200, 500)  # it may just have ended
-    finally:
-        undo()
-        batch.clear()
-    assert ask(service, "/v1/completions", FINE)[0] == 503
-
-
-def test_metrics(service):
-    ask(service, "/v1/completions", FINE | dict(stream=True))
-    status, headers, text = ask(service, "/metrics")
-    values = dict(
-        line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")
-    )
-    assert status == 200 and headers["content-type"].startswith("text/plain")
-    tokens, calls = (
-        float(values[f"stree_jax_{name}_total"]) for name in ("tokens", "target_calls")
-    )
-    by_origin = [float(v) for k, v in values.items() if "by_origin_total" in k]
-    assert tokens == sum(by_origin) > 0
-    assert float(values["stree_jax_tau"]) == tokens / calls >= 1
-    assert values['stree_jax_requests_total{outcome="ok"}'] == "1.0"
-    assert values["stree_jax_first_token_seconds_count"] == "1.0"
-    assert values["stree_jax_queue_length"] == "0.0"
-
-
-def test_nothing_is_compiled_while_serving(service, prompts, model):
-    """Whatever is asked, in whatever company."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    names = ("jax._src.interpreters.pxla", "jax._src.dispatch")
-    with jax.log_compiles():
-        for name in names:
-            logging.getLogger(name).addHandler(handler)
-        try:
-            for i, change in enumerate(
-                (
-                    dict(temperature=0.7, n=3),
-                    dict(logprobs=1, prompt=prompts[5], max_tokens=7),
-                    dict(stop=["ab", "x"], prompt=prompts[2]),
-                )
-            ):
-                assert ask(service, "/v1/completions", FINE | change)[0] == 200, i
-        finally:
-            for name in names:
-                logging.getLogger(name).removeHandler(handler)
-    assert not [line for line in lines if line.startswith("Compiling")], lines
-
-
-def test_widths_have_the_passes_of_generate(model):
-    attention = replace(model.config, layers=("attention", "mlp"))
-    assert reading_widths(model.config, 2048) == [2049]
-    assert reading_widths(attention, 2048) == [65, 897, 2049]
-    assert reading_widths(attention, 40) == [65]
