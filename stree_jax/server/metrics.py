@@ -72,24 +72,19 @@ class Metrics:
             "Tokens of prompts that were taken on.",
             registry=self.registry,
         )
-        for name, text, buckets in (
-            ("request", "From a request to the end of its answer.", SECONDS),
-            ("first_token", "From a request to the first of its tokens.", SECONDS),
-            ("queue", "From a request to its first row.", SECONDS),
-            ("token", "A token of an answer after its first piece.", TOKEN_SECONDS),
-        ):
-            histogram = Histogram(
-                f"stree_jax_{name}_seconds",
-                text,
-                buckets=buckets,
-                registry=self.registry,
-            )
-            setattr(self, f"{name}_seconds", histogram)
+        seconds = self._seconds
+        self.request_seconds = seconds("request", "From a request to its answer's end.")
+        self.first_token_seconds = seconds("first_token", "From a request to a token.")
+        self.queue_seconds = seconds("queue", "From a request to its first row.")
+        between = "A token of an answer, after its first piece."
+        self.token_seconds = seconds("token", between, TOKEN_SECONDS)
 
-    request_seconds: Histogram
-    first_token_seconds: Histogram
-    queue_seconds: Histogram
-    token_seconds: Histogram
+    def _seconds(
+        self, name: str, text: str, buckets: tuple[float, ...] = SECONDS
+    ) -> Histogram:
+        return Histogram(
+            f"stree_jax_{name}_seconds", text, buckets=buckets, registry=self.registry
+        )
 
     def ended(self, outcome: str) -> None:
         self.requests.labels(outcome).inc()
