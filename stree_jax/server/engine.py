@@ -106,7 +106,7 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._held: dict[int, Job] = {}  # by row; of the thread alone
         self._wake = threading.Condition()
-        self._closing = False
+        self.closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ class Engine:
           Closed: the engine is shutting down, or has failed.
         """
         with self._wake:
-            if self._closing or self.dead is not None:
+            if self.closing or self.dead is not None:
                 raise Closed(self.dead or "the server is shutting down")
             if len(self._waiting) + len(jobs) > self.most:
                 raise QueueFull
@@ -147,7 +147,7 @@ class Engine:
     def stop(self, wait_s: float = 60.0) -> bool:
         """End: what is not finished fails. Whether the thread has ended in time."""
         with self._wake:
-            self._closing = True
+            self.closing = True
             self._wake.notify()
         self._thread.join(wait_s)
         return not self._thread.is_alive()
@@ -175,9 +175,9 @@ class Engine:
     def _wait(self) -> bool:
         """Until there is something to do; False: to end."""
         with self._wake:
-            while not (self._waiting or self._held or self._closing):
+            while not (self._waiting or self._held or self.closing):
                 self._wake.wait()
-            return not self._closing
+            return not self.closing
 
     def _turn(self) -> None:
         """Free rows, give them away, and decode a segment."""

@@ -123,18 +123,28 @@ class Connection:
         self.events.put_nowait({"type": "http.disconnect"})
 
 
-def held_up(service):
-    """The engine waits before its next segment until the event is set; and what undoes
-    that."""
-    gate, batch = threading.Event(), service.engine.batch
-    advance = batch.advance
+class HeldUp:
+    """The engine waits before its next segment, whoever has a row by then."""
 
-    def gated():
-        gate.wait(60)
-        return advance()
+    def __init__(self, service):
+        self.batch, self.reached = service.engine.batch, False
+        self._open, self._advance = threading.Event(), self.batch.advance
+        self.batch.advance = self._gated
 
-    batch.advance = gated
-    return gate, lambda: batch.__dict__.pop("advance")
+    def _gated(self):
+        self.reached = True
+        self._open.wait(60)
+        return self._advance()
+
+    def let_go(self):
+        self._open.set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.let_go()
+        del self.batch.advance
 
 
 async def until(what):

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-import time
 from dataclasses import replace
 
 import jax
 import openai
 import pytest
 
+from stree_jax.server import run
+from stree_jax.server.app import make_app
 from stree_jax.server.batch import Asked, reading_widths
 from stree_jax.server.engine import MOST_FAILURES, Closed, Engine, Failed, Job
 from stree_jax.server.service import Limits
@@ -18,59 +19,51 @@ from tests.server.served import (
     FINE,
     NEW,
     Connection,
+    HeldUp,
     ask,
     client_of,
-    held_up,
     service_of,
     until,
 )
 
 
 def test_a_full_queue_says_so_and_others_are_served(service):
-    gate, undo = held_up(service)
-
-    async def asked():
+    async def asked(held):
         async with client_of(service) as client:
             create = client.completions.create
             made = [asyncio.ensure_future(create(**FINE))]
-            await until(lambda: service.engine.running == 1)
+            await until(lambda: held.reached)
             made += [asyncio.ensure_future(create(**FINE)) for _ in range(served.QUEUE)]
             await until(lambda: service.engine.waiting == served.QUEUE)
             with pytest.raises(openai.RateLimitError) as refusal:
                 await create(**FINE)
             assert int(refusal.value.response.headers["retry-after"]) >= 1
-            gate.set()
+            held.let_go()
             return [a.choices[0].text for a in await asyncio.gather(*made)]
 
-    try:
-        texts = asyncio.run(asked())
-    finally:
-        undo()
+    with HeldUp(service) as held:
+        texts = asyncio.run(asked(held))
     assert len(texts) == 1 + served.QUEUE and len(set(texts)) == 1
     assert 'requests_total{outcome="rejected"} 1.0' in service.metrics.text().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_row_whose_client_has_left_is_free(service, stream, prompts, plain):
-    gate, undo = held_up(service)
-
-    async def asked():
+    async def asked(held):
         body = FINE | dict(prompt=prompts[0], max_tokens=NEW[0], stream=stream)
         there = Connection(service, "/v1/completions", body)
         work = there.run()
-        await until(lambda: service.engine.running == 1)
+        await until(lambda: held.reached)
         there.leave()
         await work
-        gate.set()
+        held.let_go()
         await until(lambda: service.engine.running == 0)
         made = service.engine.counts.tokens
         assert made < len(plain[0].tokens[0])
         return there.sent
 
-    try:
-        sent = asyncio.run(asked())
-    finally:
-        undo()
+    with HeldUp(service) as held:
+        sent = asyncio.run(asked(held))
     bodies = [m.get("body", b"") for m in sent]
     assert not any(b"[DONE]" in body for body in bodies)
     assert 'outcome="cancelled"} 1.0' in service.metrics.text().decode()
@@ -78,23 +71,19 @@ def test_a_row_whose_client_has_left_is_free(service, stream, prompts, plain):
 
 def test_time_is_limited(service):
     hasty = replace(service, limits=Limits(timeout_s=0.2))
-    gate, undo = held_up(service)
-    try:
+
+    async def nothing_comes():
+        slow = Connection(hasty, "/v1/completions", FINE)
+        slow.events = asyncio.Queue()
+        await slow.run()
+        return slow.sent[0]["status"]
+
+    assert asyncio.run(nothing_comes()) == 408
+    with HeldUp(service):
         status, _, answer = ask(hasty, "/v1/completions", FINE)
         assert status == 504 and "0.2 seconds" in answer["error"]["message"]
         status, _, text = ask(hasty, "/v1/completions", FINE | dict(stream=True))
-        assert status == 200 and '"code":"timeout"' in text and "[DONE]" not in text
-
-        async def nothing_comes():
-            slow = Connection(hasty, "/v1/completions", FINE)
-            slow.events = asyncio.Queue()
-            await slow.run()
-            return slow.sent[0]["status"]
-
-        assert asyncio.run(nothing_comes()) == 408
-    finally:
-        gate.set()
-        undo()
+    assert status == 200 and '"code":"timeout"' in text and "[DONE]" not in text
 
 
 # When decoding fails
@@ -120,55 +109,51 @@ def test_a_failure_is_told_and_the_server_goes_on(service, prompts, plain):
     assert ask(service, "/health")[0] == 200
 
 
-def test_an_engine_that_only_fails_dies_and_says_why(batch):
-    told, deaths = [], []
+def test_an_engine_that_only_fails_ends_the_process_and_says_why(service):
+    told, said = [], []
 
     def failing():
         raise RuntimeError("for good")
 
-    engine = Engine(batch, 9, deaths.append)
-    engine.start()
-    reader = served.reader_of(batch.model)
+    batch = service.engine.batch
+    engine = Engine(batch, served.QUEUE)
+    jobs = [
+        Job(Asked([8, 9], 4), Writer(service.reader), told.append)
+        for _ in range(served.QUEUE)
+    ]
+    assert len(jobs) >= MOST_FAILURES * served.SIZES.rows
+    engine.submit(jobs)
+    app = make_app(replace(service, engine=engine))
     batch.advance = failing
     try:
-        jobs = [
-            Job(Asked([8, 9], 4), Writer(reader), told.append)
-            for _ in range(MOST_FAILURES * served.SIZES.rows + 2)
-        ]
-        for job in jobs[:9]:
-            engine.submit([job])
-        for _ in range(500):
-            if deaths:
-                break
-            time.sleep(0.02)
+        code = run.run(app, engine, run.bound_socket("127.0.0.1", 0), said.append, 1)
     finally:
         del batch.advance
-        batch.clear()
-    assert deaths == ["decoding failed: for good"] == [engine.dead]
-    assert len(told) == 9 and all(isinstance(t, Failed) for t in told)
+    assert code == 1 and said == ["stopped: decoding failed: for good"]
+    assert len(told) == len(jobs) and all(isinstance(t, Failed) for t in told)
+    assert ask(replace(service, engine=engine), "/health")[0] == 503
     with pytest.raises(Closed, match="for good"):
-        engine.submit(jobs[9:])
+        engine.submit(jobs[:1])
 
 
-def test_stopping_leaves_nobody_waiting(batch):
+def test_stopping_leaves_nobody_waiting(batch, prompts):
     service = service_of(batch)
-    gate, undo = held_up(service)
 
-    async def asked():
-        there = Connection(service, "/v1/completions", FINE)
+    async def asked(held):
+        body = FINE | dict(prompt=prompts[0], max_tokens=NEW[0])
+        there = Connection(service, "/v1/completions", body)
         work = there.run()
-        await until(lambda: service.engine.running == 1)
-        stopped = asyncio.to_thread(service.engine.stop)
-        gate.set()
+        await until(lambda: held.reached)
+        stopped = asyncio.ensure_future(asyncio.to_thread(service.engine.stop))
+        await until(lambda: service.engine.closing)
+        held.let_go()
         assert await stopped
         await work
         return there.sent[0]["status"]
 
-    try:
-        assert asyncio.run(asked()) in (200, 500)  # it may just have ended
-    finally:
-        undo()
-        batch.clear()
+    with HeldUp(service) as held:
+        assert asyncio.run(asked(held)) == 500
+    batch.clear()
     assert ask(service, "/v1/completions", FINE)[0] == 503
 
 
