@@ -134,19 +134,27 @@ class Plan:
     spare: int | None
 
 
-def _text_of(
-    plan: Plan, row: int, tokens: list[int], finish: int
+def text_so_far(
+    tokenizer: "Tokenizer",
+    tokens: list[int],
+    finish: int,
+    strings: Sequence[str] = (),
+    pieces: Sequence[bytes] | None = None,
+    begin: int = 0,
 ) -> tuple[str, int, str | None]:
-    """A row's text, how many characters of it are final, and its stop string."""
-    assert plan.model.tokenizer is not None  # the caller asks
-    strings, reason = plan.stop_strings[row], None
+    """A row's text, how many characters of it are final, and its stop string.
+
+    Args:
+      finish: as of `Decoding`; with STOP_STRING the last token completes one.
+      strings: its stop strings, looked for from token `begin` on.
+      pieces: bytes of each token; None where no row has stop strings.
+    """
+    reason = None
     if finish == STOP_STRING:
-        assert plan.pieces is not None  # there are stop strings
-        text, reason = cut_text(
-            plan.model.tokenizer, plan.pieces, tokens, strings, plan.min_new_tokens[row]
-        )
+        assert pieces is not None  # there are stop strings
+        text, reason = cut_text(tokenizer, pieces, tokens, strings, begin)
     else:
-        text = plan.model.tokenizer.decode(tokens)
+        text = tokenizer.decode(tokens)
     held = held_back(text, strings) if finish == RUNNING else 0
     return text, len(text) - held, reason
 
@@ -206,7 +214,14 @@ def summarise(
     if plan.model.tokenizer is not None:
         texts, new_texts = [], []
         for b, row in enumerate(tokens):
-            text, final, string = _text_of(plan, b, row, finish[b])
+            text, final, string = text_so_far(
+                plan.model.tokenizer,
+                row,
+                finish[b],
+                plan.stop_strings[b],
+                plan.pieces,
+                plan.min_new_tokens[b],
+            )
             reasons[b] = string if string is not None else reasons[b]
             texts.append(text)
             new_texts.append(text[shown[b] : final])

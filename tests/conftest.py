@@ -55,6 +55,7 @@ LONGEST = [
     "bench/test_forward.py",
     "speculation/test_staged.py",
     "speculation/test_staged_text.py",
+    "server/test_process.py",
     "convert/test_convert.py",
     "speculation/test_mtp.py",
     "sampling/test_heads.py",

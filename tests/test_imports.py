@@ -45,9 +45,21 @@ MAY_IMPORT = {
         "stree_jax.speculation",
     },
     "stree_jax": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
+    "stree_jax.server": LIBRARY - {"stree_jax.training", "stree_jax.pallas_kernels"},
     "stree_jax.bench": LIBRARY,
     "stree_jax.cli": LIBRARY,
-    "stree_jax.cli.main": {"stree_jax.cli", "stree_jax.bench", *LIBRARY},
+    "stree_jax.cli.serve": {
+        "stree_jax.cli",
+        "stree_jax.server",
+        "stree_jax.bench",
+        *LIBRARY,
+    },
+    "stree_jax.cli.main": {
+        "stree_jax.cli",
+        "stree_jax.cli.serve",
+        "stree_jax.bench",
+        *LIBRARY,
+    },
     "stree_jax.__main__": {"stree_jax.cli.main"},
 }
 

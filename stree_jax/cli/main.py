@@ -19,6 +19,8 @@ from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.plan import add_plan_options
+from stree_jax.cli.serve import NOTES as SERVE_NOTES
+from stree_jax.cli.serve import add_serve_options, run_serve
 from stree_jax.cli.training import add_training_parsers, run_training
 from stree_jax.version import __version__
 
@@ -100,6 +102,14 @@ def build_parser() -> argparse.ArgumentParser:
         "query, its prompt and its answer",
     )
     option(p, "--queries", int, 1, "with --memory: how many there is to be room for")
+
+    add_serve_options(
+        commands.add_parser(
+            "serve",
+            help="answer over HTTP, in the protocol of OpenAI's clients",
+            epilog=SERVE_NOTES,
+        )
+    )
 
     p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
     add_paths(p, "checkpoint directory or hub id")
@@ -301,6 +311,8 @@ def run_command(args: argparse.Namespace) -> int:
             from stree_jax.cli import conversation
 
             return conversation.run_chat(args)
+        case "serve":
+            return run_serve(args)
         case "convert":
             return run_convert(args)
         case "export":

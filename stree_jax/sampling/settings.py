@@ -76,16 +76,17 @@ class SamplingRows:
         return self.temperature == 0
 
 
+def row_key(key: jax.Array, seed: jax.Array, sample: jax.Array) -> jax.Array:
+    """Key [] of a row: of its seed and of the sample's number, and no more."""
+    return jax.random.fold_in(jax.random.fold_in(key, seed), sample)
+
+
 def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
-    """Keys [B * samples]: of a row's seed and of the sample's number, and no more."""
-
-    def one(seed: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(key, seed)
-        return jax.vmap(lambda j: jax.random.fold_in(own, j))(
-            jnp.arange(samples, dtype=jnp.int32)
-        )
-
-    return jax.vmap(one)(seeds).reshape(-1)
+    """Keys [B * samples] of the rows with these seeds [B]."""
+    numbers = jnp.arange(samples, dtype=jnp.int32)
+    by_sample = jax.vmap(row_key, in_axes=(None, None, 0))
+    by_seed = jax.vmap(by_sample, in_axes=(None, 0, None))
+    return by_seed(key, seeds, numbers).reshape(-1)
 
 
 def sampling_rows(

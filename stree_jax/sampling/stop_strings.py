@@ -56,7 +56,7 @@ def token_table(
     rows left over are `HIT`, so that index -1 stays there. An empty set is never hit:
     its entries are all 0. Tokens without bytes and ids beyond `pieces` change nothing.
     """
-    automata = [_automaton(_encode(stops)) for stops in stop_sets]
+    automata = [byte_automaton(stops) for stops in stop_sets]
     largest = max(map(len, automata), default=1)
     size = -(-(largest + 1) // _STATE_MULTIPLE) * _STATE_MULTIPLE
     table = np.full((len(automata), size, vocab_size), HIT, np.int32)
@@ -66,6 +66,23 @@ def token_table(
         else:
             rows[:] = 0
     return table
+
+
+def byte_automaton(stops: Sequence[str]) -> np.ndarray:
+    """Return the state after each byte, from state 0 on: int32 [states, 256].
+
+    For `follow`, which finds stop strings on the host.
+    """
+    return _automaton(_encode(stops))
+
+
+def follow(steps: np.ndarray, state: int, data: bytes) -> int:
+    """Return the state of a `byte_automaton` after more bytes, once `HIT` for ever."""
+    for byte in data:
+        if state == HIT:
+            break
+        state = int(steps[state, byte])
+    return state
 
 
 def find_stop(

@@ -240,7 +240,7 @@ def test_every_option_says_what_it_does_and_its_default():
         if isinstance(action, argparse._SubParsersAction)
     )
     names = [name for name in commands.choices if name != "bench"]
-    assert len(names) == 11
+    assert len(names) == 12
     for name in names:
         for action in commands.choices[name]._actions:
             assert action.dest in PAIR or action.help, action.option_strings

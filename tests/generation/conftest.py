@@ -6,32 +6,24 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import stree_jax
 from tests.generation.batch import (
     CAPACITY,
     LENGTHS,
     NEW,
-    PIECES,
     QUIET,
     SAMPLING,
     TREE,
-    across,
-    spelled,
 )
+from tests.support.pieces import PIECES, across, piece_tokenizer
 from tests.support.tiny import REAL, perturbed, tiny
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     assert len(PIECES) == len(set(PIECES)) == REAL
-    vocab = {spelled(piece): i for i, piece in enumerate(PIECES) if piece}
-    tokenizer = Tokenizer(models.BPE({"<|end|>": 0, **vocab}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    return tokenizer
+    return piece_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,11 @@ import pytest
 import stree_jax
 from tests.generation.batch import (
     NEW,
-    PIECES,
     QUIET,
     assert_same,
-    data_of,
-    expected_stop,
-    text_of,
     with_quiet,
 )
+from tests.support.pieces import PIECES, data_of, expected_stop, text_of
 from tests.support.tiny import REAL
 
 # Stops

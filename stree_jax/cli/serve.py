@@ -1,0 +1,179 @@
+"""`stree-jax serve`: its options, and what it loads."""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from stree_jax.bench.options import add_pair_options
+from stree_jax.cli.common import option, tell
+
+if TYPE_CHECKING:
+    from stree_jax.checkpoint import Model
+    from stree_jax.server.service import Service, Spell
+    from stree_jax.speculation.step import Spec
+
+KEY_VARIABLE = "STREE_JAX_API_KEY"
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+NOTES = f"""
+Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
+base_url is http://HOST:PORT/v1. Where an API key is set, in {KEY_VARIABLE} or a file,
+/v1 wants it. SIGTERM and Ctrl-C end the server in order."""
+
+
+def add_serve_options(p: argparse.ArgumentParser) -> None:
+    add_pair_options(p)
+    option(
+        p,
+        "--rule",
+        str,
+        None,
+        "how sampled drafts are accepted; default naive/coupled: a seed's text is its "
+        "own, whatever stands beside it",
+    )
+    option(p, "--host", str, "127.0.0.1", "address to listen on; 0.0.0.0: all")
+    option(p, "--port", int, 8000, "to listen on; 0: any that is free")
+    option(p, "--name", str, None, "of the model, for clients; default: as of --model")
+    option(p, "--rows", int, 4, "texts that are decoded together")
+    option(p, "--context", int, 2048, "most tokens of a prompt and its answer")
+    option(p, "--queue", int, 64, "texts that may wait; more are refused (429)")
+    option(p, "--steps", int, 8, "target calls between two looks at who comes and goes")
+    option(p, "--timeout", float, 600.0, "seconds that a request may take (504)")
+    option(p, "--grace", int, 30, "seconds that answers have to end, when stopping")
+    option(p, "--max-body", int, 1 << 20, "bytes of a request (413)")
+    option(p, "--logprobs", int, 5, "most alternatives with a log-probability")
+    option(
+        p, "--api-key-file", Path, None, "keys, one a line; clients have to send one"
+    )
+    option(p, "--chat-template", Path, None, "a Jinja file; default: the model's own")
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    try:
+        from stree_jax.server import run
+    except ImportError as error:
+        raise ValueError(
+            f"serve: {error.name} is not installed: pip install 'stree-jax[serve]'"
+        ) from error
+    from stree_jax.server.app import make_app
+    from stree_jax.server.batch import Batch, Sizes
+    from stree_jax.server.engine import Engine
+    from stree_jax.server.metrics import Metrics
+    from stree_jax.server.service import Limits, Service, reader_of
+
+    began = time.perf_counter()
+    check_options(args)
+    keys = api_keys(args.api_key_file)
+    with run.bound_socket(args.host, args.port) as sock:
+        if not keys and args.host not in LOOPBACK:
+            say(f"warning: {args.host} is open to others, and no API key is wanted")
+        model, spec = loaded(args)
+        sizes = Sizes(args.rows, args.context, args.steps, args.logprobs)
+        batch = Batch(model, spec, sizes)
+        engine = Engine(batch, args.queue)
+        service = Service(
+            engine,
+            model,
+            args.name or str(args.model),
+            reader_of(model),
+            Metrics(engine),
+            Limits(args.max_body, args.timeout),
+            spell=speller(args, model),
+            keys=keys,
+        )
+        batch.warm(say)
+        say(ready(sock.getsockname(), service, time.perf_counter() - began))
+        return run.run(make_app(service), engine, sock, say, args.grace)
+
+
+def ready(address: tuple, service: "Service", seconds: float) -> str:
+    """Where a client finds it, and what."""
+    host, port = address[:2]
+    shown = f"[{host}]" if ":" in host else host
+    sizes = service.engine.batch.sizes
+    what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
+    return f"listening on http://{shown}:{port}/v1 ({what}, ready in {seconds:.1f} s)"
+
+
+def say(text: str) -> None:
+    tell(f"stree-jax: {text}")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for numbers that nothing can be served with."""
+    for name, least in (
+        ("rows", 1),
+        ("context", 2),
+        ("queue", 1),
+        ("steps", 1),
+        ("grace", 0),
+        ("max_body", 1),
+        ("logprobs", 0),
+        ("port", 0),
+    ):
+        value = getattr(args, name)
+        if value < least:
+            shown = name.replace("_", "-")
+            raise ValueError(f"--{shown}: want at least {least}, got {value}")
+    if args.port > 65535:
+        raise ValueError(f"--port: want at most 65535, got {args.port}")
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout: want more than 0 seconds, got {args.timeout}")
+
+
+def api_keys(file: Path | None) -> tuple[bytes, ...]:
+    """Keys of a file, one a line, or else of the environment."""
+    if file is None:
+        own = os.environ.get(KEY_VARIABLE, "").strip()
+        return (own.encode(),) if own else ()
+    keys = tuple(line.strip() for line in file.read_bytes().splitlines())
+    keys = tuple(key for key in keys if key)
+    if not keys:
+        raise ValueError(f"--api-key-file: {file} has no key")
+    return keys
+
+
+def loaded(args: argparse.Namespace) -> tuple["Model", "Spec"]:
+    """The model, and who decodes."""
+    from stree_jax.cli.terminal import waiting
+    from stree_jax.default_tree import spec_for
+    from stree_jax.pair import load_pair
+
+    with waiting(f"reading {args.model}"):
+        model, drafter = load_pair(
+            args.model, args.drafter, args.dtype, args.ngrams, args.ahead
+        )
+    if args.logprobs > model.config.num_tokens:
+        raise ValueError(f"--logprobs: there are {model.config.num_tokens} tokens")
+    spec = spec_for(model, drafter, args.tree, args.rule, None)
+    if (args.rule or "").partition("/")[0] == "typical":
+        say("rule typical: answers are not the model's own text")
+    return model, spec
+
+
+def speller(args: argparse.Namespace, model: "Model") -> "Spell | None":
+    """How conversations are spelled, where there is a chat template."""
+    from stree_jax.checkpoint import resolve
+    from stree_jax.cli.chat import (
+        Message,
+        next_turn,
+        read_chat_template,
+        read_special_tokens,
+    )
+
+    directory, tokenizer = resolve(args.model), model.tokenizer
+    if args.chat_template is None:
+        template = read_chat_template(directory)
+    else:
+        template = args.chat_template.read_text("utf-8")
+    if template is None or tokenizer is None:
+        return None
+    special = read_special_tokens(directory)
+
+    def spell(messages: Sequence[dict[str, str]]) -> list[int]:
+        said = cast(Sequence[Message], messages)
+        return next_turn(tokenizer, template, special, said, ())[1]
+
+    return spell

@@ -1,0 +1,287 @@
+"""The server's paths: an ASGI application over a `Service`."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from stree_jax.server.answers import chunks, closing, event, opening, whole
+from stree_jax.server.errors import ApiError, invalid
+from stree_jax.server.metrics import Watch
+from stree_jax.server.protocol import Kind, parse
+from stree_jax.server.service import Exchange, Service, asked_of, prompt_ids
+
+JSON = "application/json"
+CLIENT_GONE = 499  # nobody reads it
+
+
+def make_app(service: Service) -> Starlette:
+    """The application: completions, chat, models, health, metrics."""
+
+    async def completions(http: HTTPRequest) -> Response:
+        return await _answered(service, http, "completion")
+
+    async def chat(http: HTTPRequest) -> Response:
+        return await _answered(service, http, "chat")
+
+    async def models(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    async def one_model(http: HTTPRequest) -> Response:
+        _check_key(service, http)
+        _check_model(service, http.path_params["name"])
+        return JSONResponse(_model(service))
+
+    async def health(http: HTTPRequest) -> Response:
+        dead = service.engine.dead
+        status = {"status": "ok"} if dead is None else {"status": "dead", "why": dead}
+        return JSONResponse(status, 200 if dead is None else 503)
+
+    async def metrics(http: HTTPRequest) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _no_such_path,
+            Exception: _broken,
+        },
+    )
+
+
+async def _refused(http: HTTPRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _no_such_path(http: HTTPRequest, error: Exception) -> Response:
+    """404 and 405 of the routes, as the protocol says them."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {http.method} {http.url.path}"
+    refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return await _refused(http, refusal)
+
+
+async def _broken(http: HTTPRequest, error: Exception) -> Response:
+    """A mistake of this code: the log has it, the client a word."""
+    return await _refused(http, ApiError(500, "The server had an error."))
+
+
+def _check_key(service: Service, http: HTTPRequest) -> None:
+    """Whoever asks has a key, if any is wanted; how long it takes tells nothing."""
+    if not service.keys:
+        return
+    scheme, _, given = http.headers.get("authorization", "").partition(" ")
+    own = given.strip().encode()
+    known = [hmac.compare_digest(own, key) for key in service.keys]
+    if scheme.lower() != "bearer" or not any(known):
+        raise ApiError(
+            401,
+            "Incorrect API key provided.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "stree-jax",
+        "max_model_len": service.context,
+    }
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.name:
+        raise ApiError(
+            404,
+            f"The model `{name}` does not exist; this server has `{service.name}`.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _body(service: Service, http: HTTPRequest) -> Any:
+    """The request's JSON, which may neither be long nor take long."""
+    most, data = service.limits.body_bytes, bytearray()
+    too_long = ApiError(413, f"The request's body is longer than {most} bytes.")
+    length = http.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise too_long
+    try:
+        async with asyncio.timeout(service.limits.timeout_s):
+            async for part in http.stream():
+                data += part
+                if len(data) > most:
+                    raise too_long
+    except TimeoutError:
+        raise ApiError(408, "The request's body did not come in time.") from None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        problem = "We could not parse the JSON body of your request"
+        raise invalid(f"{problem}: {error}") from None
+
+
+async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response:
+    """An answer, or its stream; whatever happens is counted."""
+    watch = Watch(service.metrics)
+    try:
+        _check_key(service, http)
+        request = parse(kind, await _body(service, http))
+        _check_model(service, request.model)
+        ids = await asyncio.to_thread(prompt_ids, service, request)
+        exchange = Exchange(service, request, ids, asked_of(service, request, ids))
+        exchange.submit()
+    except ApiError as error:
+        watch.end(_outcome(error))
+        raise
+    except ClientDisconnect:
+        watch.end("cancelled")
+        return Response(status_code=CLIENT_GONE)
+    service.metrics.prompt_tokens.inc(exchange.answer.prompt_tokens)
+    if request.stream:
+        return EventStream(exchange, watch)
+    return await _whole(exchange, watch, http.receive)
+
+
+def _outcome(error: ApiError) -> str:
+    if error.status == 429:
+        return "rejected"
+    return "refused" if error.status < 500 else "error"
+
+
+async def _whole(exchange: Exchange, watch: Watch, receive: Receive) -> Response:
+    """The whole answer, unless the time is up or the client goes away."""
+
+    async def collect() -> None:
+        async for _, piece in exchange.pieces():
+            watch.piece(piece.tokens)
+
+    outcome = "error"
+    try:
+        if not await _before_it_leaves(collect(), receive, exchange.service):
+            outcome = "cancelled"
+            return Response(status_code=CLIENT_GONE)
+        outcome = "ok"
+        return JSONResponse(whole(exchange.answer))
+    except TimeoutError:
+        outcome = "timeout"
+        raise _too_late(exchange.service) from None
+    finally:
+        exchange.cancel()
+        exchange.observe_queue()
+        watch.end(outcome)
+
+
+class EventStream(Response):
+    """An answer as server-sent events. A client that reads slowly holds up nobody: what
+    waits for it is as long as its answer, and its time is limited."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, watch: Watch) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.exchange, self.watch = exchange, watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent() -> None:
+            async for part in self._parts():
+                await send({"type": "http.response.body", "body": part} | MORE)
+            await send({"type": "http.response.body", "body": b""})
+
+        outcome = "error"
+        try:
+            start = {"type": "http.response.start", "status": self.status_code}
+            await send(start | {"headers": self.raw_headers})
+            service = self.exchange.service
+            there = await _before_it_leaves(sent(), receive, service)
+            outcome = "ok" if there else "cancelled"
+        except TimeoutError:
+            outcome = "timeout"
+            await self._fail(send, _too_late(self.exchange.service))
+        except ApiError as error:
+            await self._fail(send, error)
+        except OSError:  # the connection is gone
+            outcome = "cancelled"
+        finally:
+            self.exchange.cancel()
+            self.exchange.observe_queue()
+            self.watch.end(outcome)
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        answer = self.exchange.answer
+        for part in opening(answer):
+            yield part
+        async for index, piece in self.exchange.pieces():
+            self.watch.piece(piece.tokens)
+            for part in chunks(answer, index, piece):
+                yield part
+        for part in closing(answer):
+            yield part
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        """The status has been sent: what went wrong is an event, and the last one. A
+        client that does not even take that is left alone."""
+        last = {"type": "http.response.body", "body": event(error.body())}
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await send(last)
+        except (TimeoutError, OSError):
+            return
+
+
+MORE = {"more_body": True}
+LAST_WORD_S = 5.0
+
+
+async def _before_it_leaves(work: Any, receive: Receive, service: Service) -> bool:
+    """Do the work; False: the client has gone away before it was done.
+
+    Raises:
+      TimeoutError: it took too long.
+      ApiError: of the work.
+    """
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    both = {doing, leaving}
+    try:
+        async with asyncio.timeout(service.limits.timeout_s):
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if doing in done:
+            doing.result()
+        return doing in done
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_late(service: Service) -> ApiError:
+    seconds = f"{service.limits.timeout_s:g}"
+    return ApiError(504, f"No answer within {seconds} seconds.", code="timeout")

@@ -1,0 +1,269 @@
+"""The device's side of a server: a batch of fixed sizes whose rows come and go.
+
+Nothing is compiled after `warm`: prompts are read in a few widths, and three programs
+decode, whatever the rows ask for: greedy rows alone; with drawn ones beside them; with
+log-probabilities. Rows pass from one program to another as their neighbours change,
+which changes none of their tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax import tuning
+from stree_jax.arguments import stop_token_table
+from stree_jax.buckets import bucket
+from stree_jax.checkpoint import Model
+from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
+from stree_jax.sampling import logprobs
+from stree_jax.sampling.requests import Requests
+from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
+from stree_jax.speculation.adaptive_policy import AdaptivePolicy
+from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.loop import (
+    advance_jit,
+    cache_capacity,
+    deepest,
+    init_decoding_jit,
+)
+from stree_jax.speculation.rows import admit_jit, cancel_jit, vacant_jit
+from stree_jax.speculation.step import Spec
+
+GREEDY = Sampling(temperature=0)
+row_key_jit = jax.jit(row_key)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the programs are compiled for.
+
+    Attributes:
+      rows: texts that are decoded together.
+      context: most tokens of a prompt and its answer together.
+      steps: target calls between two looks at who comes and goes.
+      top_logprobs: most alternatives with a token's log-probability.
+    """
+
+    rows: int = 4
+    context: int = 2048
+    steps: int = 8
+    top_logprobs: int = 5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One text to be made.
+
+    Attributes:
+      ids: the prompt, at least one token.
+      max_new_tokens: as many as the context leaves, at most.
+      sampling: with a seed; `GREEDY` for greedy text.
+      sample: which of the samples of its prompt: they differ in their random numbers.
+      logprobs: whether the tokens' log-probabilities are wanted.
+    """
+
+    ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    sample: int = 0
+    logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class News:
+    """What some steps added to a row.
+
+    Attributes:
+      tokens: the new ones.
+      origins: [n] uint8, who drafted them, see `draft.ORIGINS`.
+      calls: of the target.
+      finish: as of `Decoding`.
+      raw: [n] float32, the tokens' log-probabilities, if they were asked for.
+      top, top_tokens: [n, k], those of the likeliest tokens, and whose they are.
+    """
+
+    tokens: list[int]
+    origins: np.ndarray
+    calls: int
+    finish: int
+    raw: np.ndarray | None = None
+    top: np.ndarray | None = None
+    top_tokens: np.ndarray | None = None
+
+
+@dataclass
+class Row:
+    """What is known on the host of a row that was given away."""
+
+    asked: Asked
+    length: int = 0
+    calls: int = 0
+
+
+def reading_widths(config: ModelConfig, context: int) -> list[int]:
+    """Widths that prompts are padded to: the largest for each size of pass, so that a
+    prompt is read in the passes that `generate` would read it in."""
+    texts = range(1, context + 1, PREFILL_CHUNK)
+    widths = sorted({bucket(max(n - 1, 1)) + 1 for n in (*texts, context)})
+    return sorted({reading_chunk(config, width): width for width in widths}.values())
+
+
+class Batch:
+    """Rows that decode together; for one thread.
+
+    After an exception of `admit` or `advance` nothing of it can be used but `clear`.
+    """
+
+    def __init__(self, model: Model, spec: Spec, sizes: Sizes) -> None:
+        self.model, self.sizes = model, sizes
+        self.rows: list[Row | None] = [None] * sizes.rows
+        self._specs = {False: spec, True: spec}  # by whether any row is drawn
+        self._room = bucket(sizes.context)
+        self._widths = reading_widths(model.config, sizes.context)
+        depth = deepest(spec.policy)
+        self._capacity = cache_capacity(max(self._widths), 0, depth)
+        self._stops = jnp.asarray(stop_token_table(model, None, 1))
+        self._key = jax.random.key(0)  # as of `sampling_rows`
+        self._decoding: Decoding | None = None
+        self._lists: logprobs.LogProbs | None = None
+
+    def warm(self, say: Callable[[str], None]) -> None:
+        """Compile every program, time the steps of tree "auto", and be ready."""
+        V = self.model.config.num_tokens
+        for i, width in enumerate(self._widths):
+            say(f"compiling: reading prompts ({i + 1} of {len(self._widths)})")
+            text = [i % V for i in range(min(width, self.sizes.context) - 1)]
+            self._read(Asked(text or [0], 1))
+        self.clear()
+        for i, asked in enumerate(_KINDS):
+            say(f"compiling: decoding {asked[0]} ({i + 1} of {len(_KINDS)})")
+            for row in range(self.sizes.rows):
+                new = min(PREFILL_CHUNK, self.sizes.context - 1)
+                self.admit(row, replace(asked[1], max_new_tokens=new))
+            self._time_steps()
+            self.advance()
+            self.cancel(range(self.sizes.rows))
+        self.clear()
+
+    def clear(self) -> None:
+        """All rows free, whatever has been."""
+        self.rows = [None] * self.sizes.rows
+        one = self._read(Asked([0], 1))
+        self._decoding = vacant_jit(self._specs[False], one, self.sizes.rows)
+        lists = logprobs.empty(self.sizes.rows, self._room, self.sizes.top_logprobs)
+        self._lists = jax.tree.map(jnp.copy, lists)  # each its own, to be donated
+        jax.block_until_ready(self._decoding.root)
+
+    def free_rows(self) -> list[int]:
+        return [i for i, row in enumerate(self.rows) if row is None]
+
+    def admit(self, row: int, asked: Asked) -> None:
+        """Read a prompt, and give it a row."""
+        spec, one = self._specs[False], self._read(asked)
+        self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
+        self.rows[row] = Row(asked)
+
+    def cancel(self, rows: Sequence[int]) -> None:
+        """Free rows whose texts nobody wants any more."""
+        marks = np.zeros(self.sizes.rows, bool)
+        marks[list(rows)] = True
+        self._decoding = cancel_jit(self._decoding, jnp.asarray(marks))
+        for row in rows:
+            self.rows[row] = None
+
+    def advance(self) -> dict[int, News]:
+        """Some steps of all rows; what they added, by row. Finished rows are free."""
+        spec, kept, d = self._parts()
+        d = advance_jit(spec, d, jnp.int32(self.sizes.steps))
+        wanted = {
+            name: getattr(d, name)
+            for name in ("tokens", "length", "finish", "origin", "used", "logprobs")
+        }
+        host = jax.device_get(wanted)
+        if d.logprobs is not None:
+            self._lists, d = d.logprobs, replace(d, logprobs=None)
+        if d.requests.sampling is None:
+            d = replace(d, requests=replace(d.requests, sampling=kept))
+        self._decoding = d
+        news = {i: _news(host, i, row) for i, row in enumerate(self.rows) if row}
+        for i, new in news.items():
+            if new.finish != RUNNING:
+                self.rows[i] = None
+        return news
+
+    def _parts(self) -> tuple[Spec, Any, Decoding]:
+        """Who decodes, what is left out, and the decoding as the rows need it."""
+        assert self._decoding is not None  # `clear` was called
+        asked = [row.asked for row in self.rows if row is not None]
+        lists = any(a.logprobs for a in asked)
+        drawn = lists or any(a.sampling.temperature > 0 for a in asked)
+        d, kept = self._decoding, self._decoding.requests.sampling
+        if not drawn:
+            d = replace(d, requests=replace(d.requests, sampling=None))
+        return (
+            self._specs[drawn],
+            kept,
+            replace(d, logprobs=self._lists if lists else None),
+        )
+
+    def _time_steps(self) -> None:
+        """Let tree "auto" know what steps of the running rows' kind take."""
+        spec, _, d = self._parts()
+        if isinstance(spec.policy, AdaptivePolicy) and d.logprobs is None:
+            drawn = d.requests.sampling is not None
+            self._specs[drawn] = tuning.timed(spec, d)
+
+    def _read(self, asked: Asked) -> Decoding:
+        """A row by itself, with the sizes of the batch."""
+        width = next(w for w in self._widths if len(asked.ids) <= w)
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(asked.ids)] = asked.ids
+        drawn = sampling_rows([asked.sampling])
+        seed = np.uint32(asked.sampling.seed or 0)
+        key = row_key_jit(self._key, jnp.asarray(seed), jnp.int32(asked.sample))
+        requests = Requests(
+            max_new_tokens=jnp.asarray([asked.max_new_tokens], jnp.int32),
+            min_new_tokens=None,
+            stop_tokens=self._stops,
+            stop_strings=None,
+            sampling=replace(drawn, key=key[None]),
+        )
+        return init_decoding_jit(
+            self._specs[False],
+            jnp.asarray(padded),
+            jnp.asarray([len(asked.ids)], jnp.int32),
+            requests,
+            max_new_tokens=self._room,
+            capacity=self._capacity,
+        )
+
+
+_DRAWN = Sampling(temperature=1.0, seed=0)
+_KINDS = [
+    ("greedy texts", Asked([0], 1)),
+    ("drawn texts", Asked([0], 1, _DRAWN)),
+    ("with log-probabilities", Asked([0], 1, _DRAWN, logprobs=True)),
+]
+
+
+def _news(host: dict[str, Any], i: int, row: Row) -> News:
+    """What is new of row i; `row` is told."""
+    length, calls = int(host["length"][i]), int(host["used"][i].sum())
+    new = slice(row.length, length)
+    lists: tuple = (None, None, None)
+    if row.asked.logprobs:
+        kept = host["logprobs"]
+        lists = (kept.raw[i, new], kept.top_raw[i, new], kept.top_raw_tokens[i, new])
+    news = News(
+        host["tokens"][i, new].tolist(),
+        host["origin"][i, new],
+        calls - row.calls,
+        int(host["finish"][i]),
+        *lists,
+    )
+    row.length, row.calls = length, calls
+    return news

@@ -1,0 +1,119 @@
+"""What a server tells Prometheus; names begin with `stree_jax_`."""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stree_jax.server.engine import Engine
+from stree_jax.speculation.draft import ORIGINS
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class EngineFigures(Collector):
+    """What the engine counts anyway, read when somebody asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, counts = self.engine, self.engine.counts
+        for name, text, value in (
+            ("queue_length", "Texts that wait for a row.", engine.waiting),
+            ("rows_running", "Rows that hold a text.", engine.running),
+            ("rows", "Rows that there are.", engine.batch.sizes.rows),
+            (
+                "tokens_per_second",
+                "Tokens made a second, over the last ten.",
+                counts.tokens_per_s(),
+            ),
+            (
+                "tau",
+                "Tokens gained a target call and row, since the start.",
+                counts.tokens / max(counts.calls, 1),
+            ),
+        ):
+            yield GaugeMetricFamily(f"stree_jax_{name}", text, value=value)
+        for name, text, value in (
+            ("tokens", "Tokens made.", counts.tokens),
+            ("target_calls", "Passes of the target, by row.", counts.calls),
+            ("segments", "Segments of the loop.", counts.segments),
+            ("failures", "Times that decoding failed.", counts.failures),
+        ):
+            yield CounterMetricFamily(f"stree_jax_{name}", text, value=value)
+        by = CounterMetricFamily(
+            "stree_jax_tokens_by_origin",
+            "Tokens made, by who drafted them.",
+            labels=["origin"],
+        )
+        for origin, count in zip(ORIGINS, counts.by_origin.tolist(), strict=True):
+            by.add_metric([origin], count)
+        yield by
+
+
+class Metrics:
+    """Counters of requests, and their latencies."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineFigures(engine))
+        self.requests = Counter(
+            "stree_jax_requests",
+            "Requests for text, by how they ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "stree_jax_prompt_tokens",
+            "Tokens of prompts that were taken on.",
+            registry=self.registry,
+        )
+        seconds = self._seconds
+        self.request_seconds = seconds("request", "From a request to its answer's end.")
+        self.first_token_seconds = seconds("first_token", "From a request to a token.")
+        self.queue_seconds = seconds("queue", "From a request to its first row.")
+        between = "A token of an answer, after its first piece."
+        self.token_seconds = seconds("token", between, TOKEN_SECONDS)
+
+    def _seconds(
+        self, name: str, text: str, buckets: tuple[float, ...] = SECONDS
+    ) -> Histogram:
+        return Histogram(
+            f"stree_jax_{name}_seconds", text, buckets=buckets, registry=self.registry
+        )
+
+    def ended(self, outcome: str) -> None:
+        self.requests.labels(outcome).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Watch:
+    """One request's latencies."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics, self.began = metrics, time.monotonic()
+        self.first: float | None = None
+        self.later = 0  # tokens after the first piece
+
+    def piece(self, tokens: int) -> None:
+        now = time.monotonic()
+        if self.first is not None:
+            self.later += tokens
+        elif tokens:
+            self.first = now
+            self.metrics.first_token_seconds.observe(now - self.began)
+
+    def end(self, outcome: str) -> None:
+        now = time.monotonic()
+        self.metrics.ended(outcome)
+        if outcome != "ok":
+            return
+        self.metrics.request_seconds.observe(now - self.began)
+        if self.first is not None and self.later:
+            self.metrics.token_seconds.observe((now - self.first) / self.later)

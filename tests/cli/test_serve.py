@@ -1,0 +1,94 @@
+"""`stree-jax serve`: what is refused before a model is read, and whose keys count."""
+
+import argparse
+import builtins
+import socket
+
+import pytest
+
+from stree_jax.cli import main as cli
+from stree_jax.cli import serve
+
+
+def refused(capsys, *args):
+    code = cli.main(["serve", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_read(monkeypatch):
+    def read(args):
+        raise AssertionError("a model was read")
+
+    monkeypatch.setattr(serve, "loaded", read)
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [
+        ("--rows", 0, "at least 1"),
+        ("--context", 1, "at least 2"),
+        ("--queue", 0, "at least 1"),
+        ("--steps", 0, "at least 1"),
+        ("--grace", -1, "at least 0"),
+        ("--timeout", 0, "more than 0"),
+        ("--timeout", "nan", "more than 0"),
+        ("--logprobs", -1, "at least 0"),
+    ],
+)
+def test_numbers_that_nothing_can_be_served_with(capsys, option, value, least):
+    err = refused(capsys, option, value)
+    assert f"{option}: want {least}" in err
+
+
+def test_addresses(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        err = refused(capsys, "--port", port)
+        assert f"127.0.0.1:{port}: Address already in use" in err
+    assert "--port: want at most 65535" in refused(capsys, "--port", 70000)
+    assert "nowhere.invalid:8000" in refused(capsys, "--host", "nowhere.invalid")
+
+
+def test_keys(capsys, tmp_path, monkeypatch):
+    assert serve.api_keys(None) == ()
+    monkeypatch.setenv(serve.KEY_VARIABLE, " one ")
+    assert serve.api_keys(None) == (b"one",)
+    file = tmp_path / "keys"
+    file.write_text("two\n\n  three \n")
+    assert serve.api_keys(file) == (b"two", b"three")
+    file.write_text("\n")
+    assert "has no key" in refused(capsys, "--api-key-file", file)
+    assert str(tmp_path) in refused(capsys, "--api-key-file", tmp_path / "none")
+
+
+def test_what_is_not_installed_is_named(capsys, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **options):
+        if name.startswith("stree_jax.server"):
+            raise ImportError("no", name="uvicorn")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    err = refused(capsys)
+    assert "uvicorn is not installed: pip install 'stree-jax[serve]'" in err
+
+
+def test_a_template_spells_a_conversation(tmp_path):
+    from stree_jax.checkpoint import load
+
+    model = load("demo", dtype="float32")
+    file = tmp_path / "chat.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    args = argparse.Namespace(model="demo", chat_template=file)
+    spell = serve.speller(args, model)
+    ids = spell([{"role": "user", "content": "import os"}])
+    assert model.tokenizer.decode(ids) == "user: import os\n"
+    args.chat_template = None
+    assert serve.speller(args, model) is None  # the bundled model has none of its own

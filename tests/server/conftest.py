@@ -1,0 +1,49 @@
+"""A server of a tiny model, and its texts by plain decoding."""
+
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import tuning
+from tests.server import served
+from tests.server.served import (
+    LENGTHS,
+    NEW,
+    service_of,
+)
+from tests.support.tiny import REAL
+
+
+@pytest.fixture(scope="module")
+def model():
+    return served.tiny_model()
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
+        patch.setattr(tuning, "timed", lambda spec, decoding: spec)
+        return served.warm_batch(model)
+
+
+@pytest.fixture
+def service(batch):
+    service = service_of(batch)
+    yield service
+    assert service.engine.stop()
+    batch.clear()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(2)
+    return [rng.integers(8, REAL, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def plain(model, prompts):
+    """Texts of plain decoding, each prompt by itself."""
+    return [
+        stree_jax.generate(model, [prompt], max_new_tokens=new, capacity=256)
+        for prompt, new in zip(prompts, NEW, strict=True)
+    ]

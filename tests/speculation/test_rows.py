@@ -1,0 +1,130 @@
+"""Rows that come and go between calls of the loop: each text is as by itself."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling
+from stree_jax.generation import begin
+from stree_jax.speculation import loop, rows
+from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
+from tests.support.tiny import REAL
+
+ROWS, NEW, CAPACITY = 2, 24, 256
+# Prompt tokens, most new tokens, how the row is drawn: long and short ones in turns, so
+# that each is admitted beside another that is in the midst of its text.
+ASKED = [
+    (5, 24, None),
+    (33, 9, Sampling(0.9, top_p=0.9, seed=4)),
+    (1, 24, Sampling(1.2, seed=5)),
+    (70, 13, None),
+    (12, 7, None),
+    (3, 20, Sampling(0.7, top_k=9, seed=6)),
+]
+GREEDY = Sampling(temperature=0)
+
+
+def asked_prompts():
+    rng = np.random.default_rng(8)
+    return [rng.integers(8, REAL, n).tolist() for n, _, _ in ASKED]
+
+
+def one_row(target, options, prompt, new, sampling):
+    """A text by itself, with the sizes of the batch."""
+    decoding, plan = begin(
+        target,
+        [prompt],
+        max_new_tokens=NEW,
+        sampling=sampling or GREEDY,
+        capacity=CAPACITY,
+        **options,
+    )
+    requests = replace(decoding.requests, max_new_tokens=jnp.asarray([new], jnp.int32))
+    return replace(decoding, requests=requests), plan.spec
+
+
+def served(target, options, steps):
+    """Tokens and target calls of all that was asked, in a batch of ROWS whose rows are
+    given anew."""
+    prompts, found = asked_prompts(), {}
+    waiting = list(enumerate(zip(prompts, ASKED, strict=True)))
+    one, spec = one_row(target, options, prompts[0], 1, None)
+    batch = rows.vacant_jit(spec, one, ROWS)
+    holds = [None] * ROWS
+    while waiting or any(job is not None for job in holds):
+        for row in range(ROWS):
+            if holds[row] is None and waiting:
+                holds[row], (prompt, (_, new, sampling)) = waiting.pop(0)
+                one, _ = one_row(target, options, prompt, new, sampling)
+                batch = rows.admit_jit(spec, batch, jnp.int32(row), one)
+        batch = loop.advance_jit(spec, batch, jnp.int32(steps))
+        finish, lengths = np.asarray(batch.finish), np.asarray(batch.length)
+        calls = np.asarray(batch.calls)
+        for row in range(ROWS):
+            if finish[row] != RUNNING and holds[row] is not None:
+                tokens = np.asarray(batch.tokens)[row, : lengths[row]].tolist()
+                found[holds[row]], holds[row] = (tokens, int(calls[row])), None
+    return zip(*(found[i] for i in range(len(ASKED))), strict=True)
+
+
+def by_itself(target, options):
+    """The same of `generate`, text by text."""
+    texts, calls = [], []
+    for prompt, (_, new, sampling) in zip(asked_prompts(), ASKED, strict=True):
+        more = options | dict(sampling=sampling or GREEDY, capacity=CAPACITY)
+        result = stree_jax.generate(target, [prompt], max_new_tokens=new, **more)
+        texts.append(result.tokens[0])
+        calls.append(int(result.target_calls[0]))
+    return texts, calls
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    """The texts of plain decoding."""
+    texts, _ = by_itself(target, {})
+    assert len({len(text) for text in texts}) > 2
+    return texts
+
+
+def test_a_text_is_its_own_whatever_comes_and_goes_beside_it(
+    target, alone, nothing_measured
+):
+    texts, _ = served(target, dict(drafter="lookup", tree="auto:1,4"), 3)
+    assert list(texts) == alone
+
+
+def test_so_are_its_drafts(target, drafter, alone):
+    """As many target calls as alone: the drafter reads this text and no other."""
+    options = dict(drafter=drafter, tree="A")
+    texts, calls = served(target, options, 2)
+    assert list(texts) == alone
+    assert list(calls) == by_itself(target, options)[1]
+
+
+def test_a_cancelled_row_gains_nothing_more(target, alone):
+    prompts = asked_prompts()
+    one, spec = one_row(target, {}, prompts[0], NEW, None)
+    batch = rows.vacant_jit(spec, one, ROWS)
+    for row in range(ROWS):
+        batch = rows.admit_jit(spec, batch, jnp.int32(row), one)
+    batch = loop.advance_jit(spec, batch, jnp.int32(3))
+    batch = rows.cancel_jit(batch, jnp.asarray([True, False]))
+    batch = loop.advance_jit(spec, batch, jnp.int32(loop.FOREVER))
+    assert batch.finish[0] == OUT_OF_LENGTH
+    assert batch.length.tolist() == [3, len(alone[0])]
+    assert np.asarray(batch.tokens)[1, : batch.length[1]].tolist() == alone[0]
+
+
+def test_rows_of_other_sizes_are_refused(target):
+    one, spec = one_row(target, {}, [3, 4], NEW, None)
+    batch = jax.eval_shape(lambda s, o: rows.vacant(s, o, ROWS), spec, one)
+    greedy = replace(one, requests=replace(one.requests, sampling=None))
+    with pytest.raises(ValueError, match="the same capacity"):
+        jax.eval_shape(rows.admit, spec, batch, jnp.int32(0), greedy)
+    plan = begin(target, [[3]], max_new_tokens=NEW, capacity=2 * CAPACITY)
+    with pytest.raises(ValueError, match="the same capacity"):
+        jax.eval_shape(rows.admit, spec, batch, jnp.int32(0), plan[0])
