@@ -37,7 +37,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
         if info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: {name}: want shape {list(shape)} "
-                f"by config.json, got {list(info.shape)}"
+                f"by {source.said_by}, got {list(info.shape)}"
             )
         _check_dtype(name, info)
     copies = _copies(source, rows, config)
@@ -100,6 +100,6 @@ def read_param(
 
 def _all_bfloat16(source: Source, row: Row) -> bool:
     return not any(
-        name in source.quantized or source.tensors[name].dtype != "bfloat16"
+        source.is_quantized(name) or source.tensors[name].dtype != "bfloat16"
         for name in row.sources
     )

@@ -70,6 +70,12 @@ KINDS = {
 }
 
 
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading axes of 1, which ggml does not tell from none."""
+    first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
+    return shape[first:]
+
+
 def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.ndarray:
     """A tensor of plain numbers in its own dtype."""
     count = math.prod(shape)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.gguf.blocks import KINDS, Kind
+from stree_jax.convert.gguf.blocks import KINDS, Kind, without_ones
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -40,8 +40,7 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-      shape: slowest axis first, as NumPy's; without leading axes of 1, which ggml does
-        not tell from none.
+      shape: slowest axis first, as NumPy's; `without_ones`.
       start: of its bytes in the file.
     """
 
@@ -132,6 +131,28 @@ class _Cursor:
         return SCALARS[kind]
 
 
+def is_gguf(path: Path) -> bool:
+    """By its name; what is in it is `read_header`'s to say."""
+    return path.suffix == ".gguf" and not path.is_dir()
+
+
+def only_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory without a config.json; None: there is no such.
+
+    Raises:
+      CheckpointError: there are several.
+    """
+    if (directory / "config.json").exists():
+        return None
+    found = sorted(file for file in directory.glob("*.gguf") if file.is_file())
+    shards = [SHARD.fullmatch(file.name) for file in found]
+    whole = [f for f, s in zip(found, shards, strict=True) if not s or int(s[2]) == 1]
+    if len(whole) > 1:
+        names = ", ".join(file.name for file in whole[:8])
+        raise CheckpointError(f"{directory}: several GGUF files, name one: {names}")
+    return whole[0] if whole else None
+
+
 def read_header(file: Path) -> Header:
     """Of a file and, if it is the first of several shards, of the others.
 
@@ -214,9 +235,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
         free, last = start + kind.nbytes(math.prod(shape)), name
         if free > cursor.size:
             raise cursor.error(f"{name}: the file ends before it does")
-        while len(shape) > 1 and shape[0] == 1:
-            shape = shape[1:]
-        found[name] = Stored(cursor.file, shape, kind, start)
+        found[name] = Stored(cursor.file, without_ones(shape), kind, start)
     return {name: found[name] for _, name, _, _ in read}
 
 
