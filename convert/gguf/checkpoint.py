@@ -74,12 +74,14 @@ def architecture_of(header: Header) -> str:
 
 
 def _tensors(header: Header) -> dict[str, TensorInfo]:
-    found = {
-        name: TensorInfo(
-            t.file, t.shape, NAMES.get(t.kind.name, QUANTIZED), t.start, t.kind
-        )
-        for name, t in header.tensors.items()
-    }
+    found: dict[str, TensorInfo] = {}
+    for name, t in header.tensors.items():
+        if name.endswith(".ffn_norm"):  # Falcon-H1's name for it
+            name += ".weight"
+        if name in found:
+            raise CheckpointError(f"{header.file}: {name}: is there twice")
+        dtype = NAMES.get(t.kind.name, QUANTIZED)
+        found[name] = TensorInfo(t.file, t.shape, dtype, t.start, t.kind)
     name = f"{EMBEDDING}.weight"
     if name not in found or len(found[name].shape) != 2:
         raise CheckpointError(f"{header.file}: {name}: is missing, or not a matrix")
