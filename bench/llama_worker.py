@@ -17,6 +17,7 @@ import llama_cpp
 import numpy as np
 
 F32 = 0  # ggml's number of a dtype
+OFF = 0  # of its flash attention
 BATCH = 512  # tokens of a prompt that are read at a time
 
 
@@ -32,9 +33,16 @@ class Session:
         return {"version": llama_cpp.__version__, "built_with": info.strip(" |")}
 
     def load(
-        self, path: str, threads: int, context: int, num_tokens: int, exact: bool
+        self,
+        path: str,
+        threads: int,
+        context: int,
+        num_tokens: int,
+        exact: bool,
+        fused: bool = True,
     ) -> dict[str, Any]:
-        """`exact`: caches in float32; llama.cpp's own choice is float16."""
+        """`exact`: caches in float32; llama.cpp's own choice is float16. `fused`: its
+        own choice of attention, whose results are rounded to about 1e-3."""
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
@@ -45,6 +53,8 @@ class Session:
         params.n_threads = params.n_threads_batch = threads
         if exact:
             params.type_k = params.type_v = F32
+        if not fused:
+            params.flash_attn_type = OFF
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
             raise RuntimeError("llama.cpp makes no context of this model")

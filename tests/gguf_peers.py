@@ -29,8 +29,8 @@ def difference(name, python, folder):
     ids = np.random.default_rng(0).integers(0, VOCAB, 12).tolist()
     ours = stree_jax.score(stree_jax.load(file), jnp.asarray([ids]))[0, READ - 1 :]
     with llama_process(python) as ask:
-        options = {"threads": 1, "context": 64, "num_tokens": VOCAB, "exact": True}
-        ask("load", path=str(file), **options)
+        options = {"threads": 1, "context": 64, "num_tokens": VOCAB}
+        ask("load", path=str(file), exact=True, fused=False, **options)
         ask("logits", ids=ids, read=READ, path=str(folder / "logits"))
     theirs = np.fromfile(folder / "logits", np.float32).reshape(-1, VOCAB)
     return float(np.abs(theirs - np.asarray(ours)).max() / np.abs(ours).max())

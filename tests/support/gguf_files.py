@@ -177,6 +177,8 @@ def describe(writer, arch, c):
     writer.add_head_count(heads)
     eps = c.get("rms_norm_eps") or c.get("layer_norm_epsilon")
     writer.add_layer_norm_rms_eps(eps)
+    if arch.startswith("nemotron"):
+        writer.add_layer_norm_eps(eps)
     rope = c.get("rope_parameters") or {}
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
