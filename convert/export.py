@@ -48,9 +48,10 @@ def export_hf(
       dst: must not exist; killed at any moment, it is absent or whole.
       shard_bytes: a larger model is written in shards of at most this many bytes, with
         an index; a larger tensor has a shard of its own.
-      source: the directory or GGUF file that the model was loaded from, if it is to be kept what
-        does not affect its numbers: chat template, generation config, settings of the
-        tokenizer, ids of special tokens, the longest text it was trained on.
+      source: the directory or GGUF file that the model was loaded from, if it is to be
+        kept what does not affect its numbers: chat template, generation config,
+        settings of the tokenizer, ids of special tokens, the longest text it was
+        trained on.
 
     Raises:
       CheckpointError: the model has an option that no Hugging Face class has, or dst

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.families import read
+from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import MAX_EXPERTS, ConfigFields
 from stree_jax.convert.gguf.blocks import without_ones
@@ -33,12 +34,16 @@ from stree_jax.models.attention import rope_frequencies
 from stree_jax.models.config import LayerKind, Rope
 from stree_jax.models.config_json import MAX_LAYERS
 
-Layers = tuple[LayerKind, ...]
 EMBEDDING, HEAD = "token_embd", "output"
 ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by
 BLOCKS, KV_HEADS = "block_count", "attention.head_count_kv"
 FEED_FORWARD = "feed_forward_length"
-INNER, ROTATES = "ssm.inner_size", "rope.scaling.finetuned"
+INNER = "ssm.inner_size"
+VALUE_LENGTH = "attention.value_length"  # of a head, as of its keys
+# Whether Granite's attention rotates, how many channels do, and theta.
+ROTATES, ROTATED, THETA = (
+    f"rope.{key}" for key in ("scaling.finetuned", "dimension_count", "freq_base")
+)
 # Keys that change what is computed and that nothing here reads, and the values that
 # change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -109,9 +114,7 @@ def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterato
         yield replace(row, heads=heads)
 
 
-def mlp_rows(
-    ours: Path, block: str, c: MLPConfig, ending: str = ""
-) -> Iterator[Row]:
+def mlp_rows(ours: Path, block: str, c: MLPConfig, ending: str = "") -> Iterator[Row]:
     """Args: ending: of the names; "_shexp" for the MLP beside experts."""
     yield from _linear(ours, block, {"down": f"ffn_down{ending}"})
     if c.gated:
@@ -221,8 +224,8 @@ def _head_dim(fields: ConfigFields, name: str, default: Any) -> int:
     width = fields.size("embedding_length")
     usual = width // HEADS.value(fields)
     size = fields.size(name, usual)
-    if (values := fields.size("attention.value_length", size)) != size:
-        raise fields.error("attention.value_length", f"{values} is not {name} {size}")
+    if (values := fields.size(VALUE_LENGTH, size)) != size:
+        raise fields.error(VALUE_LENGTH, f"{values} is not {name} {size}")
     return size
 
 
@@ -306,12 +309,11 @@ def _attention(fields: ConfigFields, *more: Field) -> AttentionConfig:
 
 def _rope(fields: ConfigFields, head_dim: int) -> Rope:
     """Of whole heads, as no architecture here stores another."""
-    dim = fields.size("rope.dimension_count", head_dim)
+    dim = fields.size(ROTATED, head_dim)
     if dim != head_dim or dim % 2:
-        raise fields.error(
-            "rope.dimension_count", f"{dim} of {head_dim} channels is not supported"
-        )
-    rope = Rope(fields.positive("rope.freq_base", 10000.0), dim)
+        problem = f"{dim} of {head_dim} channels is not supported"
+        raise fields.error(ROTATED, problem)
+    rope = Rope(fields.positive(THETA, 10000.0), dim)
     factors = fields.get(ROPE_FACTORS, None)
     return rope if factors is None else _llama3(fields, rope, factors)
 
@@ -344,33 +346,34 @@ def _mlp(fields: ConfigFields) -> MLPConfig:
     return MLPConfig(**read_fields(MLP, fields))
 
 
-def _turns(fields: ConfigFields, mixers: Layers, second: LayerKind) -> Layers:
-    """Mixers, each with an MLP or experts after it."""
-    return tuple(kind for mixer in mixers for kind in (mixer, second))
+def _all(fields: ConfigFields, kind: LayerKind) -> Layers:
+    return (kind,) * layer_count(fields)
 
 
 def _llama(fields: ConfigFields) -> ModelConfig:
     attention = _attention(fields)
-    mixers: Layers = ("attention",) * layer_count(fields)
+    mixers = _all(fields, "attention")
     return ModelConfig(
         **_model(fields),
-        layers=_turns(fields, mixers, "mlp"),
+        layers=with_mlps(mixers),
         attention=replace(attention, rope=_rope(fields, attention.head_dim)),
         mlp=_mlp(fields),
     )
 
 
 def _mamba2(fields: ConfigFields) -> ModelConfig:
-    model, mixer = _model(fields), ("mamba",)
+    model = _model(fields)
     mamba = _mamba(fields, model["norm_eps"])
-    return ModelConfig(**model, layers=mixer * layer_count(fields), mamba=mamba)
+    layers = _all(fields, "mamba")
+    return ModelConfig(**model, layers=layers, mamba=mamba)
 
 
 def _granite(fields: ConfigFields) -> ModelConfig:
     """With SSM layers, which have no heads of keys, or none; with experts or none."""
     model = _model(fields, *SCALES)
     heads = _per_layer(fields, KV_HEADS, HEADS.value(fields))
-    mixers: Layers = tuple("attention" if n else "mamba" for n in heads)
+    kinds: list[LayerKind] = ["attention" if n else "mamba" for n in heads]
+    mixers = tuple(kinds)
     attention = mamba = mlp = moe = None
     if "attention" in mixers:
         attention = _attention(fields, SOFTMAX_SCALE)
@@ -387,7 +390,7 @@ def _granite(fields: ConfigFields) -> ModelConfig:
         mlp = _mlp(fields)
     return ModelConfig(
         **model,
-        layers=_turns(fields, mixers, "mlp" if moe is None else "moe"),
+        layers=with_mlps(mixers, "mlp" if moe is None else "moe"),
         mamba=mamba,
         attention=attention,
         mlp=mlp,
@@ -400,10 +403,10 @@ def _falcon_h1(fields: ConfigFields) -> ModelConfig:
     mamba = _mamba(fields, model["norm_eps"])
     if not fields.has_tensor("ssm_norm.weight"):
         mamba = replace(mamba, norm=None)
-    mixers: Layers = ("parallel",) * layer_count(fields)
+    mixers = _all(fields, "parallel")
     return ModelConfig(
         **model,
-        layers=_turns(fields, mixers, "mlp"),
+        layers=with_mlps(mixers),
         mamba=mamba,
         attention=replace(attention, rope=_rope(fields, attention.head_dim)),
         mlp=_mlp(fields),
@@ -417,7 +420,9 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
     experts = fields.size("expert_count", 0, low=0) > 0
     second: LayerKind = "moe" if experts else "mlp"
     sizes = zip(
-        _per_layer(fields, KV_HEADS, 0), _per_layer(fields, FEED_FORWARD, 0), strict=True
+        _per_layer(fields, KV_HEADS, 0),
+        _per_layer(fields, FEED_FORWARD, 0),
+        strict=True,
     )
     kinds: list[LayerKind] = [
         "attention" if heads else second if width else "mamba" for heads, width in sizes

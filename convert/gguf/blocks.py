@@ -79,7 +79,11 @@ def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.ndarray:
     """A tensor of plain numbers in its own dtype."""
     count = math.prod(shape)
-    return _bytes(file, name, start, kind.nbytes(count)).view(PLAIN[kind.name]).reshape(shape)
+    return (
+        _bytes(file, name, start, kind.nbytes(count))
+        .view(PLAIN[kind.name])
+        .reshape(shape)
+    )
 
 
 def read_blocks(
@@ -94,7 +98,8 @@ def read_blocks(
         import gguf
     except ImportError as error:
         raise CheckpointError(
-            f"{file}: {kind.name} weights are read by gguf; pip install 'stree-jax[gguf]'"
+            f"{file}: {kind.name} weights are read by gguf; "
+            "pip install 'stree-jax[gguf]'"
         ) from error
     numbered = gguf.GGMLQuantizationType(kind.number)
     columns = shape[-1]

@@ -53,8 +53,11 @@ def open_gguf(file: Path) -> tuple[Source, str, Architecture, ModelConfig]:
         raise CheckpointError(f"{file}: {error}") from error
     stops = tuple(i for i in stop_tokens(header) if i < config.vocab_size)
     own = _own_tensors(source.tensors, layer_count(fields), further_count(fields))
-    return replace(source, tensors=own), name, architecture, replace(
-        config, stop_tokens=stops
+    return (
+        replace(source, tensors=own),
+        name,
+        architecture,
+        replace(config, stop_tokens=stops),
     )
 
 

@@ -2,8 +2,8 @@
 
 A reader of our own, because a damaged file must cost neither memory nor time: every
 count and length is held against the bytes that are left before anything is made of it.
-(The `gguf` package's reader believes them.) Format: GGUF versions 2 and 3, little-endian
-(ggml's docs/gguf.md).
+(The `gguf` package's reader believes them.) Format: GGUF versions 2 and 3,
+little-endian (ggml's docs/gguf.md).
 """
 
 import math
@@ -203,7 +203,9 @@ def _parse(cursor: _Cursor) -> Header:
         if key in values:
             raise cursor.error(f"{key!r}: is there twice")
         values[key] = cursor.value(key)
-    return Header(cursor.file, values, _tensors(cursor, tensors, _alignment(cursor, values)))
+    return Header(
+        cursor.file, values, _tensors(cursor, tensors, _alignment(cursor, values))
+    )
 
 
 def _alignment(cursor: _Cursor, values: Mapping[str, Any]) -> int:
@@ -229,7 +231,9 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
     for offset, name, shape, kind in sorted(read):
         start = begin + offset
         if offset % alignment:
-            raise cursor.error(f"{name}: begins at {offset}, not at a multiple of {alignment}")
+            raise cursor.error(
+                f"{name}: begins at {offset}, not at a multiple of {alignment}"
+            )
         if start < free:
             raise cursor.error(f"{name}: begins within {last}")
         free, last = start + kind.nbytes(math.prod(shape)), name
@@ -251,6 +255,7 @@ def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
     kind = KINDS[number]
     if 0 in shape or shape[-1] % kind.block:
         raise cursor.error(
-            f"{name}: shape {list(shape)} is not whole blocks of {kind.block} ({kind.name})"
+            f"{name}: shape {list(shape)} is no whole blocks of {kind.block} "
+            f"({kind.name})"
         )
     return shape, kind

@@ -31,9 +31,7 @@ STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 
 # How text is cut into words before it is merged, by names of tokenizers.
-GPT2 = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _SUFFIXES + r"\p{N}{1,3}" + _REST
@@ -124,7 +122,9 @@ def settings(header: Header) -> dict[str, Any]:
 def source_fields(header: Header, architecture: str) -> dict[str, int]:
     """Numbers of a config.json that no computation needs; exports keep them."""
     fields = _fields(header)
-    said = {f"{n}_token_id": fields.get(f"{SPECIAL[n]}_token_id", None) for n in SPECIAL}
+    said = {
+        f"{n}_token_id": fields.get(f"{SPECIAL[n]}_token_id", None) for n in SPECIAL
+    }
     context = f"{architecture}.context_length"
     said["max_position_embeddings"] = header.values.get(context)
     return {name: value for name, value in said.items() if type(value) is int}
@@ -269,7 +269,9 @@ def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str,
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _finished(fields: ConfigFields, tokenizer: "Tokenizer", begins: bool) -> "Tokenizer":
+def _finished(
+    fields: ConfigFields, tokenizer: "Tokenizer", begins: bool
+) -> "Tokenizer":
     """With tokens that no merge makes, and those before and after a text.
 
     Args:
@@ -277,7 +279,9 @@ def _finished(fields: ConfigFields, tokenizer: "Tokenizer", begins: bool) -> "To
     """
     tokens = _tokens(fields)
     kinds = _kinds(fields, len(tokens)).tolist()
-    special = [_added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL]
+    special = [
+        _added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL
+    ]
     plain = [t for t, k in zip(tokens, kinds, strict=True) if k == USER_DEFINED]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([_added(token, False) for token in plain])

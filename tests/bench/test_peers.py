@@ -73,7 +73,7 @@ def test_a_file_reads_back(config, dtype, tmp_path):
     file = tmp_path / "m.gguf"
     read_bytes = write_gguf(config, params, dtype, file)
     found = {t.name: t for t in gguf.GGUFReader(file).tensors}
-    ours = dict(gguf_tensors(config, params))
+    ours = {name: tensor for _, name, tensor in gguf_tensors(config, params)}
     assert found.keys() == ours.keys()
     kinds = set()
     for name, tensor in found.items():
@@ -115,7 +115,7 @@ def test_fields_of_a_hybrid(tmp_path):
 
 def test_tensors_are_in_the_layout_of_llama_cpp():
     params = params_of(HYBRID)
-    tensors = dict(gguf_tensors(HYBRID, params))
+    tensors = {name: tensor for _, name, tensor in gguf_tensors(HYBRID, params)}
     sizes = sum(tensor.size for tensor in tensors.values())
     assert sizes == sum(leaf.size for leaf in jax.tree.leaves(params))
     attention, mixer = params["layers_2"]["attention"], params["layers_0"]["mamba"]

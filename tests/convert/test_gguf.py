@@ -1,4 +1,4 @@
-"""GGUF files of every architecture: the same model as the directory they were made of."""
+"""GGUF files of every architecture: the same model as the directory made into one."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,7 @@
 """Tiny Hugging Face checkpoints as GGUF files, laid out as llama.cpp's converter does.
 
-Written by hand from what that converter does, with the `gguf` package's names of keys and
-tensors, so that it shares nothing with `stree_jax.convert.gguf`. `python -m
+Written by hand from what that converter does, with the `gguf` package's names of keys
+and tensors, so that it shares nothing with `stree_jax.convert.gguf`. `python -m
 tests.gguf_peers` has llama.cpp itself read the files.
 """
 
@@ -150,7 +150,9 @@ def write_gguf(directory, name, file, kind="F32", extra=None):
     else:
         extra(writer)
     stored = gguf.GGMLQuantizationType[kind]
-    for tensor, values in layout(arch, config, load_file(directory / "model.safetensors")):
+    for tensor, values in layout(
+        arch, config, load_file(directory / "model.safetensors")
+    ):
         plain = gguf.GGMLQuantizationType.F32
         matrix = values.ndim > 1 and not any(s in tensor for s in ("ssm_", "_inp"))
         matrix |= "ssm_in" in tensor or "ssm_out" in tensor
@@ -294,7 +296,7 @@ def expert_number(item):
 
 
 def one(arch, c, name, w):
-    """A tensor of a directory as those of a file: names as gguf maps them, and arrays."""
+    """A tensor of a directory as those of a file: names that gguf maps, and arrays."""
     if name.endswith(("q_proj.weight", "q_proj.bias")) and arch in PAIRED:
         w = paired(w, c["num_attention_heads"])
     if name.endswith(("k_proj.weight", "k_proj.bias")) and arch in PAIRED:
