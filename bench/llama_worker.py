@@ -48,6 +48,7 @@ class Session:
         model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         if not model:
             raise RuntimeError(f"llama.cpp does not load {path}")
+        self.vocabulary = llama_cpp.llama_model_get_vocab(model)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch = context, BATCH
         params.n_threads = params.n_threads_batch = threads
@@ -60,6 +61,14 @@ class Session:
             raise RuntimeError("llama.cpp makes no context of this model")
         self.num_tokens = num_tokens
         return {}
+
+    def tokenize(self, text: str) -> dict[str, Any]:
+        """Ids of a text, with those around it; special tokens in it are such."""
+        data, ids = text.encode(), (llama_cpp.llama_token * (len(text) * 4 + 8))()
+        count = llama_cpp.llama_tokenize(
+            self.vocabulary, data, len(data), ids, len(ids), True, True
+        )
+        return {"ids": list(ids[:count])}
 
     def logits(self, ids: Sequence[int], read: int, path: str) -> dict[str, Any]:
         """Logits [T - read + 1, num_tokens] float32 into a file.

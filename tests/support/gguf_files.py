@@ -77,7 +77,9 @@ GGUF_CASES = {
     ),
     "granite": (
         "granite",
-        lambda: granite(layer_types=["attention"] * 3, attention_bias=False),
+        lambda **options: granite(
+            layer_types=["attention"] * 3, attention_bias=False, **options
+        ),
     ),
     "granite-moe": (
         "granitemoe",
@@ -134,16 +136,17 @@ PAIRED = ("llama", "granite", "granitemoe", "granitehybrid")
 PAIRED += ("nemotron_h", "nemotron_h_moe")
 
 
-def write_gguf(directory, name, file, kind="F32", extra=None):
+def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
     """The checkpoint of a case in `directory` as a GGUF file.
 
     Args:
       kind: how matrices are stored, as the `gguf` package names it.
       extra: a function of the writer, for keys of one's own.
+      shards: tensors of each shard; 0: one file.
     """
     arch = GGUF_CASES[name][0]
     config = json.loads((directory / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, arch)
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=shards)
     describe(writer, arch, config)
     if extra is None:
         writer.add_tokenizer_model("no_vocab")

@@ -1,4 +1,4 @@
-"""Tiny trained tokenizers, and how llama.cpp's converter writes them into a GGUF file."""
+"""Tiny trained tokenizers, and how llama.cpp's converter puts them into GGUF files."""
 
 import json
 
