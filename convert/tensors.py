@@ -95,7 +95,12 @@ def read_param(
         kept = np.float32
     read = (source.read(name, kept) for name in row.sources)
     # Of one dtype, as NumPy joins no bfloat16 with float16.
-    return join(row, [tensor.astype(kept, copy=False) for tensor in read]).astype(kept)
+    tensors = [tensor.astype(kept, copy=False) for tensor in read]
+    try:
+        return join(row, tensors).astype(kept)
+    except CheckpointError as error:
+        file = source.tensors[row.sources[0]].file
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _all_bfloat16(source: Source, row: Row) -> bool:
