@@ -106,6 +106,12 @@ def some(parts: Parts, rng: Rng, *kinds: int) -> int:
     return rng.choice(fit)
 
 
+def two(parts: Parts, rng: Rng) -> list[Tensor]:
+    if len(parts.tensors) < 2:  # the last shard
+        raise Useless
+    return rng.sample(parts.tensors, 2)
+
+
 Edit = Callable[[Parts, Rng], str]
 
 
@@ -171,14 +177,13 @@ def twice(parts: Parts, rng: Rng) -> str:
     if rng.random() < 0.5:
         parts.keys.append(rng.choice(parts.keys))
     else:
-        one, other = rng.sample(parts.tensors, 2)
+        one, other = two(parts, rng)
         one.name = other.name
     return f"{HARMFUL}a name twice"
 
 
 def place(parts: Parts, rng: Rng) -> str:
-    tensor = rng.choice(parts.tensors)
-    other = rng.choice([t for t in parts.tensors if t is not tensor])
+    tensor, other = two(parts, rng)
     where = [tensor.offset + 1, other.offset, tensor.offset + 2**40, 2**64 - 32]
     tensor.offset = rng.choice(where)
     return f"{HARMFUL}{tensor.name!r} at {tensor.offset}"
