@@ -1,4 +1,4 @@
-"""Our parameters as a GGUF file, for llama.cpp: of Mamba2 models and Granite hybrids.
+"""Our parameters as a GGUF file, for llama.cpp: Mamba2, Granite hybrids, Llama.
 
 The file has no tokenizer ("no_vocab"): it is for programs that are given token ids.
 Names of keys and tensors, and layouts, are those that `convert.gguf` reads.
@@ -97,65 +97,81 @@ def arch_of(config: ModelConfig) -> str:
     Raises:
       ValueError: it has none for this one, or not with these options.
     """
-    m, a, f = config.mamba, config.attention, config.mlp
-    mixers, others = config.layers[::2], config.layers[1::2]
-    wrong = config.norm != "rms" or config.mtp != () or m is None
-    if m is not None:
-        sizes = m.num_heads, m.head_dim, m.d_state, m.n_groups, m.d_conv
-        usual = MambaConfig(*sizes, norm_groups=m.n_groups, norm_eps=config.norm_eps)
-        wrong |= m != usual or m.d_inner != 2 * config.d_model
+    kinds, others = set(config.layers[::2]), set(config.layers[1::2])
+    plain = (
+        config.embedding_multiplier,
+        config.residual_multiplier,
+        config.logits_divisor,
+    ) == (1, 1, 1)
+    usual = config.norm == "rms" and config.mtp == ()
     if set(config.layers) == {"mamba"}:
-        scales = config.embedding_multiplier, config.residual_multiplier
-        arch = "mamba2"
-        wrong |= (*scales, config.logits_divisor) != (1, 1, 1)
+        arch, known = "mamba2", plain and _usual_mixer(config)
+    elif kinds == {"attention"}:
+        arch, c = "llama", config.attention
+        known = plain and c is not None and c.rope is not None and c.scale is None
+        known &= others == {"mlp"} and _usual_attention(config)
     else:
         arch = "granitehybrid"
-        wrong |= set(mixers) != {"mamba", "attention"} or set(others) != {"mlp"}
-        if a is not None:
-            heads = a.num_heads, a.num_kv_heads, a.head_dim
-            wrong |= a != AttentionConfig(*heads, rope=a.rope, scale=a.scale)
-            if a.rope is not None:
-                wrong |= a.rope != Rope(a.rope.theta, a.head_dim)
-        wrong |= f is None or f != MLPConfig(f.d_hidden)
-    if wrong:
+        known = kinds == {"mamba", "attention"} and others == {"mlp"}
+        known = known and _usual_mixer(config) and _usual_attention(config)
+    if not usual or not known:
         raise ValueError(
-            "llama.cpp: want a Mamba2 model, or a Granite hybrid without experts, with "
-            "the usual options"
+            "llama.cpp: want a Mamba2 model, a Granite hybrid without experts, or a "
+            "Llama, with the usual options"
         )
     return arch
 
 
+def _usual_mixer(config: ModelConfig) -> bool:
+    m = given(config.mamba)
+    sizes = m.num_heads, m.head_dim, m.d_state, m.n_groups, m.d_conv
+    usual = MambaConfig(*sizes, norm_groups=m.n_groups, norm_eps=config.norm_eps)
+    return m == usual and m.d_inner == 2 * config.d_model
+
+
+def _usual_attention(config: ModelConfig) -> bool:
+    """And the MLP."""
+    a, f = given(config.attention), given(config.mlp)
+    heads = a.num_heads, a.num_kv_heads, a.head_dim
+    rope = None if a.rope is None else Rope(a.rope.theta, a.head_dim)
+    usual = AttentionConfig(*heads, rope=rope, scale=a.scale)
+    return a == usual and f == MLPConfig(f.d_hidden)
+
+
 def metadata(config: ModelConfig) -> dict[str, Any]:
     """What llama.cpp asks for beside the tensors, by key without the architecture."""
-    m, a = given(config.mamba), config.attention
-    values = {
+    arch, m, a = arch_of(config), config.mamba, config.attention
+    values: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": CONTEXT,
         **_fields(SIZES, config),
-        **_fields(MAMBA, m),
-        INNER: m.d_inner,
     }
+    if m is not None:
+        values |= _fields(MAMBA, m) | {INNER: m.d_inner}
     if a is None:
         return values | {BLOCKS: len(config.layers), FEED_FORWARD: 0, HEADS.name: 0}
     mixers = config.layers[::2]
-    scaled = replace(a, scale=a.head_dim**-0.5 if a.scale is None else a.scale)
-    values |= _fields(SCALES, config) | _fields(MLP, given(config.mlp))
-    values |= _fields((*ATTENTION, SOFTMAX_SCALE), scaled)
-    values |= {
-        BLOCKS: len(mixers),
+    values |= _fields((*ATTENTION, *MLP), a, given(config.mlp))
+    values |= {BLOCKS: len(mixers), VALUE_LENGTH: a.head_dim, ROTATED: a.head_dim}
+    if a.rope is not None:
+        values[THETA] = a.rope.theta
+    if arch == "granitehybrid":
+        scaled = replace(a, scale=a.head_dim**-0.5 if a.scale is None else a.scale)
+        values |= _fields((*SCALES, SOFTMAX_SCALE), config, scaled)
         # A layer without heads of keys is one of Mamba2.
-        KV_HEADS: [a.num_kv_heads * (kind == "attention") for kind in mixers],
-        VALUE_LENGTH: a.head_dim,
-        ROTATED: a.head_dim,
-        ROTATES: a.rope is not None,
-    }
-    return values if a.rope is None else values | {THETA: a.rope.theta}
+        heads = [a.num_kv_heads * (kind == "attention") for kind in mixers]
+        values |= {KV_HEADS: heads, ROTATES: a.rope is not None}
+    return values
 
 
-def _fields(table: Sequence[Field], part: Any) -> dict[str, Any]:
-    """Values of a table's keys; what it has none for is `arch_of`'s to refuse."""
-    named = (row for row in table if row.name)
-    return {row.name: row.write(getattr(part, row.attribute)) for row in named}
+def _fields(table: Sequence[Field], *parts: Any) -> dict[str, Any]:
+    """Values of a table's keys, from the part that has the attribute; what the table
+    has no key for is `arch_of`'s to refuse."""
+    values = {}
+    for row in (row for row in table if row.name):
+        part = next(part for part in parts if hasattr(part, row.attribute))
+        values[row.name] = row.write(getattr(part, row.attribute))
+    return values
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -225,13 +225,14 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add_dtype(b, "bfloat16", DTYPES)
 
     b = benchmark("peers", "llama.cpp and transformers on the same weights", 3)
-    add_prompts(b, 5, needed=False, without="no pair, --shapes alone")
+    add_prompts(b, 5, needed=False, without="--shapes alone")
     add_arms(b, "peers", "TREE or lookup")
     shapes = "random weights, decoded without trees"
     add(b, "--shapes", str, (SHAPE,), shapes, "*")
     add(b, "--dtypes", str, PEER_DTYPES, "of weights", "+", PEER_DTYPES)
     python = "a Python whose environment has llama-cpp-python, built for this CPU"
-    b.add_argument("--llama-python", type=Path, required=True, help=python)
+    python += " (default: it is left out)"
+    b.add_argument("--llama-python", type=Path, help=python)
 
     text = "everything, and a report with figures"
     b = benchmarks.add_parser("all", help=text, description=text)

@@ -244,7 +244,10 @@ EDITS: list[Edit] = [
 
 def gguf_edit(directory: Path, rng: Rng) -> str:
     """One of the above, in one of the files."""
-    file = rng.choice(sorted(directory.glob("*.gguf")))
+    found = [f for f in sorted(directory.glob("*.gguf")) if f.is_file()]
+    if not found:
+        raise Useless
+    file = rng.choice(found)
     parts = parse(file.read_bytes())
     what = rng.choice(EDITS)(parts, rng)
     file.write_bytes(build(parts))

@@ -67,7 +67,9 @@ def test_greedy_text_is_that_of_transformers(model, plain, theirs):
         with torch.no_grad():
             out = theirs.generate(torch.tensor([ids]), eos_token_id=2, **options)
         wanted = out[0, len(ids) :].tolist()
-        parted = [i for i, (a, b) in enumerate(zip(ours, wanted, strict=False)) if a != b]
+        parted = [
+            i for i, (a, b) in enumerate(zip(ours, wanted, strict=False)) if a != b
+        ]
         if parted:
             seen = torch.tensor([[*ids, *wanted[: parted[0]]]])
             with torch.no_grad():
