@@ -33,40 +33,40 @@ class Session:
         return {"version": llama_cpp.__version__, "built_with": info.strip(" |")}
 
     def load(
-        self,
-        path: str,
-        threads: int,
-        context: int,
-        num_tokens: int,
-        exact: bool,
-        fused: bool = True,
+        self, path: str, threads: int, context: int, num_tokens: int, exact: bool
     ) -> dict[str, Any]:
-        """`exact`: caches in float32; llama.cpp's own choice is float16. `fused`: its
-        own choice of attention, whose results are rounded to about 1e-3."""
+        """`exact`: caches in float32; llama.cpp's own choice is float16."""
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
-        model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-        if not model:
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+        if not self.model:
             raise RuntimeError(f"llama.cpp does not load {path}")
-        self.vocabulary = llama_cpp.llama_model_get_vocab(model)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch = context, BATCH
         params.n_threads = params.n_threads_batch = threads
         if exact:
             params.type_k = params.type_v = F32
-        if not fused:
-            params.flash_attn_type = OFF
-        self.context = llama_cpp.llama_init_from_model(model, params)
+        self.params, self.own_choice = params, params.flash_attn_type
+        self.context, self.num_tokens = None, num_tokens
+        return self.attend(fused=True)
+
+    def attend(self, fused: bool) -> dict[str, Any]:
+        """With fused attention, where llama.cpp chooses it, or without: what is fused
+        rounds to about 1e-3 also where caches are in float32. Forgets all text."""
+        if self.context:
+            llama_cpp.llama_free(self.context)
+        self.params.flash_attn_type = self.own_choice if fused else OFF
+        self.context = llama_cpp.llama_init_from_model(self.model, self.params)
         if not self.context:
             raise RuntimeError("llama.cpp makes no context of this model")
-        self.num_tokens = num_tokens
         return {}
 
     def tokenize(self, text: str) -> dict[str, Any]:
         """Ids of a text, with those around it; special tokens in it are such."""
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         data, ids = text.encode(), (llama_cpp.llama_token * (len(text) * 4 + 8))()
         count = llama_cpp.llama_tokenize(
-            self.vocabulary, data, len(data), ids, len(ids), True, True
+            vocabulary, data, len(data), ids, len(ids), True, True
         )
         return {"ids": list(ids[:count])}
 

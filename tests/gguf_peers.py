@@ -43,7 +43,8 @@ def difference(name, python, folder):
     ours = stree_jax.score(stree_jax.load(file), jnp.asarray([ids]))[0, READ - 1 :]
     with llama_process(python) as ask:
         options = {"threads": 1, "context": 64, "num_tokens": VOCAB}
-        ask("load", path=str(file), exact=True, fused=False, **options)
+        ask("load", path=str(file), exact=True, **options)
+        ask("attend", fused=False)
         ask("logits", ids=ids, read=READ, path=str(folder / "logits"))
     theirs = np.fromfile(folder / "logits", np.float32).reshape(-1, VOCAB)
     return float(np.abs(theirs - np.asarray(ours)).max() / np.abs(ours).max())
@@ -59,7 +60,7 @@ def other_texts(file, python):
     form = "NFC" if pre in COMPOSED else None
     with llama_process(python) as ask:
         options = {"threads": 1, "context": 64, "num_tokens": VOCAB}
-        ask("load", path=str(file), exact=True, fused=False, **options)
+        ask("load", path=str(file), exact=True, **options)
         texts = [unicodedata.normalize(form, t) if form else t for t in UNSEEN]
         theirs = [ask("tokenize", text=text)["ids"] for text in texts]
     pairs = zip(UNSEEN, theirs, strict=True)
