@@ -20,7 +20,7 @@ from stree_jax.convert.gguf.architectures import (
 )
 from stree_jax.convert.gguf.blocks import NAMES
 from stree_jax.convert.gguf.header import Header, read_header
-from stree_jax.convert.gguf.vocabulary import source_fields, stop_tokens
+from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
 from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
 
@@ -51,6 +51,7 @@ def open_gguf(file: Path) -> tuple[Source, str, Architecture, ModelConfig]:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+    settings(header)  # what chat and conversions need of it is sound
     stops = tuple(i for i in stop_tokens(header) if i < config.vocab_size)
     own = _own_tensors(source.tensors, layer_count(fields), further_count(fields))
     return (

@@ -179,7 +179,7 @@ def _kinds(fields: ConfigFields, count: int) -> np.ndarray:
 def _special(fields: ConfigFields, name: str) -> int | None:
     """The id of a special token, if the file names one that there is."""
     key = f"{name}_token_id"
-    if key not in fields.values:
+    if key not in fields.values or "tokens" not in fields.values:
         return None
     number = fields.size(key, low=0)
     if number >= len(_tokens(fields)):
