@@ -86,7 +86,7 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
 
 def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
-    add(p, "--model", str, "demo", "directory, hub id or demo")
+    add(p, "--model", str, "demo", "directory, GGUF file, hub id or demo")
     where = (
         "directory or hub id of a model or of Medusa heads, demo, demo-heads, a file "
         "of n-grams, lookup (repeat what the text has had before), mtp (layers of the "
