@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 import tracemalloc
 
 import chex
@@ -128,6 +129,35 @@ def test_memory_is_one_model(tmp_path, monkeypatch):
     leaves = [leaf.nbytes for leaf in by_path(loaded.params).values()]
     assert max(leaves) == 2**22
     assert peak < sum(leaves) + max(leaves) + 2**20
+
+
+def test_without_the_package(made, tmp_path, monkeypatch):
+    """Plain numbers need none; of others one line says what to install."""
+    directory, file, _ = made("llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    stree_jax.load(file)
+    data = np.zeros((1, 34), np.uint8)
+    (tmp_path / "f").write_bytes(data.tobytes())
+    with pytest.raises(CheckpointError, match=r"f: Q8_0 .* pip install .*\[gguf\]"):
+        read_blocks(tmp_path / "f", "t", KINDS[8], 0, (1, 32), np.float32)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(made, tmp_path):
+    directory, file, _ = made("nemotron-h-moe")
+
+    def extra(writer):
+        writer.add_tokenizer_model("no_vocab")
+        values, arch = writer.kv_data[0], "nemotron_h_moe"
+        values[f"{arch}.block_count"].value += 1
+        values[f"{arch}.attention.head_count_kv"].value += [2]
+        values[f"{arch}.feed_forward_length"].value += [20]
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.zeros((8, 4), np.float32))
+
+    more = write_gguf(directory, "nemotron-h-moe", tmp_path / "m.gguf", extra=extra)
+    assert_same(stree_jax.load(more), stree_jax.load(file))
+    with pytest.raises(CheckpointError, match="m.gguf: it has no MTP layers"):
+        stree_jax.load(more, mtp=True)
 
 
 # --- commands -------------------------------------------------------------------------
