@@ -5,7 +5,7 @@
 Processes of their own, in turns: with an empty folder of compiled programs, with that
 folder as one before has filled it, and without any. A line for each, in seconds
 (medians): of reading the weights, of the first token with all that is compiled for it,
-and of the first token of a second prompt of the same size, for which nothing is compiled.
+and of that of a second prompt of the same size, for which nothing is compiled.
 """
 
 import argparse

@@ -55,7 +55,8 @@ PRETOKENIZERS: dict[str, tuple[str, ...]] = {
 # Of these a word that is a token is that token, whatever the merges say; and a text
 # begins with the token for it, unless the file says otherwise.
 WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
-COMPOSED = {"qwen2", "deepseek-r1-qwen"}  # whose tokenizer.json composes characters
+# Whose tokenizer.json composes characters; mpt and olmo are GPT-NeoX's.
+COMPOSED = {"qwen2", "deepseek-r1-qwen", "mpt", "olmo"}
 MAX_PIECE = 256  # characters of a SentencePiece token; trained ones have up to 32
 SPACE = "\u2581"  # SentencePiece's
 

@@ -36,6 +36,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPACE = "\u2581"  # sentencepiece's
 PLAIN = "<fim>"  # an added token that is text like any other
 
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
 BYTES = {"add_prefix_space": False, "use_regex": False}
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -70,7 +71,7 @@ def byte_level(pre):
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
     tokenizer.pre_tokenizer = words(pre)
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [AddedToken(t, special=True, normalized=False) for t in SPECIAL]
