@@ -216,7 +216,8 @@ def describe_granite(writer, c, arch):
     writer.add_embedding_scale(c["embedding_multiplier"])
     writer.add_residual_scale(c["residual_multiplier"])
     writer.add_logit_scale(c["logits_scaling"])
-    writer.add_rope_scaling_finetuned(arch != "granitehybrid")
+    if arch != "granitemoe":  # where it is not written, attention rotates
+        writer.add_rope_scaling_finetuned(arch != "granitehybrid")
     if c["num_local_experts"]:
         writer.add_expert_count(c["num_local_experts"])
         writer.add_expert_used_count(c["num_experts_per_tok"])
