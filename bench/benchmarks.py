@@ -30,6 +30,7 @@ from stree_jax.checkpoint import Model, load
 from stree_jax.heads_file import load_heads
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.pair import load_pair
+from stree_jax.speculation.loop import LOOKUP
 
 RANDOM_PROMPT = 128  # tokens
 
@@ -175,9 +176,16 @@ def _measure_peers(args: argparse.Namespace) -> dict[str, Any]:
         ids = random_prompts(model.config, args.count, RANDOM_PROMPT)
         subjects[shape] = peers.Subject(model, model, (plain,), {"random": ids})
     if args.prompts:
+        target, drafter = load_pair(args.model, args.drafter, args.dtype)
+        if not isinstance(drafter, Model):  # no tree has a drafter then
+            drafter = target
+            arms = [arm for arm in arms if arm.drafting == LOOKUP]
         ours = (plain, *(arm for arm in arms if arm != plain))
         prompts = read_prompts(args.prompts, args.count)
-        subjects["pair"] = peers.Subject(*pair(args), ours, prompts)
+        wide = widened(target, args.widen)
+        subjects[peers.label_of(args.model)] = peers.Subject(
+            wide, wide if drafter is target else drafter, ours, prompts
+        )
     if not subjects:
         raise ValueError("bench peers: want --prompts or --shapes")
     return peers.measure_peers(

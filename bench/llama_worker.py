@@ -17,6 +17,7 @@ import llama_cpp
 import numpy as np
 
 F32 = 0  # ggml's number of a dtype
+OFF = 0  # of its flash attention
 BATCH = 512  # tokens of a prompt that are read at a time
 
 
@@ -37,19 +38,37 @@ class Session:
         """`exact`: caches in float32; llama.cpp's own choice is float16."""
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
-        model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-        if not model:
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+        if not self.model:
             raise RuntimeError(f"llama.cpp does not load {path}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch = context, BATCH
         params.n_threads = params.n_threads_batch = threads
         if exact:
             params.type_k = params.type_v = F32
-        self.context = llama_cpp.llama_init_from_model(model, params)
+        self.params, self.own_choice = params, params.flash_attn_type
+        self.context, self.num_tokens = None, num_tokens
+        return self.attend(fused=True)
+
+    def attend(self, fused: bool) -> dict[str, Any]:
+        """With fused attention, where llama.cpp chooses it, or without: what is fused
+        rounds to about 1e-3 also where caches are in float32. Forgets all text."""
+        if self.context:
+            llama_cpp.llama_free(self.context)
+        self.params.flash_attn_type = self.own_choice if fused else OFF
+        self.context = llama_cpp.llama_init_from_model(self.model, self.params)
         if not self.context:
             raise RuntimeError("llama.cpp makes no context of this model")
-        self.num_tokens = num_tokens
         return {}
+
+    def tokenize(self, text: str) -> dict[str, Any]:
+        """Ids of a text, with those around it; special tokens in it are such."""
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        data, ids = text.encode(), (llama_cpp.llama_token * (len(text) * 4 + 8))()
+        count = llama_cpp.llama_tokenize(
+            vocabulary, data, len(data), ids, len(ids), True, True
+        )
+        return {"ids": list(ids[:count])}
 
     def logits(self, ids: Sequence[int], read: int, path: str) -> dict[str, Any]:
         """Logits [T - read + 1, num_tokens] float32 into a file.

@@ -88,7 +88,7 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
 
 def add_model_options(p: argparse.ArgumentParser) -> None:
     """Target, drafter and their dtype."""
-    add(p, "--model", str, "demo", "directory, hub id or demo")
+    add(p, "--model", str, "demo", "directory, GGUF file, hub id or demo")
     where = (
         "directory or hub id of a model or of Medusa heads, demo, demo-heads, a file "
         "of n-grams, lookup (repeat what the text has had before), mtp (layers of the "
@@ -227,13 +227,14 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add_dtype(b, "bfloat16", DTYPES)
 
     b = benchmark("peers", "llama.cpp and transformers on the same weights", 3)
-    add_prompts(b, 5, needed=False, without="no pair, --shapes alone")
+    add_prompts(b, 5, needed=False, without="--shapes alone")
     add_arms(b, "peers", "TREE or lookup")
     shapes = "random weights, decoded without trees"
     add(b, "--shapes", str, (SHAPE,), shapes, "*")
     add(b, "--dtypes", str, PEER_DTYPES, "of weights", "+", PEER_DTYPES)
     python = "a Python whose environment has llama-cpp-python, built for this CPU"
-    b.add_argument("--llama-python", type=Path, required=True, help=python)
+    python += " (default: it is left out)"
+    b.add_argument("--llama-python", type=Path, help=python)
 
     text = "reading a prompt against its length, beside transformers"
     b = benchmark("prompts", text, 5)

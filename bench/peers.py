@@ -1,8 +1,8 @@
 """This library beside llama.cpp and transformers: the same weights, greedy decoding.
 
-llama.cpp runs in a process of its own, from a GGUF file written from our parameters;
-all arms take turns, so that nothing else runs meanwhile. Before anything is timed its
-logits are compared with ours.
+llama.cpp, where it is asked for, runs in a process of its own, from a GGUF file written
+from our parameters; all arms take turns, so that nothing else runs meanwhile. Before
+anything is timed its logits are compared with ours.
 """
 
 import os
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -70,13 +71,14 @@ class Options:
     Attributes:
       dtypes: of weights: "float32", "bfloat16", "int8".
       max_new_tokens: of every prompt.
-      llama_python: an interpreter whose environment has llama-cpp-python.
+      llama_python: an interpreter whose environment has llama-cpp-python; None: it is
+        left out.
       threads: of every peer.
     """
 
     dtypes: tuple[str, ...]
     max_new_tokens: int
-    llama_python: Path
+    llama_python: Path | None
     threads: int
 
 
@@ -86,7 +88,7 @@ class Ready(NamedTuple):
     Attributes:
       dtype: of weights.
       work: ours.
-      ask: the process of llama.cpp, the model loaded.
+      ask: the process of llama.cpp, the model loaded; None: it is left out.
       others: decoders that are not ours, for a prompt.
       read_bytes: of weights that a pass reads whole: "ours", "llama.cpp".
       warm: names of arms that have been called.
@@ -94,10 +96,15 @@ class Ready(NamedTuple):
 
     dtype: str
     work: Workload
-    ask: Ask
+    ask: Ask | None
     others: Callable[[Prompt], dict[str, Callable[[], float]]]
     read_bytes: dict[str, int]
     warm: set[str]
+
+
+def label_of(model: str) -> str:
+    """What tables call a model: the pair, or the name of a file or directory."""
+    return "pair" if model == "demo" else Path(model).name
 
 
 def threads_of_xla() -> int:
@@ -164,7 +171,7 @@ def _settings(subjects: Mapping[str, Subject], options: Options) -> dict[str, An
         "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
         "max_new_tokens": options.max_new_tokens,
         "threads": options.threads,
-        "llama_cpp": llama_version(options.llama_python),
+        "llama_cpp": options.llama_python and llama_version(options.llama_python),
         "transformers": transformers_version(),
     }
 
@@ -204,20 +211,25 @@ def ready(subject: Subject, dtype: str, options: Options) -> Iterator[Ready]:
     table_bytes = 0 if config.tie_embeddings else size_of(target.params["embedding"])
     # llama.cpp has its own way to int8; else its file holds our numbers.
     source = subject.target if dtype == "int8" else target
-    with llama_process(options.llama_python) as ask:
-        in_file = _hand_over(ask, source, dtype, options.threads, work.capacity)
-        in_ours = size_of(target.params) - table_bytes
+    read_bytes = {"ours": size_of(target.params) - table_bytes}
+    with ExitStack() as stack:
+        ask = None
+        if options.llama_python is not None:
+            ask = stack.enter_context(llama_process(options.llama_python))
+            in_file = _hand_over(ask, source, dtype, options.threads, work.capacity)
+            read_bytes["llama.cpp"] = in_file
 
         def others(text: Prompt) -> dict[str, Callable[[], float]]:
             (ids,) = encode_prompts(target, [text])
 
-            def decode() -> float:
+            def decode(ask: Ask) -> float:
                 return ask("decode", ids=list(ids), count=new)["seconds"]
 
-            arms: dict[str, Callable[[], float]] = {LLAMA: decode}
+            arms: dict[str, Callable[[], float]] = {}
+            if ask is not None:
+                arms[LLAMA] = partial(decode, ask)
             return arms if strangers is None else arms | strangers(text)
 
-        read_bytes = {"ours": in_ours, "llama.cpp": in_file}
         yield Ready(dtype, work, ask, others, read_bytes, set())
     jax.clear_caches()  # programs of all dtypes together take much memory
 
@@ -239,17 +251,25 @@ def _hand_over(ask: Ask, model: Model, dtype: str, threads: int, context: int) -
 
 
 def _compared(here: Ready) -> dict[str, Any]:
-    """How far llama.cpp's logits are from ours, read at once and one by one.
+    """How far llama.cpp's logits are from ours, read at once and one by one; None
+    where it is left out.
 
     Raises:
       RuntimeError: further than rounding.
     """
+    if here.ask is None:
+        return {"logits_apart": None, "read_bytes": here.read_bytes}
     config = here.work.target.config
     ids = np.random.default_rng(0).integers(config.num_tokens, size=CHECKED).tolist()
     read = CHECKED // 2
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "logits"
+        exact = here.dtype == "float32"  # fused attention rounds more than ours
+        if exact:
+            here.ask("attend", fused=False)
         here.ask("logits", ids=ids, read=read, path=str(file))
+        if exact:
+            here.ask("attend", fused=True)
         theirs = np.fromfile(file, np.float32).reshape(-1, config.num_tokens)
     ours = np.asarray(score(here.work.target, [ids]))[0, read - 1 :]
     ours = ours[:, : config.num_tokens]
@@ -277,9 +297,9 @@ def peer_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
       "subject", "dtype", "set", "arm"; what `summarise_cells` says, tau and tokens/s
       among it; "ms_per_token" and "over_floor" (to the time in which the weights are
       read once, at the bandwidth measured for the prompt) with their quartiles;
-      "over_llama", the ratio of speeds to llama.cpp's plain decoding, {"median", "low",
-      "high"}; "equal", texts that are plain decoding's, None of peers; "floor_ms" and
-      "bytes_per_s", medians.
+      "over_llama", "over_transformers", ratios of speeds to their plain decoding,
+      {"median", "low", "high"}, None where they are left out; "equal", texts that are
+      plain decoding's, None of peers; "floor_ms" and "bytes_per_s", medians.
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for unit, record in units.items():
@@ -299,7 +319,7 @@ def _peer_row(
     records: Sequence[dict[str, Any]], arm: str, read_bytes: int
 ) -> dict[str, Any]:
     cells = [record["arms"][arm] for record in records]
-    speeds, llama = rates(cells), rates([r["arms"][LLAMA] for r in records])
+    speeds = rates(cells)
     floors = [read_bytes / record["bytes_per_s"] for record in records]
     over = [1 / (a * floor) for a, floor in zip(speeds, floors, strict=True)]
     equal = cells[0]["equal"] is not None
@@ -307,11 +327,22 @@ def _peer_row(
         **summarise_cells(cells),
         **quartiles_of("ms_per_token", [1e3 / a for a in speeds]),
         **quartiles_of("over_floor", over),
-        "over_llama": spread([a / b for a, b in zip(speeds, llama, strict=True)]),
+        "over_llama": _over(records, speeds, LLAMA),
+        "over_transformers": _over(records, speeds, TRANSFORMERS),
         "equal": sum(cell["equal"] for cell in cells) if equal else None,
         "floor_ms": 1e3 * median(floors),
         "bytes_per_s": median(record["bytes_per_s"] for record in records),
     }
+
+
+def _over(
+    records: Sequence[dict[str, Any]], speeds: Sequence[float], peer: str
+) -> dict[str, Any] | None:
+    """Ratios of speeds to a peer's, if it was there."""
+    if not all(peer in record["arms"] for record in records):
+        return None
+    others = rates([record["arms"][peer] for record in records])
+    return spread([a / b for a, b in zip(speeds, others, strict=True)])
 
 
 def peers_table(report: dict[str, Any]) -> str:
@@ -330,10 +361,13 @@ def peers_table(report: dict[str, Any]) -> str:
     sections += [
         f"{dtype} was left out: {why}" for dtype, why in report["left_out"].items()
     ]
-    about = f"llama-cpp-python {llama['version']} ({llama['built_with']})"
+    about = [f"{threads} threads each"]
     if report["transformers"] is not None:
-        about += f", transformers {report['transformers']}"
-    return "\n\n".join([*sections, f"{about}, {threads} threads each"])
+        about.insert(0, f"transformers {report['transformers']}")
+    if llama is not None:
+        named = f"llama-cpp-python {llama['version']} ({llama['built_with']})"
+        about.insert(0, named)
+    return "\n\n".join([*sections, ", ".join(about)])
 
 
 def _about(
@@ -341,25 +375,32 @@ def _about(
 ) -> str:
     """Ours are the first row's bytes and floor."""
     parameters = report["parameters"][label][0] / 1e6
-    ours, theirs = (check["read_bytes"][name] / 1e6 for name in ("ours", "llama.cpp"))
-    rate = row["bytes_per_s"] / 1e9
+    read, rate = check["read_bytes"], row["bytes_per_s"] / 1e9
+    theirs = apart = ""
+    if "llama.cpp" in read:
+        theirs = f" (llama.cpp {read['llama.cpp'] / 1e6:.0f})"
+        apart = f"; logits {check['logits_apart']:.1e} apart"
     return (
-        f"{label}, {parameters:.0f} M parameters, {row['dtype']}: {ours:.0f} MB of "
-        f"weights (llama.cpp {theirs:.0f}), read at {rate:.1f} GB/s: "
-        f"floor {row['floor_ms']:.2f} ms; logits {check['logits_apart']:.1e} apart"
+        f"{label}, {parameters:.0f} M parameters, {row['dtype']}: "
+        f"{read['ours'] / 1e6:.0f} MB of weights{theirs}, read at {rate:.1f} GB/s: "
+        f"floor {row['floor_ms']:.2f} ms{apart}"
     )
 
 
 def _arms_table(rows: Sequence[dict[str, Any]]) -> str:
     head = ["set", "arm", "tau", "tokens/s (quartiles)", "ms/token", "over the floor"]
-    head += ["over llama.cpp (quartiles)", "equal", "first call, s"]
+    peers = {"over_llama": "llama.cpp", "over_transformers": "transformers"}
+    there = {key: name for key, name in peers.items() if rows[0][key] is not None}
+    head += [f"over {name} (quartiles)" for name in there.values()]
+    head += ["equal", "first call, s"]
     lines = []
     for row in rows:
-        over, equal = row["over_llama"], row["equal"]
+        equal = row["equal"]
         cells = [row["set"], row["arm"], f"{row['tau']:.2f}"]
         cells += [with_quartiles(row, "tokens_per_s", ".1f")]
         cells += [f"{row['ms_per_token']:.2f}", f"{row['over_floor']:.2f}"]
-        cells += [f"{over['median']:.2f} ({over['low']:.2f}..{over['high']:.2f})"]
+        for over in (row[key] for key in there):
+            cells += [f"{over['median']:.2f} ({over['low']:.2f}..{over['high']:.2f})"]
         cells += [shown(equal, "d") + ("" if equal is None else f"/{row['units']}")]
         lines.append([*cells, f"{row['first_call_s']:.1f}"])
     return table(head, lines)

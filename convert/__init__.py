@@ -5,17 +5,19 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax.convert.configs import Warn, read_config
+from stree_jax.convert.configs import Warn, check_mtp, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
+from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
+from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.quantized import logical
-from stree_jax.convert.rows import Row
+from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
     DTYPES,
@@ -44,10 +46,48 @@ def source_dtype(source: Source) -> np.dtype:
     float16 becomes float32, because its range is too small for the residual stream.
     Quantized weights become bfloat16, and with them what is beside them.
     """
-    if source.quantized:
+    if any(map(source.is_quantized, source.tensors)):
         return DTYPES["bfloat16"]
     matrices = {info.dtype for info in source.tensors.values() if len(info.shape) == 2}
     return DTYPES["bfloat16" if matrices == {"bfloat16"} else "float32"]
+
+
+class Found(NamedTuple):
+    """What the headers and config of a checkpoint say.
+
+    Attributes:
+      format: our name of its family, or of a GGUF file "gguf" and llama.cpp's name.
+      names: of its tensors.
+    """
+
+    source: Source
+    format: str
+    names: Names
+    config: ModelConfig
+
+
+def find(
+    path: Path,
+    dt_floor: bool = False,
+    warn: Warn | None = None,
+    mtp: bool | None = False,
+) -> Found:
+    """Of a directory in another format than ours, or a GGUF file; reads headers only.
+
+    Args:
+      dt_floor, warn, mtp: see `configs.read_config`.
+
+    Raises:
+      CheckpointError: one line, naming the file and the field or tensor.
+    """
+    if is_gguf(path):
+        source, name, architecture, config = open_gguf(path)
+        if mtp:
+            check_mtp(path, config)
+        return Found(source, f"gguf {name}", architecture.names, config)
+    source = logical(open_source(path))
+    format, config = read_config(path, source.tensors, dt_floor, warn, mtp)
+    return Found(source, format, NAMES[format], config)
 
 
 @dataclass(frozen=True)
@@ -97,7 +137,8 @@ def open_checkpoint(
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> Checkpoint:
-    """Check every name, shape and dtype of a PyTorch or safetensors directory.
+    """Check every name, shape and dtype of a PyTorch or safetensors directory, or of
+    a GGUF file.
 
     Args:
       dtype: to load the weights in; None: see `source_dtype`.
@@ -106,15 +147,14 @@ def open_checkpoint(
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if not directory.is_dir():
+    if not directory.is_dir() and not is_gguf(directory):
         raise CheckpointError(f"{directory}: no such directory")
     if is_ours(directory):
         raise CheckpointError(f"{directory}: is in our format already")
-    source = logical(open_source(directory))
+    source, _, names, config = find(directory, dt_floor, warn, mtp)
     tokenizer_files(directory)
-    format, config = read_config(directory, source.tensors, dt_floor, warn, mtp)
     _check_layer_count(source, config)
-    rows = rows_of(NAMES[format], config)
+    rows = rows_of(names, config)
     check_tensors(source, rows, config)
     kept = source_dtype(source) if dtype is None else weights_named(dtype)
     return Checkpoint(source, config, rows, kept)
@@ -141,10 +181,10 @@ def _nbytes(source: Source, row: Row) -> int:
 
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
     """A layer has at least one tensor: a config of more layers than that is wrong."""
-    count = len(config.layers) + len(config.mtp)
+    count, where = len(config.layers) + len(config.mtp), source.directory
     if count > len(source.tensors):
         raise CheckpointError(
-            f"{source.directory / 'config.json'}: {count} layers, "
+            f"{where if is_gguf(where) else where / 'config.json'}: {count} layers, "
             f"but the weights have only {len(source.tensors)} tensors"
         )
 
@@ -164,13 +204,13 @@ def convert_checkpoint(
     In memory are the parameters in the new dtype and one tensor in its old one.
 
     Args:
-      src: a directory in a supported format.
+      src: a directory in a supported format, or a GGUF file.
       dst: must not exist; killed at any moment, it is absent or whole.
       dtype: "float32" or "bfloat16"; None: see `source_dtype`.
       dt_floor: see `configs.read_config`.
       warn: called with one line for what is odd but kept: a weight that is not finite,
-        a stop token that is none, MTP layers that are left out, the remains of a
-        conversion that was killed.
+        a stop token that is none, MTP layers that are left out, a tokenizer of an
+        unknown kind, the remains of a conversion that was killed.
 
     Raises:
       CheckpointError: one line saying what is wrong and where; dst is not made.
@@ -178,10 +218,13 @@ def convert_checkpoint(
     with atomic_directory(dst, warn) as temporary:
         if dtype is not None:
             dtype_named(dtype)
-        read_tokenizer(src)  # a bad one is refused before the weights are read
+        read_tokenizer(src, warn)  # a bad one is refused before the weights are read
         checkpoint = open_checkpoint(src, dtype, dt_floor, warn, mtp=None)
         config, kept = checkpoint.config, checkpoint.dtype
         check_space(dst, config, kept)
         copy_tokenizer(src, temporary)  # before its checksum is taken
-        shutil.copyfile(src / "config.json", temporary / SOURCE_CONFIG)
+        if is_gguf(src):
+            write_source_config(src, temporary / SOURCE_CONFIG)
+        else:
+            shutil.copyfile(src / "config.json", temporary / SOURCE_CONFIG)
         write_directory(temporary, config, kept, checkpoint.read(progress, warn))

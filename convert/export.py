@@ -9,6 +9,8 @@ import numpy as np
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.checkpoint import source_config
+from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.rows import split
 from stree_jax.convert.source import is_file, read_json
 from stree_jax.convert.store import (
@@ -46,9 +48,10 @@ def export_hf(
       dst: must not exist; killed at any moment, it is absent or whole.
       shard_bytes: a larger model is written in shards of at most this many bytes, with
         an index; a larger tensor has a shard of its own.
-      source: the directory that the model was loaded from, if it is to be kept what
-        does not affect its numbers: chat template, generation config, settings of the
-        tokenizer, ids of special tokens, the longest text it was trained on.
+      source: the directory or GGUF file that the model was loaded from, if it is to be
+        kept what does not affect its numbers: chat template, generation config,
+        settings of the tokenizer, ids of special tokens, the longest text it was
+        trained on.
 
     Raises:
       CheckpointError: the model has an option that no Hugging Face class has, or dst
@@ -78,8 +81,11 @@ def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
     """
     if source is None:
         return {}
-    file = source / (SOURCE_CONFIG if is_ours(source) else "config.json")
-    values = read_json(file) if is_file(file) else {}
+    if is_gguf(source):
+        values = source_config(source)
+    else:
+        file = source / (SOURCE_CONFIG if is_ours(source) else "config.json")
+        values = read_json(file) if is_file(file) else {}
     limits = {
         "bos_token_id": config.vocab_size,
         "pad_token_id": config.vocab_size,

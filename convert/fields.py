@@ -58,11 +58,15 @@ class ConfigFields:
             raise self.error(name, "is missing")
         return default
 
-    def size(self, name: str, default: Any = REQUIRED, low: int = 1) -> int:
+    def size(
+        self, name: str, default: Any = REQUIRED, low: int = 1, top: int | None = None
+    ) -> int:
+        """An integer in low..top; None: as many as the name lets one expect."""
         value = self.get(name, default)
-        top = MAX_LAYERS if "layer" in name else MAX_SIZE
-        top = MAX_TAPS if "conv" in name else top
-        top = MAX_EXPERTS if "experts" in name else top
+        if top is None:
+            top = MAX_LAYERS if "layer" in name else MAX_SIZE
+            top = MAX_TAPS if "conv" in name else top
+            top = MAX_EXPERTS if "experts" in name else top
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wants(name, "an integer", value)
         if not low <= value <= top:
@@ -81,7 +85,7 @@ class ConfigFields:
     def _number(self, name: str, value: Any) -> float:
         if isinstance(value, dict):  # transformers 5: {"__float__": "Infinity"}
             value = value.get("__float__")
-        if value in ("Infinity", "inf"):
+        if isinstance(value, str) and value in ("Infinity", "inf"):
             return math.inf
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wants(name, "a number", value)

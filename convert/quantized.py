@@ -166,8 +166,11 @@ def logical(source: Source) -> Source:
 
 
 def scheme_names(source: Source) -> str | None:
-    """The schemes of a source's weights, such as "nvfp4" or "fp8+nvfp4"."""
-    return "+".join(sorted({q.scheme.name for q in source.quantized.values()})) or None
+    """The schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or "q4_k"."""
+    names = {q.scheme.name for q in source.quantized.values()}
+    kinds = [t.kind for t in source.tensors.values() if t.kind is not None]
+    names |= {kind.name.lower() for kind in kinds if not kind.plain}
+    return "+".join(sorted(names)) or None
 
 
 def _quantized(

@@ -6,16 +6,18 @@ from typing import Literal
 
 import numpy as np
 
+from stree_jax.convert.errors import CheckpointError
 from stree_jax.models import (
     AttentionConfig,
     LayerKind,
+    MambaConfig,
     MLPConfig,
     ModelConfig,
     MoEConfig,
 )
 from stree_jax.models.params import Path
 
-How = Literal["copy", "concat", "swap", "conv", "stack"]
+How = Literal["copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay"]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # of a module's tensors; of parameters
 
 
@@ -27,14 +29,19 @@ class Row:
       path: of the parameter.
       sources: names of the tensors.
       how: "copy"; "concat" along axis 0; "stack" along a new axis 0; "swap" the halves
-        of axis 0; "conv" drops the middle axis of [C, 1, K].
-      sizes: rows of each source, for "concat".
+        of axis 0; "conv" drops the middle axis of [C, 1, K]; "halves" along axis 1;
+        "shape" if the source has another; "decay" if it has that, and -exp(parameter).
+      sizes: rows of each source, for "concat" and "halves"; for "shape" and "decay"
+        the source's shape.
+      heads: for "concat", of each source whose rows the source orders by pairs of
+        channels that rotate together (`by_pairs`); 0: it is in our order.
     """
 
     path: Path
     sources: tuple[str, ...]
     how: How = "copy"
     sizes: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
 
 
 def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -44,6 +51,10 @@ def source_shapes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
             return [(size, *shape[1:]) for size in row.sizes]
         case "conv":
             return [(shape[0], 1, shape[1])]
+        case "halves":
+            return [(shape[0], size, *shape[2:]) for size in row.sizes]
+        case "shape" | "decay":
+            return [row.sizes]
         case "stack":
             return [shape[1:]] * shape[0]
         case _:
@@ -54,11 +65,42 @@ def _swap(w: np.ndarray) -> np.ndarray:
     return np.concatenate(np.split(w, 2)[::-1])
 
 
+def by_pairs(w: np.ndarray, heads: int) -> np.ndarray:
+    """Rows so that channels i and i + hd / 2 of a head are neighbours: the order of
+    those whose rotary embedding turns neighbours."""
+    halves = w.reshape(heads, 2, -1, *w.shape[1:])
+    return halves.swapaxes(1, 2).reshape(w.shape)
+
+
+def by_halves(w: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `by_pairs`."""
+    pairs = w.reshape(heads, -1, 2, *w.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(w.shape)
+
+
+def _log(name: str, a: np.ndarray) -> np.ndarray:
+    """A_log of A, which decays a state."""
+    if not (a < 0).all():
+        raise CheckpointError(f"{name}: want negative numbers, got {a.max()}")
+    return np.log(-a)
+
+
 def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
-    """A row's parameter from its source tensors."""
+    """A row's parameter from its source tensors.
+
+    Raises:
+      CheckpointError: a state would not decay.
+    """
     match row.how:
         case "concat":
-            return np.concatenate(tensors)
+            each = zip(tensors, row.heads or (0,) * len(tensors), strict=True)
+            return np.concatenate([by_halves(w, n) if n else w for w, n in each])
+        case "halves":
+            return np.concatenate(tensors, axis=1)
+        case "shape":
+            return tensors[0].reshape(-1)
+        case "decay":
+            return _log(row.sources[0], tensors[0].reshape(-1))
         case "swap":
             return _swap(tensors[0])
         case "conv":
@@ -73,7 +115,16 @@ def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:
     """A row's source tensors from its parameter, the inverse of `join`."""
     match row.how:
         case "concat":
-            parts = np.split(param, np.cumsum(row.sizes)[:-1])
+            each = np.split(param, np.cumsum(row.sizes)[:-1])
+            heads = row.heads or (0,) * len(each)
+            turned = zip(each, heads, strict=True)
+            parts = [by_pairs(w, n) if n else w for w, n in turned]
+        case "halves":
+            parts = np.split(param, np.cumsum(row.sizes)[:-1], axis=1)
+        case "shape":
+            parts = [param.reshape(row.sizes)]
+        case "decay":
+            parts = [-np.exp(param).reshape(row.sizes)]
         case "swap":
             parts = [_swap(param)]
         case "conv":
@@ -99,7 +150,7 @@ def conv_rows(ours: Path, theirs: str) -> Iterator[Row]:
     yield Row((*ours, "conv_bias"), (f"{theirs}.conv1d.bias",))
 
 
-def mamba_rows(ours: Path, theirs: str) -> Iterator[Row]:
+def mamba_rows(ours: Path, theirs: str, c: MambaConfig) -> Iterator[Row]:
     yield from module_rows(ours, theirs, {m: m for m in ("in_proj", "out_proj")})
     yield from conv_rows(ours, theirs)
     for name in ("A_log", "dt_bias", "D"):
@@ -132,8 +183,10 @@ class Names:
     Attributes:
       layer: prefix of a layer; the names below continue it.
       mixer_norm, mlp_norm: block norms.
+      head: of the logits, where it is not the embedding.
       mamba, attention, mlp: modules of each kind.
-      attention_rows, mlp_rows: of such a module: our path, its name, its options.
+      mamba_rows, attention_rows, mlp_rows: of such a module: our path, its name, its
+        options.
       moe_rows: of a mixture of experts: our path, the layer's prefix, its options.
       shared_rows: what layers of kind "shared" share.
       mtp_rows: of the layers that predict further tokens.
@@ -148,6 +201,8 @@ class Names:
     mamba: str = ""
     attention: str = ""
     mlp: str = ""
+    head: str = "lm_head"
+    mamba_rows: Callable[[Path, str, MambaConfig], Iterator[Row]] = mamba_rows
     attention_rows: Callable[[Path, str, AttentionConfig], Iterator[Row]] = (
         attention_rows
     )
@@ -161,7 +216,7 @@ class Names:
 def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     """Rows of all parameters that options may switch on."""
     yield Row(("embedding",), (f"{names.embedding}.weight",))
-    yield Row(("lm_head",), ("lm_head.weight",))
+    yield Row(("lm_head",), (f"{names.head}.weight",))
     yield from norm_rows(("norm",), names.norm)
     if names.shared_rows is not None:
         yield from names.shared_rows(names, config)
@@ -184,8 +239,9 @@ def layer_rows(
         prefix += "mamba_decoder."
     norm = names.mlp_norm if kind in ("mlp", "moe") else names.mixer_norm
     yield from norm_rows((*ours, "norm"), prefix + norm)
-    if kind in ("mamba", "parallel", "shared"):
-        yield from mamba_rows((*ours, "mamba"), prefix + names.mamba)
+    if kind in ("mamba", "parallel", "shared") and config.mamba is not None:
+        path, theirs = (*ours, "mamba"), prefix + names.mamba
+        yield from names.mamba_rows(path, theirs, config.mamba)
     if kind in ("attention", "parallel") and config.attention is not None:
         path, theirs = (*ours, "attention"), prefix + names.attention
         yield from names.attention_rows(path, theirs, config.attention)

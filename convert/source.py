@@ -14,6 +14,7 @@ import numpy as np
 
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
 
 DTYPES = {
     "F32": "float32",
@@ -33,12 +34,14 @@ class TensorInfo:
 
     Attributes:
       start: where its bytes begin in the file, if safetensors has no array for them.
+      kind: how a GGUF file stores its numbers.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
     start: int = 0
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint directory: every tensor's info, by name.
+    """A checkpoint directory or GGUF file: every tensor's info, by name.
 
     Attributes:
+      directory: or the file.
+      said_by: what the shapes are by, for messages.
       tensors: those of the model. A quantized matrix is one of them, its scales are
         not; its shape is [out, in], and its dtype what it is read in by default.
       opened: the `.bin` file read last and its tensors (memory-mapped), one at most:
@@ -65,6 +70,12 @@ class Source:
     tensors: Mapping[str, TensorInfo]
     opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    said_by: str = "config.json"
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor's numbers are stored in few bits, with scales."""
+        kind = self.tensors[name].kind
+        return name in self.quantized or (kind is not None and not kind.plain)
 
     def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
         """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
@@ -75,8 +86,14 @@ class Source:
         Raises:
           CheckpointError: it cannot be read, or a scale is none.
         """
+        info = self.tensors[name]
+        if info.kind is not None:
+            where = info.file, name, info.kind, info.start, info.shape
+            if info.kind.plain:
+                return read_plain(*where)
+            return read_blocks(*where, dtype)
         if name not in self.quantized:
-            return self._stored(name, self.tensors[name])
+            return self._stored(name, info)
         stored = self.quantized[name]
         arrays = {part: self._stored(*where) for part, where in stored.parts.items()}
         if (found := problem(stored.scheme, arrays)) is not None:

@@ -37,7 +37,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
         if info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: {name}: want shape {list(shape)} "
-                f"by config.json, got {list(info.shape)}"
+                f"by {source.said_by}, got {list(info.shape)}"
             )
         _check_dtype(name, info)
     copies = _copies(source, rows, config)
@@ -95,11 +95,16 @@ def read_param(
         kept = np.float32
     read = (source.read(name, kept) for name in row.sources)
     # Of one dtype, as NumPy joins no bfloat16 with float16.
-    return join(row, [tensor.astype(kept, copy=False) for tensor in read]).astype(kept)
+    tensors = [tensor.astype(kept, copy=False) for tensor in read]
+    try:
+        return join(row, tensors).astype(kept)
+    except CheckpointError as error:
+        file = source.tensors[row.sources[0]].file
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _all_bfloat16(source: Source, row: Row) -> bool:
     return not any(
-        name in source.quantized or source.tensors[name].dtype != "bfloat16"
+        source.is_quantized(name) or source.tensors[name].dtype != "bfloat16"
         for name in row.sources
     )

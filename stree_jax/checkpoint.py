@@ -14,10 +14,10 @@ from flax import struct
 
 from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
-from stree_jax.convert import open_checkpoint, source_dtype
-from stree_jax.convert.configs import check_mtp, read_config
-from stree_jax.convert.quantized import logical, scheme_names
-from stree_jax.convert.source import open_source
+from stree_jax.convert import find, open_checkpoint, source_dtype
+from stree_jax.convert.configs import check_mtp
+from stree_jax.convert.gguf.header import is_gguf, only_gguf
+from stree_jax.convert.quantized import scheme_names
 from stree_jax.convert.store import (
     atomic_directory,
     check_config,
@@ -28,7 +28,7 @@ from stree_jax.convert.store import (
     weights_named,
     write_directory,
 )
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
 from stree_jax.models import param_shapes, weights_dtype
 from stree_jax.models.memory import state_bytes, weight_bytes
 
@@ -46,7 +46,7 @@ class Model(models.Model):
     Attributes:
       params: nested dictionary of arrays, the only leaves.
       config: the architecture.
-      tokenizer: or None, where the checkpoint has no tokenizer.json.
+      tokenizer: or None, where the checkpoint has none.
     """
 
     tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
@@ -60,7 +60,8 @@ def without_tokenizer(model: models.Model) -> models.Model:
 
 
 def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
-    """The local directory of a model: a path, a name of `BUNDLED`, or a hub id.
+    """The local directory or GGUF file of a model: a path, a name of `BUNDLED`, or a
+    hub id. Of a directory that has nothing else, the one GGUF file.
 
     Args:
       files: to fetch from the hub in place of a model's.
@@ -73,9 +74,11 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
         return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
     path = Path(path_or_hub_id)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        if path.is_file() and is_gguf(path):
+            return path
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such directory")
-        return path
+        return only_gguf(path) or path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -99,11 +102,12 @@ def load(
     dt_floor: bool = False,
     mtp: bool = False,
 ) -> Model:
-    """Load a model from our own directory or a supported PyTorch/safetensors one.
+    """Load a model from our own directory, a supported PyTorch/safetensors one, or a
+    GGUF file.
 
     Args:
-      path_or_hub_id: a directory, a Hugging Face hub id, or "demo" / "demo-drafter",
-        the bundled pair.
+      path_or_hub_id: a directory, a GGUF file or the first of its shards, a Hugging
+        Face hub id, or "demo" / "demo-drafter", the bundled pair.
       dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
         float32 always); None keeps bfloat16, makes it of quantized weights, and float32
         of anything else. int8: the weights of products, rounded by groups of columns
@@ -126,7 +130,8 @@ def load(
     else:
         checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn, mtp)
         config, params = checkpoint.config, checkpoint.read()
-    return Model(params=params, config=config, tokenizer=read_tokenizer(directory))
+    tokenizer = read_tokenizer(directory, warnings.warn)
+    return Model(params=params, config=config, tokenizer=tokenizer)
 
 
 def save(model: models.Model, dst: str | PathLike[str]) -> None:
@@ -166,15 +171,13 @@ class Described(NamedTuple):
 
 
 def described(directory: Path) -> Described:
-    """Of a local directory; no weights are read."""
+    """Of a local directory or GGUF file; no weights are read."""
     if is_ours(directory):
         config, dtype = config_from_json(directory / "config.json")
         check_config(directory / "config.json")
         return Described("stree-jax", None, config, dtype)
-    source = logical(open_source(directory))
-    quantized = scheme_names(source)
-    format, config = read_config(directory, source.tensors, mtp=None)
-    return Described(format, quantized, config, source_dtype(source))
+    source, format, _, config = find(directory, mtp=None)
+    return Described(format, scheme_names(source), config, source_dtype(source))
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
@@ -205,5 +208,5 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         "cache_bytes_per_token": two - one,
         "tied_head": config.tie_embeddings,
         "stop_tokens": list(config.stop_tokens),
-        "tokenizer": (directory / "tokenizer.json").is_file(),
+        "tokenizer": has_tokenizer(directory),
     }

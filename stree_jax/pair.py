@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from stree_jax.checkpoint import Model, described, load, resolve
+from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
@@ -25,7 +26,7 @@ def load_pair(
     None.
 
     Args:
-      target: a directory, a hub id or "demo", the bundled target.
+      target: a directory, a GGUF file, a hub id or "demo", the bundled target.
       drafter: likewise ("demo" is the bundled drafter), a directory of Medusa heads
         ("demo-heads" are the bundled ones), a file of n-grams, "lookup", "mtp" (the
         target is loaded with those layers) or "none"; None, or "auto", is the bundled
@@ -49,7 +50,7 @@ def load_pair(
         return model, None
     if drafter in (LOOKUP, MTP):
         return model, drafter
-    if Path(str(drafter)).is_file():
+    if _is_ngrams(str(drafter)):
         if table is not None:
             raise ValueError("--ngrams: n-grams need no others to guess for them")
         return model, load_ngrams(str(drafter))
@@ -74,12 +75,17 @@ def pair_configs(
         return config, None
     if drafter in (LOOKUP, MTP):
         return config, drafter
-    if Path(str(drafter)).is_file():
+    if _is_ngrams(str(drafter)):
         return config, load_ngrams(str(drafter))
     if _are_heads(str(drafter)):
         return config, heads_config(str(drafter))
     name = "demo-drafter" if drafter == DEMO else str(drafter)
     return config, described(resolve(name)).config
+
+
+def _is_ngrams(drafter: str) -> bool:
+    """Whether a name is of a table of n-grams: a file that is no model."""
+    return Path(drafter).is_file() and not is_gguf(Path(drafter))
 
 
 def _are_heads(drafter: str) -> bool:

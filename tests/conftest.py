@@ -65,8 +65,14 @@ LONGEST = [
 ]
 
 
-def pytest_collection_modifyitems(items):
-    """The longest files first; `--no-loadscope-reorder` has xdist keep the order."""
+def pytest_collection_modifyitems(config, items):
+    """The longest files first; `--no-loadscope-reorder` has xdist keep the order.
+
+    Tests with a real model take minutes, and are run when they are asked for.
+    """
+    if "real" not in config.option.markexpr:
+        for item in (item for item in items if item.get_closest_marker("real")):
+            item.add_marker(pytest.mark.skip(reason="`make test-real` runs these"))
     places = {Path(__file__).parent / file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 

@@ -10,6 +10,7 @@ from stree_jax.convert.families.table import Field, read_fields, require, write_
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Path, Row, module_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models.config import LayerKind
 
 FORMAT = "granitemoehybrid"
 
@@ -67,14 +68,19 @@ def parse(fields: ConfigFields) -> ModelConfig:
             attention = replace(attention, rope=hf.rope(fields, attention.head_dim))
     if "mamba" in mixers:
         mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
-    layers = hf.with_mlps(mixers)
+    second: LayerKind = "mlp"
     mlp: MLPConfig | None = MLPConfig(**read_fields(MLP, fields))
     moe = None
     if fields.size("num_local_experts", 8, low=0):
         moe, mlp = MoEConfig(**read_fields(MOE, fields), shared=mlp), None
-        layers = tuple("moe" if kind == "mlp" else kind for kind in layers)
+        second = "moe"
     return ModelConfig(
-        **model, layers=layers, mamba=mamba, attention=attention, mlp=mlp, moe=moe
+        **model,
+        layers=hf.with_mlps(mixers, second),
+        mamba=mamba,
+        attention=attention,
+        mlp=mlp,
+        moe=moe,
     )
 
 

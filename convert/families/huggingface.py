@@ -83,9 +83,9 @@ def check_silu(source: ConfigFields) -> None:
 # Layers
 
 
-def with_mlps(mixers: Layers) -> Layers:
-    """An MLP after every mixer."""
-    return tuple(kind for mixer in mixers for kind in (mixer, "mlp"))
+def with_mlps(mixers: Layers, second: LayerKind = "mlp") -> Layers:
+    """An MLP, or experts, after every mixer."""
+    return tuple(kind for mixer in mixers for kind in (mixer, second))
 
 
 def named_layers(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.tokenizer import tokenizer_settings
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -42,7 +43,7 @@ def read_chat_template(directory: Path) -> str | None:
             return file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: not readable as text ({error})") from error
-    fields = _tokenizer_config(directory)
+    fields = tokenizer_settings(directory)
     value = fields.get("chat_template", None)
     if isinstance(value, list):
         return _default_template(fields, value)
@@ -53,7 +54,7 @@ def read_chat_template(directory: Path) -> str | None:
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
     """The texts of the special tokens that templates refer to, as `bos_token`."""
-    fields = _tokenizer_config(directory)
+    fields = tokenizer_settings(directory)
     tokens = {}
     for name in _SPECIAL_TOKENS:
         value = fields.get(name, None)
@@ -134,11 +135,6 @@ def next_turn(
 def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Encode what a template has spelled, which includes the special tokens."""
     return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _tokenizer_config(directory: Path) -> ConfigFields:
-    file = directory / "tokenizer_config.json"
-    return ConfigFields.read(file) if file.is_file() else ConfigFields(file, {})
 
 
 def _default_template(fields: ConfigFields, named: list[Any]) -> str:

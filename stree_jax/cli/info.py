@@ -12,7 +12,7 @@ from stree_jax.cli.plan import Draw, add_figure_option, aligned
 
 
 def add_info_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("path", help="directory, hub id, demo or demo-drafter")
+    p.add_argument("path", help="directory, GGUF file, hub id, demo or demo-drafter")
     option(p, "--batch", int, 1, "rows of the plain decoding whose bytes are shown")
     option(p, "--context", int, 2048, "its tokens, prompt and answer")
     p.add_argument("--json", action="store_true", help="print one JSON object")

@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
-    add_paths(p, "checkpoint directory or hub id")
+    add_paths(p, "checkpoint directory, GGUF file or hub id")
     p.add_argument(
         "--dt-floor",
         action="store_true",

@@ -29,7 +29,9 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--memory", required=True, help="bytes: 8GB, 8GiB, 512MB or a number"
     )
-    p.add_argument("--model", default="demo", help="directory, hub id or demo")
+    p.add_argument(
+        "--model", default="demo", help="directory, GGUF file, hub id or demo"
+    )
     p.add_argument(
         "--drafter",
         help="directory or hub id of a model or of Medusa heads, demo, demo-heads, a "

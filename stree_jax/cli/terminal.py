@@ -69,7 +69,7 @@ def load_models(
     if drafter is None and tree:
         raise ValueError("--tree: --drafter none fills no tree; leave one of them out")
     if target.tokenizer is None:
-        raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
+        raise ValueError(f"{args.model}: no tokenizer, so it cannot read text")
     options = Options(drafter=drafter, tree=tree, rule=args.rule, memory=args.memory)
     return target, target.tokenizer, options
 
@@ -88,7 +88,7 @@ def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
         return None
     tokenizer = read_tokenizer(resolve(args.model))
     if tokenizer is None:
-        raise ValueError(f"{args.model}: no tokenizer.json, so it cannot read text")
+        raise ValueError(f"{args.model}: no tokenizer, so it cannot read text")
     text = max(len(tokenizer.encode(prompt).ids), 1)
     new = args.max_new_tokens
     return Request(batch=args.n, context=text + new, max_new_tokens=new)

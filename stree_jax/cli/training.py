@@ -37,7 +37,9 @@ def add_training_parsers(commands: Any) -> None:
 
     p = commands.add_parser("distill", help="train a Mamba2 drafter by KL")
     p.add_argument(
-        "--target", required=True, help="model to imitate: directory, hub id or demo"
+        "--target",
+        required=True,
+        help="model to imitate: directory, GGUF file, hub id or demo",
     )
     add_training_options(p, steps=2000, learning_rate=4e-3)
     option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
@@ -45,7 +47,9 @@ def add_training_parsers(commands: Any) -> None:
 
     p = commands.add_parser("heads", help="train Medusa heads on a target")
     p.add_argument(
-        "--target", required=True, help="model to train on: directory, hub id or demo"
+        "--target",
+        required=True,
+        help="model to train on: directory, GGUF file, hub id or demo",
     )
     add_training_options(p, steps=2000, learning_rate=2e-3, batch=16, length=128)
     p.epilog = HEADS_NOTES
@@ -70,7 +74,9 @@ def add_training_parsers(commands: Any) -> None:
         help="a drafter for the drafter: count what it says",
         epilog=NGRAMS_NOTES,
     )
-    p.add_argument("--drafter", required=True, help="directory, hub id or demo")
+    p.add_argument(
+        "--drafter", required=True, help="directory, GGUF file, hub id or demo"
+    )
     p.add_argument("--out", type=Path, required=True, help="file to make")
     option(p, "--tokens", int, 10_000_000, "of text to draw from it")
     option(p, "--order", int, 3, "tokens of an n-gram, 2 to 8")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import stree_jax
 from stree_jax.bench import figures, gguf_writer, peers
 from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
 from stree_jax.bench.llama_process import llama_version
@@ -51,6 +52,7 @@ MAMBA2 = replace(
     logits_divisor=1.0,
     tie_embeddings=False,
 )
+LLAMA = replace(HYBRID, layers=("attention", "mlp"), mamba=None, logits_divisor=1.0)
 
 
 def params_of(config):
@@ -66,14 +68,16 @@ def to_bfloat16(x):
 
 
 @pytest.mark.parametrize("dtype", gguf_writer.KINDS)
-@pytest.mark.parametrize("config", [HYBRID, MAMBA2], ids=["hybrid", "mamba2"])
+@pytest.mark.parametrize(
+    "config", [HYBRID, MAMBA2, LLAMA], ids=["hybrid", "mamba2", "llama"]
+)
 def test_a_file_reads_back(config, dtype, tmp_path):
     gguf = pytest.importorskip("gguf")
     params = params_of(config)
     file = tmp_path / "m.gguf"
     read_bytes = write_gguf(config, params, dtype, file)
     found = {t.name: t for t in gguf.GGUFReader(file).tensors}
-    ours = dict(gguf_tensors(config, params))
+    ours = {name: tensor for _, name, tensor in gguf_tensors(config, params)}
     assert found.keys() == ours.keys()
     kinds = set()
     for name, tensor in found.items():
@@ -89,6 +93,9 @@ def test_a_file_reads_back(config, dtype, tmp_path):
             assert (np.abs(apart) <= (0.5 + 127 * 2**-11) * step).all()
         if name.startswith(("token_embd", "blk.0.ssm_in", "blk.1.attn_q")):
             kinds.add(kind.name)
+    if dtype == "float32":  # and as a model of ours, but for the padding
+        ours_again = stree_jax.load(file).config
+        assert replace(ours_again, num_tokens=47, attention=config.attention) == config
     assert kinds == {gguf_writer.KINDS[dtype]}
     table = 0 if config.tie_embeddings else found["token_embd.weight"].n_bytes
     assert read_bytes == sum(t.n_bytes for t in found.values()) - table
@@ -115,7 +122,7 @@ def test_fields_of_a_hybrid(tmp_path):
 
 def test_tensors_are_in_the_layout_of_llama_cpp():
     params = params_of(HYBRID)
-    tensors = dict(gguf_tensors(HYBRID, params))
+    tensors = {name: tensor for _, name, tensor in gguf_tensors(HYBRID, params)}
     sizes = sum(tensor.size for tensor in tensors.values())
     assert sizes == sum(leaf.size for leaf in jax.tree.leaves(params))
     attention, mixer = params["layers_2"]["attention"], params["layers_0"]["mamba"]
@@ -202,6 +209,11 @@ def test_the_report_s_arithmetic():
     assert over == pytest.approx([2, 0.5, 0.5])
     medians = [row["over_llama"]["median"] for row in rows.values()]
     assert medians == [0.5, 2, 1]
+    assert tree["over_transformers"] is None
+    arms[peers.TRANSFORMERS] = arms.pop(peers.LLAMA)
+    alone = {row["arm"]: row for row in peers.peer_rows(units)}
+    assert alone["E"]["over_transformers"]["median"] == 2
+    assert alone["E"]["over_llama"] is None
     assert (plain["equal"], tree["equal"], llama["equal"]) == (1, 0, None)
     assert tree["tau"] == 2.5
 

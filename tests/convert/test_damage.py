@@ -9,6 +9,12 @@ def test_damaged_checkpoints_are_refused_or_work():
     assert tally.refused["own arrays"] > 0 and tally.accepted["own arrays"] == 0
 
 
+def test_damaged_gguf_files_are_refused_or_work():
+    tally = run(1, list(range(100)), quiet=True, only="gguf")
+    assert tally.failures == []
+    assert tally.refused["gguf edit"] > 20 and tally.accepted["gguf bytes"] > 0
+
+
 def test_commands_write_one_line():
     tally = run(1, [], commands=list(range(6)), quiet=True)
     assert tally.failures == []

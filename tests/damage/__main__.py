@@ -9,7 +9,7 @@ else; nothing is left at the destination or beside it, the source stays as it wa
 code of a pickle runs, no pipe is opened, and memory and time stay small. What was
 accepted must agree: `load` of the source with `load` of what `convert` and `export`
 made of it. Of our own format nothing is accepted that is not as it was written. A
-failure names its case: `--one NUMBER` runs it.
+failure names its case: `--one NUMBER` runs it. `--only gguf` damages GGUF files alone.
 
 Commands: the same in processes of their own, with all that they write to stderr.
 
@@ -30,14 +30,17 @@ def main() -> int:
     parser.add_argument("--commands", type=int, default=60)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="NAME", help="such as gguf")
     parser.add_argument("--one", type=int, metavar="NUMBER", help="only this case")
     args = parser.parse_args()
     faulthandler.enable()
     if args.one is not None:
-        tally = run(args.seed, [args.one], commands=[args.one])
+        tally = run(args.seed, [args.one], commands=[args.one], only=args.only)
     else:
         numbers, commands = list(range(args.count)), list(range(args.commands))
-        tally = run(args.seed, numbers, commands=commands, kills=args.kills)
+        tally = run(
+            args.seed, numbers, commands=commands, kills=args.kills, only=args.only
+        )
     print(*tally.failures, sep="\n", end="\n" if tally.failures else "")
     print(tally)
     return 1 if tally.failures else 0

@@ -10,8 +10,10 @@ from typing import Any
 
 from tests.damage.fields import fields, foreign, nonsense
 from tests.damage.files import add_special, arrays, cut, flip, header_text, replace_file
+from tests.damage.gguf_edits import gguf_edit
 from tests.damage.pickles import pickles
 from tests.damage.sources import (
+    GGUF,
     HARMFUL,
     LAYOUTS,
     OWN,
@@ -49,11 +51,18 @@ OWN_DAMAGES: dict[str, Damage] = {
     "nonsense": nonsense,
 }
 OWN_WEIGHTS = [3, 2, 2, 2, 1, 3, 1, 1]
+GGUF_DAMAGES: dict[str, Damage] = {
+    "edit": gguf_edit,
+    "bytes": flip,
+    "cut": cut,
+    "replaced": replace_file,
+}
+GGUF_WEIGHTS = [8, 3, 2, 1]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A damaged copy in `folder / "src"`; destinations go to `folder / "out"`.
+    """A damaged copy in `directory`; destinations go to `folder / "out"`.
 
     Attributes:
       what: the checkpoint, and what was done to it.
@@ -67,8 +76,15 @@ class Case:
     original: Path
 
     @property
-    def src(self) -> Path:
+    def directory(self) -> Path:
         return self.folder / "src"
+
+    @property
+    def src(self) -> Path:
+        """What commands are given: the directory, or of GGUF files the first."""
+        if self.name not in GGUF:
+            return self.directory
+        return self.directory / min(file.name for file in self.original.iterdir())
 
     @property
     def own(self) -> bool:
@@ -90,21 +106,27 @@ def once(damage: Damage, directory: Path, rng: Rng, again: bool) -> str | None:
         raise
 
 
-def make_case(seed: int, number: int, sources: Path, folder: Path) -> Case:
+def make_case(
+    seed: int, number: int, sources: Path, folder: Path, only: str = ""
+) -> Case:
     """The case of a number; the same one for ever.
 
     Args:
       sources: where sound checkpoints are kept.
       folder: exists and is empty.
+      only: with what the names of its checkpoints begin.
     """
     rng = Rng(f"{seed}.{number}")
-    name = rng.choice(SOURCES if rng.random() < 0.8 else list(OWN))
-    own = name in OWN
+    named = [name for name in SOURCES if name.startswith(only)]
+    name = rng.choice(named if only or rng.random() < 0.8 else list(OWN))
+    own, gguf = name in OWN, name in GGUF
     layout = rng.choice(LAYOUTS)
     original = source(sources, name, "own" if own else layout)
     shutil.copytree(original, folder / "src")
     (folder / "out").mkdir()
     kinds, weights = (OWN_DAMAGES, OWN_WEIGHTS) if own else (DAMAGES, WEIGHTS)
+    if gguf:
+        kinds, weights = GGUF_DAMAGES, GGUF_WEIGHTS
     done: list[tuple[str, str]] = []
     wanted = rng.choice([1, 1, 1, 2])
     for kind in rng.choices(list(kinds), weights, k=100):
@@ -114,7 +136,7 @@ def make_case(seed: int, number: int, sources: Path, folder: Path) -> Case:
             done.append((kind, what))
     first = name if own else f"{name} ({layout})"
     kind = done[0][0] if len(done) == 1 else "two"
-    kind = f"own {kind}" if own else kind
+    kind = f"own {kind}" if own else f"gguf {kind}" if gguf else kind
     described = (first, *(what for _, what in done))
     return Case(name, kind, described, folder, original)
 

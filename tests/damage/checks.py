@@ -34,7 +34,7 @@ def check_message(case: Case, text: str, named: bool = True) -> Iterator[str]:
     """One line, not too long, that names the directory."""
     if len(text.splitlines()) != 1:
         yield f"more than one line: {text!r}"
-    if named and str(case.src) not in text:
+    if named and str(case.directory) not in text:
         yield f"the message does not name the directory: {text!r}"
     if len(text) > LONGEST:
         yield f"a message of {len(text)} characters: {text[:200]!r}"
@@ -195,7 +195,7 @@ def check_leftovers(case: Case, before: list, wanted: list[str]) -> Iterator[str
     beside = {file.name.split(".")[0] for file in case.folder.iterdir()}
     if beside - {"src", "out", OUTSIDE, "canary"}:
         yield f"left beside: {sorted(beside)}"
-    if listing(case.src) != before:
+    if listing(case.directory) != before:
         yield "the source was changed"
 
 
@@ -206,7 +206,7 @@ def peak() -> int:
 
 def check_calls(case: Case, number: int, tally: Tally) -> Iterator[str]:
     """Every way in from Python, and then the command now and then."""
-    before = listing(case.src)
+    before = listing(case.directory)
     outcomes: dict[str, Outcome] = {}
 
     def export() -> None:

@@ -24,7 +24,7 @@ LIMIT = 120  # seconds
 
 def check_process(case: Case, command: str, tally: Tally) -> Iterator[str]:
     """One command on one case."""
-    before, dst = listing(case.src), case.folder / "out" / "dst"
+    before, dst = listing(case.directory), case.folder / "out" / "dst"
     arguments = [sys.executable, "-m", "stree_jax", *arguments_of(case, command, dst)]
     try:
         done = subprocess.run(

@@ -21,7 +21,12 @@ STUCK = 120.0  # seconds of a case; the program ends and says where it was
 
 
 def run_cases(
-    seed: int, numbers: list[int], sources: Path, tally: Tally, quiet: bool
+    seed: int,
+    numbers: list[int],
+    sources: Path,
+    tally: Tally,
+    quiet: bool,
+    only: str,
 ) -> None:
     """Make cases and check what becomes of them in this process."""
     bar = tqdm(numbers, unit="case", disable=quiet)
@@ -31,8 +36,9 @@ def run_cases(
         if not quiet:
             faulthandler.dump_traceback_later(STUCK, exit=True, file=stderr)
         with tempfile.TemporaryDirectory(prefix="damage-") as folder:
-            case = make_case(seed, number, sources, Path(folder))
-            start = f"python -m tests.damage --seed {seed} --one {number}"
+            case = make_case(seed, number, sources, Path(folder), only)
+            begun = f" --only {only}" if only else ""
+            start = f"python -m tests.damage --seed {seed}{begun} --one {number}"
             begin = f"{start}  # {case.kind}, {'; '.join(case.what)}: "
             wrong = "; ".join(check_case(case, number, tally)).replace(folder, "")
         if wrong:
@@ -52,6 +58,7 @@ def run(
     commands: list[int] | None = None,
     kills: int = 0,
     quiet: bool = False,
+    only: str = "",
 ) -> Tally:
     """One run.
 
@@ -60,6 +67,7 @@ def run(
       commands: of the cases for a command in a process of its own; None: none.
       kills: processes to kill.
       quiet: shows no progress, and does not end the program where it is stuck.
+      only: with what the names of the checkpoints in this process begin.
     """
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="damage-sources-") as folder:
@@ -67,7 +75,7 @@ def run(
         stree_jax.load(source(sources, "own-llama", "own"))  # what any run imports
         before = peak()
         with unraisable():
-            run_cases(seed, numbers, sources, tally, quiet)
+            run_cases(seed, numbers, sources, tally, quiet, only)
         tally.memory = peak() - before
         if tally.memory > MORE_MEMORY:
             tally.failures.append(f"memory grew by {tally.memory >> 20} MiB in all")

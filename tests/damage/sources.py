@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers.utils.logging import disable_progress_bar
 
 from stree_jax.convert import convert_checkpoint
+from tests.support.gguf_files import GGUF_CASES, write_gguf
 from tests.support.hf_checkpoints import HF_CASES
 from tests.support.native_checkpoints import (
     NATIVE_CASES,
@@ -20,6 +21,12 @@ from tests.support.native_checkpoints import (
     write_native,
 )
 from tests.support.quantized import MODELS, write
+from tests.support.vocabularies import (
+    byte_level,
+    pieces,
+    write_byte_level,
+    write_pieces,
+)
 
 OWN = {"own-mamba2": "mamba2", "own-granite-moe": "granite-moe", "own-llama": "llama"}
 NATIVES = {f"native-{name}": name for name in NATIVE_CASES}
@@ -29,7 +36,15 @@ QUANTIZED = {  # a model and a spelling, in safetensors alone
     "quantized-int8": ("mamba2", "compressed int8 packed"),
     "quantized-fp8": ("granite", "fp8"),
 }
-SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *QUANTIZED, *OWN]
+# A case of `gguf_files`, how its matrices are stored, tensors of a shard (0: one file).
+GGUF = {
+    "gguf-llama": ("llama", "Q8_0", 0),
+    "gguf-mamba2": ("mamba2", "BF16", 0),
+    "gguf-granite": ("granite-hybrid-moe", "F32", 0),
+    "gguf-falcon": ("falcon-h1", "F16", 9),
+    "gguf-nemotron": ("nemotron-h-moe", "F32", 0),
+}
+SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *QUANTIZED, *GGUF, *OWN]
 LAYOUTS = ("safetensors", "safetensors shards", "bin", "bin shards")
 HARMFUL = "!"  # a damage whose description begins so must be refused
 
@@ -94,6 +109,23 @@ def layout_of(directory: Path) -> str:
     return suffix + (" shards" if any(f.suffix == ".json" for f in files) else "")
 
 
+def write_gguf_source(directory: Path, name: str) -> None:
+    """GGUF files alone, with a vocabulary of bytes or of pieces."""
+    case, kind, shards = GGUF[name]
+    extra = write_byte_level(byte_level("smollm"), "smollm", "{{ messages }}")
+    if name in ("gguf-mamba2", "gguf-granite"):
+        extra = write_pieces(*pieces())
+    # Rows that are whole blocks, where they are stored in blocks.
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32}
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as plain:
+        model = GGUF_CASES[case][1](**(wide if kind == "Q8_0" else {}))
+        model.save_pretrained(plain)
+        directory.mkdir(parents=True)
+        file = directory / "model.gguf"
+        write_gguf(Path(plain), case, file, kind, extra, shards)
+
+
 def write_source(directory: Path, name: str) -> None:
     if name in HF_CASES:
         disable_progress_bar()
@@ -115,8 +147,13 @@ def source(folder: Path, name: str, layout: str) -> Path:
     """A sound checkpoint, made when it is first wanted."""
     if name in QUANTIZED:
         layout = layout.replace("bin", "safetensors")
+    if name in GGUF:
+        layout = "gguf"
     directory = folder / f"{name}, {layout}"
     if directory.is_dir():
+        return directory
+    if name in GGUF:
+        write_gguf_source(directory, name)
         return directory
     if name in OWN:
         convert_checkpoint(

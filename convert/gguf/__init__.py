@@ -1,0 +1,1 @@
+"""GGUF files, the checkpoints of llama.cpp."""

@@ -1,0 +1,126 @@
+"""Tensors of a GGUF file as NumPy arrays: plain numbers, or ggml's blocks of few bits.
+
+What the bits of a block mean is the `gguf` package's to say; plain numbers need no
+package. Sizes of blocks: ggml.h.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+
+PIECE = 2**21  # numbers that are in float32 beside the result
+PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How numbers are stored: `block` of them in `size` bytes."""
+
+    number: int
+    name: str
+    block: int
+    size: int
+
+    @property
+    def plain(self) -> bool:
+        return self.name in PLAIN
+
+    def nbytes(self, numbers: int) -> int:
+        return numbers // self.block * self.size
+
+
+# By ggml's number of the type. Types that are integers, or that ggml uses for
+# activations alone, are no weights.
+KINDS = {
+    kind.number: kind
+    for kind in (
+        Kind(0, "F32", 1, 4),
+        Kind(1, "F16", 1, 2),
+        Kind(2, "Q4_0", 32, 18),
+        Kind(3, "Q4_1", 32, 20),
+        Kind(6, "Q5_0", 32, 22),
+        Kind(7, "Q5_1", 32, 24),
+        Kind(8, "Q8_0", 32, 34),
+        Kind(10, "Q2_K", 256, 84),
+        Kind(11, "Q3_K", 256, 110),
+        Kind(12, "Q4_K", 256, 144),
+        Kind(13, "Q5_K", 256, 176),
+        Kind(14, "Q6_K", 256, 210),
+        Kind(16, "IQ2_XXS", 256, 66),
+        Kind(17, "IQ2_XS", 256, 74),
+        Kind(18, "IQ3_XXS", 256, 98),
+        Kind(19, "IQ1_S", 256, 50),
+        Kind(20, "IQ4_NL", 32, 18),
+        Kind(21, "IQ3_S", 256, 110),
+        Kind(22, "IQ2_S", 256, 82),
+        Kind(23, "IQ4_XS", 256, 136),
+        Kind(29, "IQ1_M", 256, 56),
+        Kind(30, "BF16", 1, 2),
+        Kind(34, "TQ1_0", 256, 54),
+        Kind(35, "TQ2_0", 256, 66),
+        Kind(39, "MXFP4", 32, 17),
+    )
+}
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading axes of 1, which ggml does not tell from none."""
+    first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
+    return shape[first:]
+
+
+def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.ndarray:
+    """A tensor of plain numbers in its own dtype."""
+    count = math.prod(shape)
+    return (
+        _bytes(file, name, start, kind.nbytes(count))
+        .view(PLAIN[kind.name])
+        .reshape(shape)
+    )
+
+
+def read_blocks(
+    file: Path, name: str, kind: Kind, start: int, shape: Any, dtype: Any
+) -> np.ndarray:
+    """A tensor of blocks as float32, rounded to `dtype`; some rows at a time.
+
+    Raises:
+      CheckpointError: the file is shorter than it was, or the package is missing.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file}: {kind.name} weights are read by gguf; "
+            "pip install 'stree-jax[gguf]'"
+        ) from error
+    numbered = gguf.GGMLQuantizationType(kind.number)
+    columns = shape[-1]
+    rows = math.prod(shape[:-1])
+    row_bytes = kind.nbytes(columns)
+    result = np.empty((rows, columns), dtype)
+    step = max(1, PIECE // columns)
+    for i in range(0, rows, step):
+        piece = result[i : i + step]
+        data = _bytes(file, name, start + i * row_bytes, len(piece) * row_bytes)
+        with np.errstate(all="ignore"):  # scales may be anything in a damaged file
+            numbers = gguf.quants.dequantize(data.reshape(len(piece), -1), numbered)
+            piece[...] = numbers.astype(dtype, copy=False)
+    return result.reshape(shape)
+
+
+def _bytes(file: Path, name: str, start: int, count: int) -> np.ndarray:
+    try:
+        read = np.fromfile(file, np.uint8, count, offset=start)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: {name}: {error}") from error
+    if read.size != count:
+        raise CheckpointError(f"{file}: {name}: the file ends before it does")
+    return read

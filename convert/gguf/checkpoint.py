@@ -1,0 +1,127 @@
+"""A GGUF file as a source of tensors and a `ModelConfig`."""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.architectures import (
+    ARCHITECTURES,
+    EMBEDDING,
+    ROPE_FACTORS,
+    Architecture,
+    check_neutral,
+    further_count,
+    layer_count,
+)
+from stree_jax.convert.gguf.blocks import NAMES
+from stree_jax.convert.gguf.header import Header, read_header
+from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
+from stree_jax.convert.source import Source, TensorInfo
+from stree_jax.models import ModelConfig, param_shapes
+
+ARCHITECTURE = "general.architecture"
+QUANTIZED = "bfloat16"  # what tensors of blocks are read in by default
+
+
+def open_gguf(file: Path) -> tuple[Source, str, Architecture, ModelConfig]:
+    """A file, or all shards of which it is the first; reads headers only.
+
+    Returns:
+      its tensors, llama.cpp's name of the architecture, what that name means, and the
+      model, without layers that predict further tokens.
+
+    Raises:
+      CheckpointError: one line saying what is wrong.
+    """
+    header = read_header(file)
+    name = architecture_of(header)
+    architecture = ARCHITECTURES[name]
+    source = Source(file, _tensors(header), said_by="its metadata")
+    fields = _fields(header, name, source)
+    try:
+        check_neutral(fields, architecture.known)
+        config = architecture.parse(fields)
+        param_shapes(config)  # sizes that fit no parameter are found here
+    except CheckpointError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    settings(header)  # what chat and conversions need of it is sound
+    stops = tuple(i for i in stop_tokens(header) if i < config.vocab_size)
+    own = _own_tensors(source.tensors, layer_count(fields), further_count(fields))
+    return (
+        replace(source, tensors=own),
+        name,
+        architecture,
+        replace(config, stop_tokens=stops),
+    )
+
+
+def architecture_of(header: Header) -> str:
+    """One of `ARCHITECTURES`."""
+    values = header.values
+    if (kind := values.get("general.type", "model")) != "model":
+        raise CheckpointError(f"{header.file}: general.type: {kind!r:.60} is no model")
+    name = values.get(ARCHITECTURE)
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(
+            f"{header.file}: {ARCHITECTURE}: {reprlib.repr(name)} is not supported; "
+            f"known: {known}"
+        )
+    return name
+
+
+def _tensors(header: Header) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    for name, t in header.tensors.items():
+        if name.endswith(".ffn_norm"):  # Falcon-H1's name for it
+            name += ".weight"
+        if name in found:
+            raise CheckpointError(f"{header.file}: {name}: is there twice")
+        dtype = NAMES.get(t.kind.name, QUANTIZED)
+        found[name] = TensorInfo(t.file, t.shape, dtype, t.start, t.kind)
+    name = f"{EMBEDDING}.weight"
+    if name not in found or len(found[name].shape) != 2:
+        raise CheckpointError(f"{header.file}: {name}: is missing, or not a matrix")
+    return found
+
+
+def _fields(header: Header, name: str, source: Source) -> ConfigFields:
+    """The keys of the architecture, and one tensor that speaks of it."""
+    prefix = f"{name}."
+    values: dict[str, Any] = {
+        key.removeprefix(prefix): value
+        for key, value in header.values.items()
+        if key.startswith(prefix)
+    }
+    if ROPE_FACTORS in source.tensors:
+        values[ROPE_FACTORS] = source.read(ROPE_FACTORS).astype("float32").reshape(-1)
+    return ConfigFields(header.file, values, prefix, source.tensors)
+
+
+def _own_tensors(
+    tensors: Mapping[str, TensorInfo], layers: int, further: int
+) -> dict[str, TensorInfo]:
+    """Without those that are no parameters, or of layers that are left out."""
+    left = tuple(f"blk.{i}." for i in range(layers - further, layers))
+    return {
+        name: info
+        for name, info in tensors.items()
+        if name != ROPE_FACTORS and not name.startswith(left)
+    }
+
+
+def source_config(file: Path) -> dict[str, Any]:
+    """What the config.json of a directory says beside the architecture."""
+    header = read_header(file)
+    return source_fields(header, architecture_of(header))
+
+
+def write_source_config(file: Path, dst: Path) -> None:
+    dst.write_text(json.dumps(source_config(file), indent=2) + "\n")

@@ -1,0 +1,261 @@
+"""The header of a GGUF file: what it says of itself and where its tensors are.
+
+A reader of our own, because a damaged file must cost neither memory nor time: every
+count and length is held against the bytes that are left before anything is made of it.
+(The `gguf` package's reader believes them.) Format: GGUF versions 2 and 3,
+little-endian (ggml's docs/gguf.md).
+"""
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.gguf.blocks import KINDS, Kind, without_ones
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER = 2**26  # bytes; the largest vocabularies take 2**24
+MAX_COUNT = 2**17  # of keys and of tensors
+MAX_DIMS = 4
+MAX_ALIGNMENT = 2**20
+ALIGNMENT = "general.alignment"
+STRING, ARRAY, BOOL = 8, 9, 7
+# Of a value's type: NumPy's name of it.
+SCALARS = {
+    **dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4"))),
+    **{BOOL: "?", 10: "<u8", 11: "<i8", 12: "<f8"},
+}
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+      shape: slowest axis first, as NumPy's; `without_ones`.
+      start: of its bytes in the file.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: Kind
+    start: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file, or the first of its shards, says.
+
+    Attributes:
+      values: metadata by key; an array is a list, or of numbers a NumPy array.
+      tensors: of all shards, by name.
+    """
+
+    file: Path
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+
+
+class _Cursor:
+    """Reads on in a file, never past its end nor the largest header."""
+
+    def __init__(self, file: Path, opened: BinaryIO, size: int) -> None:
+        self.file, self.opened, self.size = file, opened, size
+        self.end = min(size, MAX_HEADER)
+        self.at = 0
+
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.file}: {problem}")
+
+    def take(self, count: int, what: str) -> bytes:
+        self.check(count, what)
+        self.at += count
+        return self.opened.read(count)
+
+    def check(self, count: int, what: str) -> None:
+        """Refuse to read so many bytes, if they are not there."""
+        if count <= self.end - self.at:
+            return
+        if self.end < self.size:
+            raise self.error(f"{what}: the header has more than {MAX_HEADER} bytes")
+        raise self.error(f"{what}: the file ends before it does")
+
+    def number(self, what: str, dtype: str = "<u8") -> Any:
+        kind = np.dtype(dtype)
+        read = np.frombuffer(self.take(kind.itemsize, what), kind)[0]
+        if kind == np.float32:  # the decimal number that was meant: 1e-05
+            return float(str(read))
+        return read.item()
+
+    def count(self, what: str) -> int:
+        """How many of something with a name come later."""
+        count: int = self.number(what)
+        if count > MAX_COUNT:
+            raise self.error(f"{what}: {count}, want at most {MAX_COUNT}")
+        return count
+
+    def text(self, what: str) -> str:
+        (length,) = struct.unpack("<Q", self.take(8, what))
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what}: not UTF-8 ({error.reason})") from error
+
+    def value(self, key: str) -> Any:
+        """A value of any type, which comes before it."""
+        kind = self.number(key, "<u4")
+        if kind == STRING:
+            return self.text(key)
+        if kind != ARRAY:
+            return self.number(key, self._scalar(kind, key))
+        kind, count = self.number(key, "<u4"), self.number(key)
+        if kind == STRING:
+            self.check(8 * count, key)
+            return [self.text(key) for _ in range(count)]
+        if kind == ARRAY:
+            raise self.error(f"{key}: arrays of arrays are not supported")
+        dtype = np.dtype(self._scalar(kind, key))
+        return np.frombuffer(self.take(count * dtype.itemsize, key), dtype)
+
+    def _scalar(self, kind: int, key: str) -> str:
+        if kind not in SCALARS:
+            raise self.error(f"{key}: unknown type of value {kind}")
+        return SCALARS[kind]
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name; what is in it is `read_header`'s to say."""
+    return path.suffix == ".gguf" and not path.is_dir()
+
+
+def only_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory without a config.json; None: there is no such.
+
+    Raises:
+      CheckpointError: there are several.
+    """
+    if (directory / "config.json").exists():
+        return None
+    found = sorted(file for file in directory.glob("*.gguf") if file.is_file())
+    shards = [SHARD.fullmatch(file.name) for file in found]
+    whole = [f for f, s in zip(found, shards, strict=True) if not s or int(s[2]) == 1]
+    if len(whole) > 1:
+        names = ", ".join(file.name for file in whole[:8])
+        raise CheckpointError(f"{directory}: several GGUF files, name one: {names}")
+    return whole[0] if whole else None
+
+
+def read_header(file: Path) -> Header:
+    """Of a file and, if it is the first of several shards, of the others.
+
+    Raises:
+      CheckpointError: one line saying what is wrong with which file.
+    """
+    shard = SHARD.fullmatch(file.name)
+    if shard is None or int(shard[3]) == 1:
+        return _read_one(file)
+    if int(shard[2]) != 1:
+        first = f"{shard[1]}-00001-of-{shard[3]}.gguf"
+        raise CheckpointError(f"{file}: a shard; name the first of them, {first}")
+    header = _read_one(file)
+    tensors = dict(header.tensors)
+    for number in range(2, int(shard[3]) + 1):
+        path = file.with_name(f"{shard[1]}-{number:05}-of-{shard[3]}.gguf")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: this shard is missing")
+        found = _read_one(path).tensors
+        if repeated := tensors.keys() & found.keys():
+            raise CheckpointError(f"{path}: {min(repeated)} is in another shard too")
+        tensors |= found
+    return Header(file, header.values, tensors)
+
+
+def _read_one(file: Path) -> Header:
+    try:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: not a regular file")
+        with file.open("rb") as opened:
+            return _parse(_Cursor(file, opened, file.stat().st_size))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+
+
+def _parse(cursor: _Cursor) -> Header:
+    if cursor.take(4, "GGUF") != MAGIC:
+        raise cursor.error("not a GGUF file")
+    version = cursor.number("version", "<u4")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        said = "big-endian" if swapped else f"of version {version}"
+        raise cursor.error(f"a GGUF file {said} is not supported (want version 2 or 3)")
+    tensors, pairs = cursor.count("number of tensors"), cursor.count("number of keys")
+    values: dict[str, Any] = {}
+    for i in range(pairs):
+        key = cursor.text(f"key {i}")
+        if key in values:
+            raise cursor.error(f"{key!r}: is there twice")
+        values[key] = cursor.value(key)
+    return Header(
+        cursor.file, values, _tensors(cursor, tensors, _alignment(cursor, values))
+    )
+
+
+def _alignment(cursor: _Cursor, values: Mapping[str, Any]) -> int:
+    size = values.get(ALIGNMENT, 32)
+    if type(size) is not int or not 0 < size <= MAX_ALIGNMENT or size & (size - 1):
+        raise cursor.error(f"{ALIGNMENT}: want a power of two, got {size!r:.40}")
+    return size
+
+
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
+    """Where every tensor is, none of them outside the file or within another."""
+    read: list[tuple[int, str, tuple[int, ...], Kind]] = []
+    names = set()
+    for i in range(count):
+        name = cursor.text(f"name of tensor {i}")
+        if name in names:
+            raise cursor.error(f"tensor {name!r} is there twice")
+        names.add(name)
+        shape, kind = _shape(cursor, name)
+        read.append((cursor.number(name), name, shape, kind))
+    begin = -(-cursor.at // alignment) * alignment
+    found, free, last = {}, begin, ""
+    for offset, name, shape, kind in sorted(read):
+        start = begin + offset
+        if offset % alignment:
+            raise cursor.error(
+                f"{name}: begins at {offset}, not at a multiple of {alignment}"
+            )
+        if start < free:
+            raise cursor.error(f"{name}: begins within {last}")
+        free, last = start + kind.nbytes(math.prod(shape)), name
+        if free > cursor.size:
+            raise cursor.error(f"{name}: the file ends before it does")
+        found[name] = Stored(cursor.file, without_ones(shape), kind, start)
+    return {name: found[name] for _, name, _, _ in read}
+
+
+def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
+    """Of a tensor: its axes, slowest first, and how its numbers are stored."""
+    dims = cursor.number(name, "<u4")
+    if not 0 < dims <= MAX_DIMS:
+        raise cursor.error(f"{name}: {dims} axes, want 1 to {MAX_DIMS}")
+    shape = tuple(cursor.number(name) for _ in range(dims))[::-1]
+    number = cursor.number(name, "<u4")
+    if number not in KINDS:
+        raise cursor.error(f"{name}: unknown type of tensor {number}")
+    kind = KINDS[number]
+    if 0 in shape or shape[-1] % kind.block:
+        raise cursor.error(
+            f"{name}: shape {list(shape)} is no whole blocks of {kind.block} "
+            f"({kind.name})"
+        )
+    return shape, kind

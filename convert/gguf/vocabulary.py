@@ -1,0 +1,309 @@
+"""The vocabulary in a GGUF file as a `tokenizers` object, and what else speaks of text.
+
+Two kinds are known: byte-level BPE ("gpt2"), whose file names the way it cuts text into
+words, and SentencePiece's BPE ("llama"), whose merges follow from the scores.
+
+Sources: llama.cpp's `llama-vocab.cpp` (names, defaults), the tokenizer.json files that
+the names stand for (expressions), sentencepiece's `bpe_model.cc`.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.header import Header
+from stree_jax.models.config_json import MAX_SIZE
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+GGML, HF_JSON = "tokenizer.ggml.", "tokenizer.huggingface.json"
+TEMPLATE = "tokenizer.chat_template"
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens
+# Special tokens by our name of them and the file's.
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Of turns; files name but one token that ends a text, and llama.cpp knows these, too.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+
+# How text is cut into words before it is merged, by names of tokenizers.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = _SUFFIXES + r"\p{N}{1,3}" + _REST
+QWEN2 = _SUFFIXES + r"\p{N}" + _REST
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = (r"\p{N}", GPT2)
+DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+LLAMA3_LIKE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral")
+PRETOKENIZERS: dict[str, tuple[str, ...]] = {
+    "default": DEFAULT,
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "granite-docling"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
+    **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
+    "tekken": (TEKKEN,),
+}
+# Of these a word that is a token is that token, whatever the merges say; and a text
+# begins with the token for it, unless the file says otherwise.
+WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
+# Whose tokenizer.json composes characters; mpt and olmo are GPT-NeoX's.
+COMPOSED = {"qwen2", "deepseek-r1-qwen", "mpt", "olmo"}
+MAX_PIECE = 256  # characters of a SentencePiece token; trained ones have up to 32
+SPACE = "\u2581"  # SentencePiece's
+
+
+def read_vocabulary(
+    header: Header, warn: Callable[[str], object] | None = None
+) -> "Tokenizer | None":
+    """The tokenizer, or None where there is none that is known.
+
+    Args:
+      warn: called with one line if there is one of an unknown kind.
+
+    Raises:
+      CheckpointError: its lists are not what they should be.
+    """
+    fields = _fields(header)
+    model = _text(fields, "model", "no_vocab")
+    pre = _text(fields, "pre", "default")
+    try:
+        if (whole := header.values.get(HF_JSON)) is not None:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_str(whole)
+        if model == "llama":
+            return _finished(fields, _sentencepiece(fields), True)
+        if model == "gpt2" and pre in PRETOKENIZERS:
+            return _finished(fields, _byte_level(fields, pre), pre in WHOLE_WORDS)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the Rust library raises plain Exception
+        raise CheckpointError(f"{header.file}: not a tokenizer ({error})") from error
+    if model not in ("no_vocab", "none") and warn is not None:
+        what = f"{model!r:.40}, {pre!r:.40}" if model == "gpt2" else f"{model!r:.40}"
+        warn(f"{header.file}: its tokenizer ({what}) is not known; it is left out")
+    return None
+
+
+def stop_tokens(header: Header) -> tuple[int, ...]:
+    """Ids of tokens that end a text or a turn, in the file's order of naming them."""
+    fields = _fields(header)
+    ids = [fields.size(name, low=0) for name in STOPS if name in fields.values]
+    tokens = fields.get("tokens", None)
+    if isinstance(tokens, list):
+        kinds = _kinds(fields, len(tokens))
+        ends = (tokens.index(end) for end in TURN_ENDS if end in tokens)
+        ids += [i for i in ends if kinds[i] == CONTROL]
+    return tuple(dict.fromkeys(ids))
+
+
+def settings(header: Header) -> dict[str, Any]:
+    """What a tokenizer_config.json would say: special tokens, chat template."""
+    fields = _fields(header)
+    said: dict[str, Any] = {}
+    for name, theirs in SPECIAL.items():
+        if (number := _special(fields, theirs)) is not None:
+            said[f"{name}_token"] = _tokens(fields)[number]
+    if (template := header.values.get(TEMPLATE)) is not None:
+        if not isinstance(template, str):
+            raise CheckpointError(f"{header.file}: {TEMPLATE}: want a text")
+        said["chat_template"] = template
+    return said
+
+
+def source_fields(header: Header, architecture: str) -> dict[str, int]:
+    """Numbers of a config.json that no computation needs; exports keep them."""
+    fields = _fields(header)
+    said = {
+        f"{n}_token_id": fields.get(f"{SPECIAL[n]}_token_id", None) for n in SPECIAL
+    }
+    context = f"{architecture}.context_length"
+    said["max_position_embeddings"] = header.values.get(context)
+    return {name: value for name, value in said.items() if type(value) is int}
+
+
+def _fields(header: Header) -> ConfigFields:
+    values = {
+        key.removeprefix(GGML): value
+        for key, value in header.values.items()
+        if key.startswith(GGML)
+    }
+    return ConfigFields(header.file, values, GGML)
+
+
+def _text(fields: ConfigFields, name: str, default: str) -> str:
+    value = fields.get(name, default)
+    if not isinstance(value, str):
+        raise fields.wants(name, "a text", value)
+    return value
+
+
+def _texts(fields: ConfigFields, name: str) -> list[str]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise fields.wants(name, "a list of texts", value)
+    return value
+
+
+def _tokens(fields: ConfigFields) -> list[str]:
+    tokens = _texts(fields, "tokens")
+    if not 0 < len(tokens) <= MAX_SIZE:
+        raise fields.error("tokens", f"{len(tokens)} of them")
+    return tokens
+
+
+def _numbers(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndarray:
+    """A list of `count` numbers whose dtype is of one of these kinds."""
+    value = fields.get(name)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+        raise fields.wants(name, "a list of numbers", value)
+    if len(value) != count:
+        raise fields.error(name, f"{len(value)} of them, but {count} tokens")
+    return value
+
+
+def _kinds(fields: ConfigFields, count: int) -> np.ndarray:
+    if "token_type" not in fields.values:
+        return np.ones(count, np.int32)
+    return _numbers(fields, "token_type", count, "iu")
+
+
+def _special(fields: ConfigFields, name: str) -> int | None:
+    """The id of a special token, if the file names one that there is."""
+    key = f"{name}_token_id"
+    if key not in fields.values or "tokens" not in fields.values:
+        return None
+    number = fields.size(key, low=0)
+    if number >= len(_tokens(fields)):
+        raise fields.error(key, f"{number} is not among {len(_tokens(fields))} tokens")
+    return number
+
+
+def _byte_level(fields: ConfigFields, pre: str) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = _vocabulary(fields)
+    merges = []
+    for merge in _texts(fields, "merges"):
+        first, _, second = merge[1:].partition(" ")  # a token may begin with a space
+        merges.append((merge[:1] + first, second))
+    model = models.BPE(
+        vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _words(PRETOKENIZERS[pre])
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _words(expressions: tuple[str, ...]) -> "PreTokenizer":
+    """Cuts at what each expression finds, one after another, and makes bytes of it."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(e), "isolated") for e in expressions]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*cuts, letters])
+
+
+def _vocabulary(fields: ConfigFields) -> dict[str, int]:
+    """Ids of the tokens that are used; of two that are alike, the first."""
+    tokens = _tokens(fields)
+    kinds = _kinds(fields, len(tokens))
+    found: dict[str, int] = {}
+    for number, (token, kind) in enumerate(zip(tokens, kinds.tolist(), strict=True)):
+        if kind != UNUSED:
+            found.setdefault(token, number)
+    return found
+
+
+def _sentencepiece(fields: ConfigFields) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, vocabulary = _tokens(fields), _vocabulary(fields)
+    unknown = _special(fields, "unknown")
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=_merges(fields, vocabulary),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
+    shown = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.flag("add_space_prefix", True):
+        spaces = [normalizers.Prepend(SPACE), *spaces]
+        shown.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(shown)
+    return tokenizer
+
+
+def _merges(fields: ConfigFields, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two, the token of the highest score first."""
+    tokens = _tokens(fields)
+    scores = _numbers(fields, "scores", len(tokens), "f")
+    kinds = _kinds(fields, len(tokens))
+    whole = {CONTROL, UNKNOWN, UNUSED, BYTE}  # never made of others
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, number in vocabulary.items():
+        if kinds[number] in whole:
+            continue
+        if len(token) > MAX_PIECE:
+            raise fields.error("tokens", f"{number} has {len(token)} characters")
+        for i in range(1, len(token)):
+            left, right = token[:i], token[i:]
+            if left in vocabulary and right in vocabulary:
+                score = -float(scores[number])
+                found.append((score, vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _finished(
+    fields: ConfigFields, tokenizer: "Tokenizer", begins: bool
+) -> "Tokenizer":
+    """With tokens that no merge makes, and those before and after a text.
+
+    Args:
+      begins: whether a text begins with a token for that, if the file does not say.
+    """
+    tokens = _tokens(fields)
+    kinds = _kinds(fields, len(tokens)).tolist()
+    special = [
+        _added(t, True) for t, k in zip(tokens, kinds, strict=True) if k == CONTROL
+    ]
+    plain = [t for t, k in zip(tokens, kinds, strict=True) if k == USER_DEFINED]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([_added(token, False) for token in plain])
+    around = {}
+    for name, default in (("bos", begins), ("eos", False)):
+        number = _special(fields, name)
+        if fields.flag(f"add_{name}_token", default) and number is not None:
+            around[name] = tokens[number], number
+    if around:
+        from tokenizers.processors import TemplateProcessing
+
+        first, last = around.get("bos", ("", 0))[0], around.get("eos", ("", 0))[0]
+        single = [w for w in (first, "$A", last) if w]
+        pair = [w for w in (first, "$A", last, first, "$B:1", last) if w]
+        tokenizer.post_processor = TemplateProcessing(
+            single=single, pair=pair, special_tokens=list(around.values())
+        )
+    return tokenizer
+
+
+def _added(token: str, special: bool) -> "AddedToken":
+    from tokenizers import AddedToken
+
+    return AddedToken(token, special=special, normalized=False)

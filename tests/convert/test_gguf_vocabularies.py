@@ -1,0 +1,110 @@
+"""Vocabularies of GGUF files: the same tokens as of the tokenizer they were made of."""
+
+import pytest
+
+import stree_jax
+from stree_jax.cli.chat import read_chat_template, read_special_tokens
+from stree_jax.convert.gguf.header import read_header
+from stree_jax.convert.gguf.vocabulary import PRETOKENIZERS, read_vocabulary
+from tests.support.gguf_files import GGUF_CASES, write_gguf
+from tests.support.vocabularies import (
+    COMPOSED,
+    UNSEEN,
+    byte_level,
+    piece_ids,
+    pieces,
+    write_byte_level,
+    write_pieces,
+)
+
+PRES = ("gpt-2", "olmo", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "falcon-h1")
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory):
+    """A function: a vocabulary's writer -> a GGUF file of a tiny model that has it."""
+    root = tmp_path_factory.mktemp("vocabularies")
+    GGUF_CASES["llama-tied"][1]().save_pretrained(root / "model")
+
+    def make(extra):
+        file = root / "model.gguf"
+        return write_gguf(root / "model", "llama-tied", file, extra=extra)
+
+    return make
+
+
+def read(file):
+    return read_vocabulary(read_header(file))
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_byte_level_tokens(write, pre):
+    theirs = byte_level(pre)
+    ours = read(write(write_byte_level(theirs, pre, add_bos_token=False)))
+    for text in (*UNSEEN, "a<fim>b"):
+        wanted = theirs.encode(text)
+        assert ours.encode(text).ids == wanted.ids, text
+        assert ours.encode(text).offsets == wanted.offsets
+        for skip in (True, False):
+            back = ours.decode(wanted.ids, skip_special_tokens=skip)
+            assert back == theirs.decode(wanted.ids, skip_special_tokens=skip)
+    assert ours.id_to_token(401) is None  # fills the embedding up
+
+
+def test_every_name_makes_a_tokenizer(write):
+    trained = byte_level("gpt-2")
+    for pre in PRETOKENIZERS:
+        ours = read(write(write_byte_level(trained, pre, add_bos_token=False)))
+        for text in UNSEEN:
+            if "\u0301" not in text or pre not in COMPOSED:
+                assert ours.decode(ours.encode(text).ids, False) == text, (pre, text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "flags", "first", "last"),
+    [
+        ("smollm", {}, [], []),
+        ("llama-bpe", {}, [1], []),
+        ("smollm", {"add_bos_token": True, "add_eos_token": True}, [1], [0]),
+        ("llama-bpe", {"add_bos_token": False}, [], []),
+    ],
+)
+def test_tokens_around_a_text(write, pre, flags, first, last):
+    ours = read(write(write_byte_level(byte_level(pre), pre, **flags)))
+    inner = ours.encode("a fox", add_special_tokens=False).ids
+    assert ours.encode("a fox").ids == [*first, *inner, *last]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces(write, prefix):
+    tokens, scores = pieces()
+    ours = read(write(write_pieces(tokens, scores, add_space_prefix=prefix)))
+    for text in (t for t in UNSEEN if t):
+        wanted = piece_ids(text, tokens, scores, prefix)
+        assert ours.encode(text).ids == [1, *wanted], text
+        if "\u2581" not in text:
+            assert ours.decode(wanted) == text
+    assert ours.encode("").ids == [1]
+    assert ours.encode("a</s>b", add_special_tokens=False).ids.count(2) == 1
+
+
+def test_what_chat_needs(write):
+    extra = write_byte_level(byte_level("smollm"), "smollm", "{{ messages[0] }}")
+    file = write(extra)
+    assert read_chat_template(file) == "{{ messages[0] }}"
+    texts = {"bos": "<|im_start|>", "eos": "<|endoftext|>", "pad": "<|im_end|>"}
+    wanted = {f"{name}_token": text for name, text in texts.items()}
+    assert read_special_tokens(file) == wanted
+    # The end of a turn stops, too, though the file names the end of a text alone.
+    assert stree_jax.load(file).config.stop_tokens == (0, 2)
+
+
+@pytest.mark.parametrize(("model", "pre"), [("gpt2", "hunyuan"), ("rwkv", "default")])
+def test_an_unknown_kind_is_left_out(write, model, pre):
+    def extra(writer):
+        writer.add_tokenizer_model(model)
+        writer.add_tokenizer_pre(pre)
+
+    with pytest.warns(UserWarning, match=f"model.gguf: its tokenizer .*{pre}|{model}"):
+        loaded = stree_jax.load(write(extra))
+    assert loaded.tokenizer is None

@@ -1,0 +1,373 @@
+"""Tiny Hugging Face checkpoints as GGUF files, laid out as llama.cpp's converter does.
+
+Written by hand from what that converter does, with the `gguf` package's names of keys
+and tensors, so that it shares nothing with `stree_jax.convert.gguf`. `python -m
+tests.gguf_peers` has llama.cpp itself read the files.
+"""
+
+import json
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.support.hf_checkpoints import (
+    GRANITE_MOE,
+    NEMOTRON_MOE,
+    VOCAB,
+    falcon,
+    granite,
+    llama,
+    mamba2,
+    nemotron,
+    randomize,
+)
+
+NO_LIMITS = {"time_step_limit": (0.0, float("inf"))}
+MIXER = {**NO_LIMITS, "mamba_proj_bias": False, "mamba_conv_bias": True}
+NEMOTRON = {"use_bias": False, "use_conv_bias": True}
+# Groups of experts are not in the files of Nemotron-H.
+EXPERTS = NEMOTRON | NEMOTRON_MOE | {"n_group": 1, "topk_group": 1}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 700.0}
+
+
+def qwen2():
+    config = Qwen2Config(
+        hidden_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        vocab_size=VOCAB,
+        rms_norm_eps=1e-4,
+        tie_word_embeddings=False,
+        rope_parameters=PLAIN_ROPE,
+    )
+    return randomize(Qwen2ForCausalLM(config))
+
+
+# By name: the architecture, and a function that makes the model.
+GGUF_CASES = {
+    "llama": ("llama", llama),
+    "llama-tied": (
+        "llama",
+        lambda: llama(
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN_ROPE,
+        ),
+    ),
+    "qwen2": ("qwen2", qwen2),
+    "mamba2": (
+        "mamba2",
+        lambda: mamba2(use_bias=False, use_conv_bias=True, **NO_LIMITS),
+    ),
+    "mamba2-one-group": (
+        "mamba2",
+        lambda: mamba2(
+            use_bias=False,
+            use_conv_bias=True,
+            n_groups=1,
+            tie_word_embeddings=True,
+            **NO_LIMITS,
+        ),
+    ),
+    "granite": (
+        "granite",
+        lambda **options: granite(
+            layer_types=["attention"] * 3, attention_bias=False, **options
+        ),
+    ),
+    "granite-moe": (
+        "granitemoe",
+        lambda: granite(
+            layer_types=["attention"] * 3, attention_bias=False, **GRANITE_MOE
+        ),
+    ),
+    "granite-hybrid": (
+        "granitehybrid",
+        lambda: granite(
+            attention_bias=False,
+            position_embedding_type="nope",
+            tie_word_embeddings=False,
+            **MIXER,
+        ),
+    ),
+    "granite-hybrid-moe": (
+        "granitehybrid",
+        lambda: granite(
+            attention_bias=False,
+            position_embedding_type="nope",
+            **(MIXER | GRANITE_MOE),
+        ),
+    ),
+    "falcon-h1": (
+        "falcon-h1",
+        lambda: falcon(
+            attention_bias=False,
+            mlp_bias=False,
+            projectors_bias=False,
+            mamba_norm_before_gate=False,
+            **MIXER,
+        ),
+    ),
+    "falcon-h1-no-norm": (
+        "falcon-h1",
+        lambda: falcon(
+            attention_bias=False,
+            mlp_bias=False,
+            projectors_bias=False,
+            mamba_rms_norm=False,
+            **MIXER,
+        ),
+    ),
+    "nemotron-h": ("nemotron_h", lambda: nemotron(**NEMOTRON)),
+    "nemotron-h-moe": ("nemotron_h_moe", lambda: nemotron(**EXPERTS)),
+    "nemotron-h-latent": (
+        "nemotron_h_moe",
+        lambda: nemotron(**EXPERTS, moe_latent_size=12),
+    ),
+}
+# Whose converter orders q and k for a rotary embedding that turns neighbours.
+PAIRED = ("llama", "granite", "granitemoe", "granitehybrid")
+PAIRED += ("nemotron_h", "nemotron_h_moe")
+
+
+def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
+    """The checkpoint of a case in `directory` as a GGUF file.
+
+    Args:
+      kind: how matrices are stored, as the `gguf` package names it.
+      extra: a function of the writer, for keys of one's own.
+      shards: tensors of each shard; 0: one file.
+    """
+    arch = GGUF_CASES[name][0]
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=shards)
+    describe(writer, arch, config)
+    if extra is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        extra(writer)
+    stored = gguf.GGMLQuantizationType[kind]
+    for tensor, values in layout(
+        arch, config, load_file(directory / "model.safetensors")
+    ):
+        plain = gguf.GGMLQuantizationType.F32
+        matrix = values.ndim > 1 and not any(s in tensor for s in ("ssm_", "_inp"))
+        matrix |= "ssm_in" in tensor or "ssm_out" in tensor
+        how = stored if matrix else plain
+        data = gguf.quants.quantize(np.ascontiguousarray(values), how)
+        writer.add_tensor(tensor, data, raw_dtype=how)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def describe(writer, arch, c):
+    """Keys of the metadata from a config.json."""
+    layers = c.get("layers_block_type") or c.get("layer_types")
+    count = c.get("num_hidden_layers") or len(layers)
+    heads = c.get("num_attention_heads", 0)
+    kv = c.get("num_key_value_heads", 0)
+    writer.add_vocab_size(c["vocab_size"])
+    writer.add_context_length(c.get("max_position_embeddings", 4096))
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_block_count(count)
+    writer.add_head_count(heads)
+    eps = c.get("rms_norm_eps") or c.get("layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(eps)
+    if arch.startswith("nemotron"):
+        writer.add_layer_norm_eps(eps)
+    rope = c.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if heads:
+        size = c.get("head_dim") or c["hidden_size"] // heads
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+        writer.add_rope_dimension_count(size)
+    if arch in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+        attention = [k in ("attention", "full_attention") for k in layers]
+        writer.add_head_count_kv([kv * there for there in attention])
+    elif kv:
+        writer.add_head_count_kv(kv)
+    if arch.startswith("nemotron"):
+        describe_nemotron(writer, c, layers)
+    elif arch == "mamba2":
+        writer.add_feed_forward_length(0)
+    else:
+        dense = c.get("shared_intermediate_size")
+        dense = c["intermediate_size"] if c.get("num_local_experts") else dense
+        writer.add_feed_forward_length(dense or c["intermediate_size"])
+    if arch.startswith("granite"):
+        describe_granite(writer, c, arch)
+    if arch not in ("llama", "qwen2", "granite", "granitemoe"):
+        describe_mixer(writer, c)
+
+
+def describe_granite(writer, c, arch):
+    writer.add_attention_scale(c["attention_multiplier"])
+    writer.add_embedding_scale(c["embedding_multiplier"])
+    writer.add_residual_scale(c["residual_multiplier"])
+    writer.add_logit_scale(c["logits_scaling"])
+    if arch != "granitemoe":  # where it is not written, attention rotates
+        writer.add_rope_scaling_finetuned(arch != "granitehybrid")
+    if c["num_local_experts"]:
+        writer.add_expert_count(c["num_local_experts"])
+        writer.add_expert_used_count(c["num_experts_per_tok"])
+        writer.add_expert_shared_feed_forward_length(c["shared_intermediate_size"])
+
+
+def describe_nemotron(writer, c, layers):
+    second = "moe" if "moe" in layers else "mlp"
+    width = c["moe_intermediate_size" if second == "moe" else "intermediate_size"]
+    writer.add_feed_forward_length([width * (kind == second) for kind in layers])
+    if second == "moe":
+        writer.add_expert_count(c["n_routed_experts"])
+        writer.add_expert_used_count(c["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(width)
+        shared = c["moe_shared_expert_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(shared)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_norm(c["norm_topk_prob"])
+        writer.add_expert_weights_scale(c["routed_scaling_factor"])
+        writer.add_expert_group_count(c["n_group"])
+        if c.get("moe_latent_size"):
+            writer.add_moe_latent_size(c["moe_latent_size"])
+
+
+def mixer_sizes(c):
+    """Heads, channels of a head, groups, state, taps, by any spelling."""
+
+    def first(*names):
+        return next(c[n] for n in names if c.get(n) is not None)
+
+    return (
+        first("mamba_n_heads", "mamba_num_heads", "num_heads"),
+        first("mamba_d_head", "mamba_head_dim", "head_dim"),
+        first("mamba_n_groups", "n_groups"),
+        first("mamba_d_state", "ssm_state_size", "state_size"),
+        first("mamba_d_conv", "conv_kernel"),
+    )
+
+
+def describe_mixer(writer, c):
+    heads, size, groups, state, taps = mixer_sizes(c)
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_inner_size(heads * size)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(groups)
+
+
+def layout(arch, c, tensors):
+    """Names and float32 arrays of a file's tensors, from those of a checkpoint."""
+    layers = c.get("layers_block_type") or c.get("layer_types") or []
+    count = c.get("num_hidden_layers") or len(layers)
+    number = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch)
+    names = gguf.get_tensor_name_map(number, count)
+    if arch == "falcon-h1":
+        multiply(c, tensors)
+    stacked = {}
+    for name, tensor in sorted(tensors.items(), key=expert_number):
+        if ".experts." in name:  # one by one in nemotron's directories
+            before, _, after = name.partition(".mixer.experts.")
+            block, module = before.rpartition(".")[2], after.split(".")[1]
+            key = f"model.layers.{block}.mlp.experts.{module}.weight"
+            stacked.setdefault(key, []).append(tensor)
+    experts = {name: torch.stack(each) for name, each in stacked.items()}
+    rest = {name: t for name, t in tensors.items() if ".experts." not in name}
+    for name, tensor in (rest | experts).items():
+        for theirs, array in one(arch, c, name, tensor.float().numpy()):
+            known = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+            assert known is not None, theirs
+            yield known, array
+    rope = c.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", llama3_factors(c, rope)
+
+
+def expert_number(item):
+    """Experts in their order: the tenth comes after the second."""
+    _, _, after = item[0].partition(".experts.")
+    return int(after.split(".")[0]) if after else 0
+
+
+def one(arch, c, name, w):
+    """A tensor of a directory as those of a file: names that gguf maps, and arrays."""
+    if name.endswith(("q_proj.weight", "q_proj.bias")) and arch in PAIRED:
+        w = paired(w, c["num_attention_heads"])
+    if name.endswith(("k_proj.weight", "k_proj.bias")) and arch in PAIRED:
+        w = paired(w, c["num_key_value_heads"])
+    if name.endswith("conv1d.weight"):
+        w = w.squeeze(1)
+    if name.endswith("A_log"):
+        w = -np.exp(w)[:, None]
+    if name.endswith((".mixer.D", ".mamba.D")):
+        w = w[:, None]
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        w = w.reshape(mixer_sizes(c)[2], -1)
+    if name.endswith("dt_bias"):
+        module = "dt" if ".mixer." in name else "dt_proj"
+        name = name.replace("dt_bias", f"{module}.bias")
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    number = next((part for part in name.split(".") if part.isdigit()), "")
+    block, ending = f"blk.{number}.", name.rpartition(".")[2]
+    if "shared_mlp.input_linear" in name or "moe.input_linear" in name:
+        gate, up = np.split(w, 2, axis=-2)
+        kind = "_shexp" if c["num_local_experts"] else ""
+        kind = kind if "shared" in name else "_exps"
+        yield f"{block}ffn_gate{kind}.{ending}", gate
+        yield f"{block}ffn_up{kind}.{ending}", up
+        return
+    if "shared_mlp.output_linear" in name and not c["num_local_experts"]:
+        name = f"{block}ffn_down.{ending}"
+    yield name, w
+
+
+def paired(w, heads):
+    """Channels i and i + half of every head side by side."""
+    size = len(w) // heads
+    order = [i // 2 + size // 2 * (i % 2) for i in range(size)]
+    return w[[h * size + i for h in range(heads) for i in order]]
+
+
+def multiply(c, tensors):
+    """Falcon-H1's multipliers into its weights, in place."""
+    heads, size, groups, state, _ = mixer_sizes(c)
+    widths = [heads * size, heads * size, groups * state, groups * state, heads]
+    parts = torch.tensor(c["ssm_multipliers"]).repeat_interleave(torch.tensor(widths))
+    gate, down = c["mlp_multipliers"]
+    into = c["attention_in_multiplier"]
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "q_proj": into,
+        "k_proj": into * c["key_multiplier"],
+        "v_proj": into,
+        "o_proj": c["attention_out_multiplier"],
+        "out_proj": c["ssm_out_multiplier"],
+        "in_proj": c["ssm_in_multiplier"] * parts[:, None],
+        "lm_head": c["lm_head_multiplier"],
+        "embed_tokens": c["embedding_multiplier"],
+    }
+    for name in tensors:
+        module = name.split(".")[-2]
+        if module in factors:
+            tensors[name] = tensors[name] * factors[module]
+
+
+def llama3_factors(c, rope):
+    """What llama3 scaling divides each frequency by."""
+    size = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
+    old, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((old / waves - low) / (high - low), 0, 1)
+    return (1 / (smooth + (1 - smooth) / factor)).astype(np.float32)

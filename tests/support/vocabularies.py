@@ -1,0 +1,175 @@
+"""Tiny trained tokenizers, and how llama.cpp's converter puts them into GGUF files."""
+
+import json
+
+import gguf
+from tokenizers import (
+    AddedToken,
+    Regex,
+    SentencePieceBPETokenizer,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+TEXTS = (
+    "The quick brown fox doesn't jump over 12345 lazy dogs; it's 3.14 o'clock!",
+    "Der schnelle Fuchs springt über 67 faule Hunde — und schläft dann.",
+    "def f(x):\n    return x ** 2  # squares\n\n\n\tprint(f(10_000))",
+    "素早い茶色の狐は、のろまな犬を飛び越える。 Быстрая лиса прыгает. 🦊🦊",
+    "  spaces   in   rows\r\nand\ttabs, WE'LL see I'M sure/",
+)
+# Not in the training text: other scripts, other numbers, a decomposed accent.
+UNSEEN = (
+    *TEXTS,
+    "¿Qué tal? नमस्ते दुनिया, 안녕하세요 1234567890 و٣٤٥",
+    "e\u0301 tre\u0300s\u00a0bien ½ ²³ №5",
+    "<|im_start|>user\nhi<|im_end|>\n \u2581odd",
+    "",
+    " ",
+    "\n",
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPACE = "\u2581"  # sentencepiece's
+PLAIN = "<fim>"  # an added token that is text like any other
+
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
+BYTES = {"add_prefix_space": False, "use_regex": False}
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(expression):
+    cut = pre_tokenizers.Split(Regex(expression), "isolated")
+    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(**BYTES)])
+
+
+def words(pre):
+    """As the tokenizer.json files that go by this name cut a text."""
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    match pre:
+        case "gpt-2" | "olmo" | "mpt":
+            return plain
+        case "smollm" | "starcoder" | "refact":
+            return pre_tokenizers.Sequence([digits, plain])
+        case "llama-bpe" | "dbrx" | "falcon-h1":
+            return split(LLAMA3)
+        case "qwen2":
+            return split(LLAMA3.replace("{1,3}", ""))
+    raise ValueError(pre)
+
+
+def byte_level(pre):
+    """A trained tokenizer of 400 tokens, as its tokenizer.json would be."""
+    whole = pre in ("llama-bpe", "falcon-h1")
+    tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
+    tokenizer.pre_tokenizer = words(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = [AddedToken(t, special=True, normalized=False) for t in SPECIAL]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=alphabet,
+        special_tokens=special,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens([AddedToken(PLAIN, normalized=False)])
+    return tokenizer
+
+
+def write_byte_level(tokenizer, pre, template=None, **flags):
+    """A function of a GGUF writer, for `gguf_files.write_gguf`.
+
+    Args:
+      flags: `add_bos_token` and the like.
+    """
+    model = json.loads(tokenizer.to_str())["model"]
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    special = dict.fromkeys(SPECIAL, gguf.TokenType.CONTROL)
+    special[PLAIN] = gguf.TokenType.USER_DEFINED
+
+    def write(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list([*tokens, "[PAD401]"])
+        kinds = [special.get(t, gguf.TokenType.NORMAL) for t in tokens]
+        writer.add_token_types([*kinds, gguf.TokenType.UNUSED])
+        writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(0)
+        writer.add_pad_token_id(2)
+        for name, value in flags.items():
+            writer.add_bool(f"tokenizer.ggml.{name}", value)
+        if template is not None:
+            writer.add_chat_template(template)
+
+    return write
+
+
+BYTE_TOKENS = [f"<0x{b:02X}>" for b in range(256)]
+
+
+def pieces():
+    """Tokens and scores of a SentencePiece kind of vocabulary, trained."""
+    trained = SentencePieceBPETokenizer()
+    options = {"vocab_size": 300, "show_progress": False, "special_tokens": ["<unk>"]}
+    trained.train_from_iterator(TEXTS, **options)
+    known = trained.get_vocab()
+    found = [t for t in sorted(known, key=known.get) if t != "<unk>"]
+    tokens = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *found]
+    return tokens, [0.0] * 259 + [-float(i) for i in range(len(found))]
+
+
+def write_pieces(tokens, scores, **flags):
+    """As `write_byte_level`, of a SentencePiece kind."""
+    kinds = gguf.TokenType
+    types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
+    types += [kinds.NORMAL] * (len(tokens) - 259)
+
+    def write(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(scores)
+        writer.add_token_types(types)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        for name, value in flags.items():
+            writer.add_bool(f"tokenizer.ggml.{name}", value)
+
+    return write
+
+
+def piece_ids(text, tokens, scores, prefix=True):
+    """Of a text, as sentencepiece's BPE is defined: the neighbours that make the token
+    of the best score become it, again and again, the leftmost first."""
+    number = {token: i for i, token in enumerate(tokens)}
+    mergeable = set(tokens[259:])
+    symbols = list((" " * (prefix and text != "") + text).replace(" ", SPACE))
+    while True:
+        pairs = [
+            (-scores[number[a + b]], i)
+            for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))
+            if a + b in mergeable
+        ]
+        if not pairs:
+            break
+        i = min(pairs)[1]
+        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+    ids = []
+    for symbol in symbols:
+        if symbol in number:
+            ids.append(number[symbol])
+        else:
+            ids += [3 + byte for byte in symbol.encode()]
+    return ids
