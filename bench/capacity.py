@@ -94,7 +94,7 @@ def measure_capacity(options: Options, run: Run) -> dict[str, Any]:
         "sizes": list(options.sizes),
         "capacities": list(options.capacities),
         "lengths": list(options.lengths),
-        "text": options.text,
+        "text_tokens": options.text,  # "text" is what --explain prints
     }
     report = measure(settings, units, work, run)
     return {**report, "results": capacity_rows(report["units"])}

@@ -133,6 +133,7 @@ def test_a_report_of_caches_and_text(monkeypatch):
     monkeypatch.setattr(capacity, "model_named", lambda name, dtype: model)
     report = capacity.measure_capacity(OPTIONS, Run(2))
     assert report["complete"] and json.loads(json.dumps(report)) == report
+    assert "text" not in report  # that is what --explain prints, and --figure draws
     rows = report["results"]
     places = [(row["capacity"], row["text"]) for row in rows]
     assert places == 2 * [(128, 5), (512, 5), (512, 5), (512, 300)]
