@@ -90,14 +90,23 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
   }
 }
 
+// Numbers from one packed row to the next: a line more where all rows would fall into
+// the same few sets of the cache.
+template <class L>
+TARGET int64_t packed_stride(int64_t k) {
+  const int64_t stride = rounded_up(k, L::step);
+  const bool alike = stride * static_cast<int64_t>(sizeof(typename L::Row)) % 1024 == 0;
+  return stride + (alike ? L::step : 0);
+}
+
 template <class L>
 TARGET int64_t product_packed_bytes(const Product& p) {
-  return p.t * rounded_up(p.k, L::step) * static_cast<int64_t>(sizeof(typename L::Row));
+  return p.t * packed_stride<L>(p.k) * static_cast<int64_t>(sizeof(typename L::Row));
 }
 
 template <class L>
 TARGET void product_pack(const Product& p, void* packed) {
-  const int64_t stride = rounded_up(p.k, L::step);
+  const int64_t stride = packed_stride<L>(p.k);
   for (int64_t r = 0; r < p.t; r++) {
     const float* from = p.rows + r * p.k;
     auto* to = static_cast<typename L::Row*>(packed) + r * stride;
@@ -111,7 +120,7 @@ TARGET void product_columns(const Product& p, const void* packed, int64_t begin,
                             int64_t end) {
   const auto* rows = static_cast<const typename L::Row*>(packed);
   const auto* weight = static_cast<const typename L::Weight*>(p.weight);
-  const int64_t stride = rounded_up(p.k, L::step);
+  const int64_t stride = packed_stride<L>(p.k);
   for (int64_t c = begin; c < end; c += COLUMNS) {
     const int count = static_cast<int>(end - c < COLUMNS ? end - c : COLUMNS);
     const auto* next = reinterpret_cast<const char*>(weight + (c + COLUMNS) * p.k);
