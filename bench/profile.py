@@ -25,6 +25,7 @@ STEPS = 16
 PARTS = {
     "products with weights": ("in_proj", "out_proj", "qkv", "mlp", "moe", "linear"),
     "head": ("head",),
+    "mixers, in one kernel": ("mixer",),
     "scan and replay": ("scan",),
     "convolution": ("conv",),
     "attention": ("attention",),
@@ -57,7 +58,9 @@ class Operation(NamedTuple):
 
 
 # A shape is one word, or several in brackets.
-LINE = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) ([a-z][a-z\-]*)\((.*)")
+# Long tuples are counted in comments.
+TUPLE = r"\((?:[^=]|/\*index=)*?\)"
+LINE = re.compile(rf"\s*(?:ROOT )?%([\w.\-]+) = ({TUPLE}|\S+) ([a-z][a-z\-]*)\((.*)")
 
 
 def operations_of(compiled: str) -> dict[str, Operation]:

@@ -109,7 +109,7 @@ def mixed(
         return equations(c, zxbcdt, weights, pass_, state, record)
     definition = Definition(c, nodes.scan, pending is not None)
     args = zxbcdt, weights, memory, tree
-    with jax.named_scope("scan"):
+    with jax.named_scope("mixer"):
         y, new = mixer_pass(*args, options=options, definition=definition)
     return y, MambaRecord(*new[2:]), MambaState(*new[:2])
 

@@ -33,6 +33,8 @@ def pair(request, tmp_path_factory):
     if request.param in HF_CASES:
         other = HF_CASES[request.param]()
         other.save_pretrained(directory)
+        if request.param.startswith("zamba2"):
+            other = other.double()  # in float32 it is 8e-5 from that by itself
 
         def logits(tokens):
             with torch.no_grad():
