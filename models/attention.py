@@ -9,7 +9,7 @@ import numpy as np
 from flax import linen as nn
 
 from stree_jax.models.config import AttentionConfig, Rope
-from stree_jax.models.linear import linear, scaled
+from stree_jax.models.linear import linear, linear_summed, scaled
 from stree_jax.models.nodes import Pass
 from stree_jax.models.params import attention_params, declare
 from stree_jax.models.state import AttentionRecord, AttentionState, commit_attention
@@ -46,10 +46,15 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope) -> jax.Array:
 
 
 class Attention(nn.Module):
-    """Project, convolve, rotate, attend, project back; see `AttentionConfig`."""
+    """Project, convolve, rotate, attend, project back; see `AttentionConfig`.
+
+    Attributes:
+      parts: as `Cut.attention`.
+    """
 
     config: AttentionConfig
     dtype: Any
+    parts: int = 1
 
     @nn.compact
     def __call__(
@@ -101,7 +106,7 @@ class Attention(nn.Module):
             if c.d_mlp:
                 up, gate = jnp.split(mlp, 2, axis=-1)
                 y = jnp.concatenate([y, up * jax.nn.silu(gate)], axis=-1)
-            out = linear(y, p["out"], p.get("out_bias"))
+            out = linear_summed(y, p["out"], p.get("out_bias"), self.parts)
             return scaled(out, c.out_multiplier), record, state
 
 

@@ -20,7 +20,7 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.linear import linear
-from stree_jax.models.model import Model, logits_of
+from stree_jax.models.model import Model, derived, logits_of
 from stree_jax.models.params import (
     ZEROS,
     Param,
@@ -190,4 +190,4 @@ def head_of(model: Model) -> Model:
     """The model without its layers: what `logits_of` needs."""
     names = ("embedding", "lm_head")
     params = {name: model.params[name] for name in names if name in model.params}
-    return Model(params, model.config)
+    return derived(model, params, model.config)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
 from stree_jax.cpu_kernels import skinny_product, skinny_product_int8, unsupported
 from stree_jax.models.quantized import Quantized, int8_product
+from stree_jax.models.shards import total
 
 GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 1 to 3
 
@@ -57,6 +58,14 @@ def linear(
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def linear_summed(
+    x: jax.Array, weight: jax.Array | Quantized, bias: jax.Array | None, parts: int
+) -> jax.Array:
+    """`linear` of which x and the weight's columns are cut in so many parts."""
+    y = total(linear(x, weight), parts)
+    return y if bias is None else y + as_row(bias, y.ndim)
 
 
 def _matrix(weight: jax.Array | Quantized) -> jax.Array:

@@ -19,7 +19,7 @@ from stree_jax.cpu_kernels import (
     parted,
 )
 from stree_jax.models.config import MambaConfig
-from stree_jax.models.linear import as_row, linear, scaled
+from stree_jax.models.linear import as_row, linear, linear_summed, scaled
 from stree_jax.models.nodes import Nodes, Pass, Scan
 from stree_jax.models.norm import gated_norm
 from stree_jax.models.params import declare, mamba_params
@@ -38,10 +38,16 @@ CHUNK = 64  # tokens per chunk of a causal scan
 
 
 class Mamba2Mixer(nn.Module):
-    """Project, convolve, scan, gate and norm, project back; see `MambaConfig`."""
+    """Project, convolve, scan, gate and norm, project back; see `MambaConfig`.
+
+    Attributes:
+      parts, norm_parts: as `Cut.mamba` and `Cut.norm`.
+    """
 
     config: MambaConfig
     dtype: Any
+    parts: int = 1
+    norm_parts: int = 1
 
     @nn.compact
     def __call__(
@@ -65,12 +71,13 @@ class Mamba2Mixer(nn.Module):
             p.get("norm", none),
             *(p[name].astype(jnp.float32) for name in ("dt_bias", "A_log", "D")),
         )
-        y, record, state = mixed(c, zxbcdt, weights, pass_, state, record)
+        args = weights, pass_, state, record
+        y, record, state = mixed(c, zxbcdt, *args, self.norm_parts)
         with jax.named_scope("out_proj"):
             if c.d_mlp:
                 z0, x0, _ = jnp.split(zxbcdt, [c.d_mlp, 2 * c.d_mlp], axis=-1)
                 y = jnp.concatenate([jax.nn.silu(z0) * x0, y], axis=-1)
-            out = linear(y, p["out_proj"], p.get("out_proj_bias"))
+            out = linear_summed(y, p["out_proj"], p.get("out_proj_bias"), self.parts)
         return scaled(out, c.out_multiplier), record, state
 
 
@@ -84,13 +91,15 @@ def mixed(
     pass_: Pass[MambaRecord],
     state: MambaState,
     record: MambaRecord | None,
+    norm_parts: int = 1,
 ) -> Mixed:
     """What out_proj reads [B, Tq, H * P] float32, record and state: the equations, or
     the kernel for CPUs that has all of them."""
     nodes, pending = pass_.nodes, pass_.pending
     last = record if pending is None else pending.record
-    if last is None or c.x_heads is not None or nodes.scan not in ("tree", "chain"):
-        return equations(c, zxbcdt, weights, pass_, state, record)
+    alone = c.x_heads is None and norm_parts == 1
+    if last is None or not alone or nodes.scan not in ("tree", "chain"):
+        return equations(c, zxbcdt, weights, pass_, state, record, norm_parts)
     zeros, none = partial(jnp.zeros, dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
     tree = MixerTree(
         zeros((zxbcdt.shape[0], 1)) if pending is None else pending.path,
@@ -148,6 +157,7 @@ def equations(
     pass_: Pass[MambaRecord],
     state: MambaState,
     record: MambaRecord | None,
+    norm_parts: int = 1,
 ) -> Mixed:
     """As `mixed`; the mixer in order."""
     pending = pass_.pending
@@ -176,7 +186,7 @@ def equations(
 
     with jax.named_scope("norm"):
         scale = None if c.norm is None else weights.norm
-        y = gated_norm(y.reshape(*z.shape), z, scale, c)
+        y = gated_norm(y.reshape(*z.shape), z, scale, c, norm_parts)
     return y, record, MambaState(ssm, conv0)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.models.config import Activation, MLPConfig
-from stree_jax.models.linear import linear, scaled
+from stree_jax.models.linear import linear, linear_summed, scaled
 from stree_jax.models.params import declare, mlp_params
 
 
@@ -30,10 +30,11 @@ def activate_gated(
 
 
 class MLP(nn.Module):
-    """An MLP as `MLPConfig` says."""
+    """An MLP as `MLPConfig` says, cut in so many parts."""
 
     config: MLPConfig
     dtype: Any
+    parts: int = 1
 
     @nn.compact
     def __call__(self, u: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
@@ -53,5 +54,5 @@ class MLP(nn.Module):
                 h = activate_gated(h, c.activation, c.gate_multiplier)
             else:
                 h = activate(h, c.activation)
-            down = linear(h, p["down"], p.get("down_bias"))
+            down = linear_summed(h, p["down"], p.get("down_bias"), self.parts)
             return scaled(down, c.down_multiplier)

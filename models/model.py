@@ -36,6 +36,7 @@ from stree_jax.models.params import (
     stored,
 )
 from stree_jax.models.quantized import INT8, Quantized
+from stree_jax.models.shards import WHOLE, Cut, gathered, own, own_rows, total
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
@@ -58,19 +59,35 @@ class Model:
     Attributes:
       params: nested dictionary of arrays.
       config: the architecture.
+      mesh: the devices that the arrays are cut over, see `stree_jax.shard`; None: one.
+      cut: of a part, which is one device's within `jax.shard_map`, how it was cut.
     """
 
     params: Params
     config: ModelConfig = struct.field(pytree_node=False)
+    mesh: jax.sharding.Mesh | None = struct.field(
+        pytree_node=False, default=None, kw_only=True
+    )
+    cut: Cut = struct.field(pytree_node=False, default=WHOLE, kw_only=True)
 
     @property
     def module(self) -> Any:
         """The Flax module that the parameters belong to."""
-        return LanguageModel(self.config, param_dtype(self.params))
+        return LanguageModel(self.config, param_dtype(self.params), self.cut)
 
     def __repr__(self) -> str:
         count = parameter_count(self.params)
         return f"{type(self).__name__}({count:,} parameters, {self.config})"
+
+
+def derived(model: Model, params: Params, config: ModelConfig) -> Model:
+    """A plain model with other parameters, on the same devices."""
+    return Model(params, config, mesh=model.mesh, cut=model.cut)
+
+
+def plain(model: Model) -> Model:
+    """A model without what an API's has beside."""
+    return derived(model, model.params, model.config)
 
 
 class ResidualLayer(nn.Module):
@@ -79,6 +96,7 @@ class ResidualLayer(nn.Module):
     config: ModelConfig
     kind: LayerKind
     dtype: Any
+    cut: Cut = WHOLE
 
     @nn.compact
     def __call__(
@@ -103,8 +121,9 @@ class ResidualLayer(nn.Module):
             adapters = Adapters(c, self.dtype, name="adapters")
             u = jnp.concatenate([h, embedding], axis=-1)
             f, a_record, a_state = block(u, adapters, *for_attention)
-            p = declare(self, shared_params(c.d_model), self.dtype)
-            read = h + linear(f, p["linear"])
+            n = self.cut.width
+            p = declare(self, shared_params(c.d_model, n), self.dtype)
+            read = h + total(linear(own(f, n), p["linear"]), n)
         u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read)
         match self.kind:
             case "mamba":
@@ -118,20 +137,21 @@ class ResidualLayer(nn.Module):
             case "shared":
                 out, m_record, m_state = self._mamba(u, *for_mamba)
             case "mlp":
-                out = MLP(given(c.mlp), self.dtype, name="mlp")(u)
+                out = MLP(given(c.mlp), self.dtype, self.cut.mlp, name="mlp")(u)
             case "moe":
-                out = MoE(given(c.moe), self.dtype, name="moe")(u)
+                out = MoE(given(c.moe), self.dtype, self.cut.moe, name="moe")(u)
         if both:
             record = ParallelRecord(m_record, a_record)
             state = ParallelState(m_state, a_state)
         return h + c.residual_multiplier * out, record, state
 
     def _mamba(self, *args: Any) -> tuple[jax.Array, Any, Any]:
-        return Mamba2Mixer(given(self.config.mamba), self.dtype, name="mamba")(*args)
+        options, parts = given(self.config.mamba), (self.cut.mamba, self.cut.norm)
+        return Mamba2Mixer(options, self.dtype, *parts, name="mamba")(*args)
 
     def _attention(self, *args: Any) -> tuple[jax.Array, Any, Any]:
-        options = given(self.config.attention)
-        return Attention(options, self.dtype, name="attention")(*args)
+        options, parts = given(self.config.attention), self.cut.attention
+        return Attention(options, self.dtype, parts, name="attention")(*args)
 
 
 def _part(
@@ -182,14 +202,16 @@ class MTPLayers(nn.Module):
 
     config: ModelConfig
     dtype: Any
+    cut: Cut = WHOLE
 
     def setup(self):
         c = self.config
         norm = partial(Norm, c.norm, c.norm_eps, self.dtype)
         self.enorm = norm()
         self.hnorm = norm()
-        self.eh_proj = declare(self, mtp_params(c.d_model), self.dtype)["eh_proj"]
-        self.layers = [ResidualLayer(c, kind, self.dtype) for kind in c.mtp]
+        table = mtp_params(c.d_model, self.cut.width)
+        self.eh_proj = declare(self, table, self.dtype)["eh_proj"]
+        self.layers = [ResidualLayer(c, kind, self.dtype, self.cut) for kind in c.mtp]
         self.norm = norm()
 
     def __call__(
@@ -204,7 +226,8 @@ class MTPLayers(nn.Module):
     ) -> tuple[jax.Array, Records, State]:
         """As `forward_hidden`, of embeddings and hidden states [B, Tq, d] float32."""
         both = [self.enorm(embedding), self.hnorm(previous)]
-        h = linear(jnp.concatenate(both, axis=-1), self.eh_proj)
+        n = self.cut.width
+        h = total(linear(own(jnp.concatenate(both, axis=-1), n), self.eh_proj), n)
         blocks = [None] * len(self.layers)
         args = (nodes, state, records, rows, pending)
         h, out, state = through(self.layers, blocks, h, *args)
@@ -216,28 +239,34 @@ class LanguageModel(nn.Module):
 
     config: ModelConfig
     dtype: Any = jnp.float32
+    cut: Cut = WHOLE
 
     def setup(self):
         c = self.config
         p = declare(self, model_params(c), self.dtype)
         self.embedding = p["embedding"]
         self.head_weight = p["embedding" if c.tie_embeddings else "lm_head"]
-        self.layers = [ResidualLayer(c, kind, self.dtype) for kind in c.layers]
-        blocks = 0 if c.shared is None else c.shared.blocks
-        self.shared = [SharedBlock(c, self.dtype) for _ in range(blocks)]
+        kinds, shared = c.layers, c.shared
+        self.layers = [ResidualLayer(c, kind, self.dtype, self.cut) for kind in kinds]
+        blocks = 0 if shared is None else shared.blocks
+        self.shared = [SharedBlock(c, self.dtype, self.cut) for _ in range(blocks)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
         if c.mtp:
-            self.mtp = MTPLayers(c, self.dtype)
+            self.mtp = MTPLayers(c, self.dtype, self.cut)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """What the layers read of tokens [B, T]: [B, T, d] float32."""
         # XLA:CPU looks nothing up in 16 bits. It makes the rows float32; where it may,
         # the whole table, before a loop, and keeps that.
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
+        n = self.cut.vocab
+        ids, here = own_rows(tokens, table.shape[0], n)
         if isinstance(table, Quantized):
-            h = table.rows(tokens)
+            h = table.rows(ids)
         else:
-            h = table[tokens].astype(jnp.float32)
+            h = table[ids].astype(jnp.float32)
+        if n > 1:
+            h = total(jnp.where(here[..., None], h, 0.0), n)
         return h * self.config.embedding_multiplier
 
     def __call__(
@@ -267,7 +296,8 @@ class LanguageModel(nn.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] float32 of hidden states [..., d]."""
         with jax.named_scope("head"):
-            return linear(hidden, self.head_weight) / self.config.logits_divisor
+            logits = gathered(linear(hidden, self.head_weight), self.cut.vocab)
+            return logits / self.config.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
         """Touches every parameter, for `init`."""

@@ -11,6 +11,7 @@ from stree_jax.models.config import MoEConfig
 from stree_jax.models.linear import linear
 from stree_jax.models.mlp import MLP, activate, activate_gated
 from stree_jax.models.params import declare, moe_params
+from stree_jax.models.shards import total
 
 
 def route(
@@ -38,10 +39,15 @@ def route(
 
 
 class MoE(nn.Module):
-    """sum of weight * expert(x) over the chosen experts, and the shared MLP of x."""
+    """sum of weight * expert(x) over the chosen experts, and the shared MLP of x.
+
+    Attributes:
+      parts: as `Cut.moe`.
+    """
 
     config: MoEConfig
     dtype: Any
+    parts: int = 1
 
     @nn.compact
     def __call__(self, u: jax.Array) -> jax.Array:
@@ -57,12 +63,13 @@ class MoE(nn.Module):
                 # and then has no code for it in bfloat16.
                 x = lax.optimization_barrier(linear(x, p["latent_in"]))
             y = self._experts(x, chosen, weight, p["into"], p["down"])
+            y = total(y, self.parts)
             if c.d_latent:
                 y = linear(y, p["latent_out"])
             y = y.reshape(u.shape)
         if c.shared is None:
             return y
-        return y + MLP(c.shared, self.dtype, name="shared")(u)
+        return y + MLP(c.shared, self.dtype, self.parts, name="shared")(u)
 
     def _experts(
         self,

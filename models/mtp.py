@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stree_jax.models.model import Model
+from stree_jax.models.model import Model, derived
 
 PARAMS = ("embedding", "lm_head", "mtp")  # the first two are the target's own arrays
 
@@ -23,10 +23,10 @@ def mtp_model(target: Model) -> Model:
     if not config.mtp:
         raise ValueError("model: it has no MTP layers; load it with mtp=True")
     params = {name: target.params[name] for name in PARAMS if name in target.params}
-    return Model(params, replace(config, layers=config.mtp))
+    return derived(target, params, replace(config, layers=config.mtp))
 
 
 def without_mtp(model: Model) -> Model:
     """The model that the MTP layers draft for; its arrays are not copied."""
     params = {name: leaf for name, leaf in model.params.items() if name != "mtp"}
-    return Model(params, replace(model.config, mtp=()))
+    return derived(model, params, replace(model.config, mtp=()))

@@ -9,29 +9,40 @@ from flax import linen as nn
 from stree_jax.models.config import MambaConfig
 from stree_jax.models.linear import as_row
 from stree_jax.models.params import declare, norm_params
+from stree_jax.models.shards import mean_of_neighbours
 
 
-def rms_norm(x: jax.Array, eps: float, groups: int = 1) -> jax.Array:
-    """x / rms(x) over each of `groups` equal parts of the last axis, in float32."""
-    parts = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
-    mean = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
-    return (parts * jax.lax.rsqrt(mean + eps)).reshape(x.shape)
+def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.Array:
+    """x / rms(x) over each of `groups` equal parts of the last axis, in float32.
+
+    Args:
+      parts: over how many parts of a model a group reaches, see `Cut.norm`.
+    """
+    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+    mean = mean_of_neighbours(mean, parts)
+    return (grouped * jax.lax.rsqrt(mean + eps)).reshape(x.shape)
 
 
 def gated_norm(
-    y: jax.Array, z: jax.Array, scale: jax.Array | None, config: MambaConfig
+    y: jax.Array,
+    z: jax.Array,
+    scale: jax.Array | None,
+    config: MambaConfig,
+    parts: int = 1,
 ) -> jax.Array:
     """The mixer's output y gated by silu(z), normed before or after, or not at all.
 
     Args:
       y, z: [B, T, H * P] float32.
       scale: [H * P] of the norm, or None for no norm.
+      parts: as of `rms_norm`.
     """
     gate = jax.nn.silu(z)
     if scale is None:
         return y * gate
     y = y * gate if config.norm == "gate_first" else y
-    y = rms_norm(y, config.norm_eps, config.norm_groups) * as_row(scale, y.ndim)
+    y = rms_norm(y, config.norm_eps, config.norm_groups, parts) * as_row(scale, y.ndim)
     return y * gate if config.norm == "norm_first" else y
 
 

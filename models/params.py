@@ -1,4 +1,5 @@
-"""The parameters of each layer: names, shapes, how they begin, which stay float32.
+"""The parameters of each layer: names, shapes, how they begin, along which axis they
+are cut into parts, which stay float32.
 
 A model's parameters are a nested dictionary of arrays, `layers_0 / mamba / in_proj`;
 `model.param_shapes` lists them all. A matrix is [out, in], PyTorch's own layout.
@@ -20,8 +21,10 @@ from stree_jax.models.config import (
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    given,
 )
 from stree_jax.models.quantized import INT8, Quantized, quantize
+from stree_jax.models.shards import Run
 
 # Small numbers that decide how fast a state forgets, or which expert is taken.
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
@@ -54,10 +57,19 @@ def _init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
 
 
 class Param(NamedTuple):
-    """Shape and initialiser of a parameter."""
+    """A parameter.
+
+    Attributes:
+      shape: of it.
+      init: its initialiser.
+      runs: what the axis consists of along which it is cut; (): every part has it all.
+      axis: which one that is.
+    """
 
     shape: tuple[int, ...]
     init: Init = NORMAL
+    runs: tuple[Run, ...] = ()
+    axis: int = 0
 
 
 Table = dict[str, Param]  # by name, in the order in which they are drawn
@@ -68,59 +80,106 @@ def _taps(count: int) -> Init:
     return nn.initializers.uniform(2 / math.sqrt(count))
 
 
+def mamba_runs(c: MambaConfig) -> dict[str, tuple[Run, ...]]:
+    """What the channels of a mixer consist of: "inner" of y, "heads", "xBC"; "first" of
+    the MLP inside."""
+    H, inside = c.num_heads, (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
+    x, B, C = c.widths
+    grouped = c.x_heads is not None
+    own = c.x_heads or H
+    return {
+        "first": inside,
+        "inner": (Run(c.d_inner, H),),
+        "heads": (Run(H, H),),
+        "xBC": (
+            Run(x, own, grouped),
+            Run(B, own if grouped else c.n_groups, True),
+            Run(C, c.n_groups, True),
+        ),
+    }
+
+
 def mamba_params(c: MambaConfig, d_model: int) -> Table:
-    D = (c.d_inner,) if c.D_per_channel else (c.num_heads,)
+    parts = mamba_runs(c)
+    first, inner, heads, xBC = (parts[k] for k in ("first", "inner", "heads", "xBC"))
+    into = 2 * first + inner + xBC + heads
     table = {
-        "in_proj": Param((c.d_in_proj, d_model)),
-        "conv_weight": Param((c.d_xBC, c.d_conv), _taps(c.d_conv)),
-        "dt_bias": Param((c.num_heads,), _init_dt_bias),
-        "A_log": Param((c.num_heads,), _init_A_log),
-        "D": Param(D, ONES),
-        "out_proj": Param((d_model, c.d_inner + c.d_mlp)),
+        "in_proj": Param((c.d_in_proj, d_model), runs=into),
+        "conv_weight": Param((c.d_xBC, c.d_conv), _taps(c.d_conv), xBC),
+        "dt_bias": Param((c.num_heads,), _init_dt_bias, heads),
+        "A_log": Param((c.num_heads,), _init_A_log, heads),
+        "D": Param((c.d_inner,), ONES, inner)
+        if c.D_per_channel
+        else Param((c.num_heads,), ONES, heads),
+        "out_proj": Param((d_model, c.d_inner + c.d_mlp), runs=first + inner, axis=1),
     }
     if c.proj_in_bias:
-        table["in_proj_bias"] = Param((c.d_in_proj,), ZEROS)
+        table["in_proj_bias"] = Param((c.d_in_proj,), ZEROS, into)
     if c.conv_bias:
-        table["conv_bias"] = Param((c.d_xBC,), ZEROS)
+        table["conv_bias"] = Param((c.d_xBC,), ZEROS, xBC)
     if c.proj_out_bias:
         table["out_proj_bias"] = Param((d_model,), ZEROS)
     if c.norm is not None:
-        table["norm"] = Param((c.d_inner,), ONES)
+        table["norm"] = Param((c.d_inner,), ONES, inner)
     return table
+
+
+def attention_runs(c: AttentionConfig) -> tuple[Run, Run, Run]:
+    """What the channels of q, k and v consist of."""
+    kv = Run(c.num_kv_heads * c.head_dim, c.num_kv_heads, True)
+    return Run(c.num_heads * c.head_dim, c.num_heads), kv, kv
 
 
 def attention_params(c: AttentionConfig, d_model: int) -> Table:
     d_in, d_out = c.d_qkv + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
-    width = c.d_out or d_model
-    table = {"qkv": Param((d_in, d_model)), "out": Param((width, d_out))}
+    width, heads = c.d_out or d_model, attention_runs(c)
+    inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
+    into = (*heads, *2 * inside)
+    table = {
+        "qkv": Param((d_in, d_model), runs=into),
+        "out": Param((width, d_out), runs=(heads[0], *inside), axis=1),
+    }
     if c.qkv_bias:
-        table["qkv_bias"] = Param((d_in,), ZEROS)
+        table["qkv_bias"] = Param((d_in,), ZEROS, into)
     if c.out_bias:
         table["out_bias"] = Param((width,), ZEROS)
     if c.d_conv:
-        table["conv_weight"] = Param((c.d_qkv, c.d_conv), _taps(c.d_conv))
-        table["conv_bias"] = Param((c.d_qkv,), ZEROS)
+        table["conv_weight"] = Param((c.d_qkv, c.d_conv), _taps(c.d_conv), heads)
+        table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
     return table
+
+
+def _hidden_runs(c: MLPConfig | MoEConfig) -> tuple[Run, ...]:
+    """What the rows of an MLP's first product consist of."""
+    return (Run(c.d_hidden, c.d_hidden),) * (2 if c.gated else 1)
 
 
 def mlp_params(c: MLPConfig, d_model: int) -> Table:
     """`gate_up` holds the rows [gate; up]; without a gate there is `up`."""
     first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
-    table = {first: Param((rows, d_model)), "down": Param((d_model, c.d_hidden))}
+    into = _hidden_runs(c)
+    table = {
+        first: Param((rows, d_model), runs=into),
+        "down": Param((d_model, c.d_hidden), runs=into[:1], axis=1),
+    }
     if c.bias:
-        table[f"{first}_bias"] = Param((rows,), ZEROS)
+        table[f"{first}_bias"] = Param((rows,), ZEROS, into)
         table["down_bias"] = Param((d_model,), ZEROS)
     return table
 
 
 def moe_params(c: MoEConfig, d_model: int) -> Table:
-    """Of E experts: `into` holds the rows [gate; up] of each if they are gated."""
-    E, width = c.num_experts, c.d_latent or d_model
+    """Of E experts: `into` holds the rows [gate; up] of each if they are gated.
+
+    Every part has some channels of every expert, so that parts have equal work whatever
+    is chosen.
+    """
+    E, width, into = c.num_experts, c.d_latent or d_model, _hidden_runs(c)
     rows = c.d_hidden * (2 if c.gated else 1)
     table = {
         "router": Param((E, d_model)),
-        "into": Param((E, rows, width)),
-        "down": Param((E, width, c.d_hidden)),
+        "into": Param((E, rows, width), runs=into, axis=1),
+        "down": Param((E, width, c.d_hidden), runs=into[:1], axis=2),
     }
     if c.router == "sigmoid":
         table["router_bias"] = Param((E,), ZEROS)
@@ -130,9 +189,11 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
     return table
 
 
-def mtp_params(d_model: int) -> Table:
-    """What makes one width of two: a token's embedding and a hidden state."""
-    return {"eh_proj": Param((d_model, 2 * d_model))}
+def mtp_params(d_model: int, n: int = 1) -> Table:
+    """What makes one width of two, a token's embedding and a hidden state; or a part
+    of n."""
+    both = 2 * d_model // n
+    return {"eh_proj": Param((d_model, both), runs=(Run(both, both),), axis=1)}
 
 
 def norm_params(kind: str, width: int) -> Table:
@@ -140,27 +201,39 @@ def norm_params(kind: str, width: int) -> Table:
     return {"scale": Param((width,), ONES)} | biases
 
 
-def low_rank_params(rank: int, d_in: int, d_out: int) -> Table:
-    return {"down": Param((rank, d_in)), "up": Param((d_out, rank))}
+def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:
+    """An adapter that adds to the rows `runs` of a product."""
+    d_out = sum(run.width for run in runs)
+    return {"down": Param((rank, d_in)), "up": Param((d_out, rank), runs=runs)}
 
 
-def shared_params(d_model: int) -> Table:
-    """Of a shared layer, beside its mixer, adapters and norm."""
-    return {"linear": Param((d_model, d_model))}
+def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
+    """The rows that each adapter of a shared layer adds to."""
+    runs = {"gate_up": _hidden_runs(given(c.mlp))}
+    if given(c.shared).attention_adapter:
+        qkv = attention_runs(given(c.attention))
+        runs |= {name: (run,) for name, run in zip("qkv", qkv, strict=True)}
+    return runs
+
+
+def shared_params(d_model: int, n: int = 1) -> Table:
+    """Of a shared layer, beside its mixer, adapters and norm; or a part of n."""
+    width = d_model // n
+    return {"linear": Param((d_model, width), runs=(Run(width, width),), axis=1)}
 
 
 def model_params(c: ModelConfig) -> Table:
     """What belongs to no layer, but for the last norm and the shared blocks."""
-    shape = (c.vocab_size, c.d_model)
+    shape, ids = (c.vocab_size, c.d_model), (Run(c.vocab_size, c.vocab_size),)
     names = ["embedding"] if c.tie_embeddings else ["embedding", "lm_head"]
-    return {name: Param(shape) for name in names}
+    return {name: Param(shape, runs=ids) for name in names}
 
 
 def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, jax.Array]:
     """A layer's parameters by name, in `dtype` or, of FLOAT32_PARAMS, in float32."""
     return {
-        name: module.param(name, init, shape, stored_dtype(name, dtype))
-        for name, (shape, init) in table.items()
+        name: module.param(name, p.init, p.shape, stored_dtype(name, dtype))
+        for name, p in table.items()
     }
 
 

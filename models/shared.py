@@ -12,7 +12,8 @@ from stree_jax.models.linear import linear
 from stree_jax.models.mlp import MLP
 from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import Norm
-from stree_jax.models.params import declare, low_rank_params
+from stree_jax.models.params import adapter_runs, declare, low_rank_params
+from stree_jax.models.shards import WHOLE, Cut, Run
 from stree_jax.models.state import AttentionRecord, AttentionState
 
 
@@ -20,12 +21,12 @@ class LowRank(nn.Module):
     """up(down(x)), a correction of few parameters."""
 
     rank: int
-    rows: int
+    runs: tuple[Run, ...]
     dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        table = low_rank_params(self.rank, x.shape[-1], self.rows)
+        table = low_rank_params(self.rank, x.shape[-1], self.runs)
         p = declare(self, table, self.dtype)
         return linear(linear(x, p["down"]), p["up"])
 
@@ -37,14 +38,12 @@ class Adapters(nn.Module):
     dtype: Any
 
     def setup(self):
-        c = self.config
-        shared, a, mlp = given(c.shared), given(c.attention), given(c.mlp)
-        rank = shared.adapter_rank
-        self.gate_up = LowRank(rank, 2 * mlp.d_hidden, self.dtype)
-        if shared.attention_adapter:
-            self.q = LowRank(rank, a.num_heads * a.head_dim, self.dtype)
-            self.k = LowRank(rank, a.num_kv_heads * a.head_dim, self.dtype)
-            self.v = LowRank(rank, a.num_kv_heads * a.head_dim, self.dtype)
+        rank, runs = given(self.config.shared).adapter_rank, adapter_runs(self.config)
+        self.gate_up = LowRank(rank, runs["gate_up"], self.dtype)
+        if given(self.config.shared).attention_adapter:
+            self.q, self.k, self.v = (
+                LowRank(rank, runs[name], self.dtype) for name in "qkv"
+            )
 
     def of_attention(self, u: jax.Array) -> jax.Array | None:
         """[B, Tq, d_qkv] of u [B, Tq, 2 d], or None."""
@@ -62,13 +61,14 @@ class SharedBlock(nn.Module):
 
     config: ModelConfig
     dtype: Any
+    cut: Cut = WHOLE
 
     def setup(self):
-        c = self.config
+        c, cut = self.config, self.cut
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
-        self.attention = Attention(given(c.attention), self.dtype)
+        self.attention = Attention(given(c.attention), self.dtype, cut.attention)
         self.mlp_norm = Norm(c.norm, c.norm_eps, self.dtype)
-        self.mlp = MLP(given(c.mlp), self.dtype)
+        self.mlp = MLP(given(c.mlp), self.dtype, cut.mlp)
 
     def __call__(
         self,

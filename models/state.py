@@ -1,5 +1,6 @@
 """What a model carries between calls: one entry per layer, by kind; pure pytrees."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -122,6 +123,29 @@ class LayerPending(Generic[Record]):
     record: Record
     path: jax.Array
     length: jax.Array
+
+
+def over_parts(f: Callable[[Any, int | None], Any], tree: Any) -> Any:
+    """`f(leaf, axis)` of every leaf of a pytree: along which axis the parts of a model
+    (`models.shards`) each have some of it, None if they all have the same.
+
+    State and records are a part's own, and others not.
+    """
+
+    def layer(x: Any) -> Any:
+        match x:
+            case MambaState():
+                return MambaState(f(x.ssm, 1), f(x.conv, 2))
+            case AttentionState():
+                conv = None if x.conv is None else f(x.conv, 2)
+                return AttentionState(f(x.k, 1), f(x.v, 1), conv)
+            case MambaRecord() | AttentionRecord():
+                return jax.tree.map(lambda leaf: f(leaf, 2), x)
+            case _:
+                return f(x, None)
+
+    kinds = MambaState | AttentionState | MambaRecord | AttentionRecord
+    return jax.tree.map(layer, tree, is_leaf=lambda x: isinstance(x, kinds))
 
 
 def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> State:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stree_jax.heads_file import load_heads as load_heads
     from stree_jax.heads_file import save_heads as save_heads
     from stree_jax.models.heads import Heads as Heads
+    from stree_jax.models.placement import shard as shard
     from stree_jax.ngram_file import load_ngrams as load_ngrams
     from stree_jax.ngram_file import save_ngrams as save_ngrams
     from stree_jax.planning import plan as plan
@@ -54,6 +55,7 @@ _NAMES = {
     "generation": "generate stream tune",
     "heads_file": "load_heads save_heads",
     "models.heads": "Heads",
+    "models.placement": "shard",
     "ngram_file": "load_ngrams save_ngrams",
     "planning": "plan",
     "result": "Generation Past",

@@ -10,6 +10,10 @@ from stree_jax import models
 from stree_jax.checkpoint import Model
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
+from stree_jax.models.parts import part_config
+from stree_jax.models.placement import axis_size
+from stree_jax.models.shards import MODEL
+from stree_jax.models.state import over_parts
 from stree_jax.result import Past
 from stree_jax.speculation.loop import LOOKUP, MTP, bare
 from stree_jax.speculation.medusa import LastHidden
@@ -58,6 +62,16 @@ def check_model(name: str, model: Any) -> None:
         raise ValueError(f"{name}: got a string; give stree_jax.load({model!r})")
     if not isinstance(model, models.Model):
         raise ValueError(f"{name}: want a model of stree_jax.load, got {type(model)}")
+
+
+def check_mesh(model: Model, drafter: Any, limit: int | None) -> None:
+    """Raises ValueError where models are on other devices, or bytes are limited."""
+    drafting = drafter.model if isinstance(drafter, Staged) else drafter
+    mesh = drafting.mesh if isinstance(drafting, models.Model) else None
+    if mesh is not None and mesh != model.mesh:
+        raise ValueError("drafter: it is on a mesh that the model is not on; load both")
+    if model.mesh is not None and limit is not None:
+        raise ValueError("memory: is counted for one device; leave it out with a mesh")
 
 
 def check_drafter(target: Model, drafter: Any) -> None:
@@ -197,9 +211,19 @@ def _check_state(name: str, model: models.Model, state: Any, batch: int) -> None
         big = [(x.dtype, x.shape[:2], x.shape[3:] or x.shape[2:]) for x in leaves]
         return kind, big
 
-    dtype = models.param_dtype(model.params)
-    own = jax.eval_shape(lambda: init_state(model.config, batch, 1, dtype))
-    if sizes(own) != sizes(state):
+    dtype, parts = models.param_dtype(model.params), 1
+    if model.mesh is not None:
+        parts = axis_size(model.mesh, MODEL)
+
+    def whole(part: Any, axis: int | None) -> Any:
+        shape = list(part.shape)
+        if axis is not None:
+            shape[axis] *= parts
+        return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
+
+    config = part_config(model.config, model.cut)
+    own = jax.eval_shape(lambda: init_state(config, batch, 1, dtype))
+    if sizes(over_parts(whole, own)) != sizes(state):
         raise ValueError(f"{name}: its state does not fit this model")
 
 

@@ -54,11 +54,6 @@ class Model(models.Model):
     __repr__ = models.Model.__repr__
 
 
-def without_tokenizer(model: models.Model) -> models.Model:
-    """The model as programs see it, so that tokenizers do not recompile them."""
-    return models.Model(model.params, model.config)
-
-
 def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
     """The local directory or GGUF file of a model: a path, a name of `BUNDLED`, or a
     hub id. Of a directory that has nothing else, the one GGUF file.

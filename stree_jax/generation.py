@@ -15,6 +15,7 @@ from stree_jax.arguments import (
     MOST_TOKENS,
     Prompts,
     by_row,
+    check_mesh,
     check_min_new_tokens,
     check_model,
     continued,
@@ -44,6 +45,7 @@ from stree_jax.speculation.loop import (
     LOOKUP,
     advance_jit,
 )
+from stree_jax.speculation.on_mesh import everywhere, to_host
 from stree_jax.speculation.tree import (
     Auto,
     Topology,
@@ -100,7 +102,10 @@ def begin(
     """Check the arguments of `generate`, and read the prompts."""
     check_model("model", model)
     limit = None if memory is None else bytes_named(memory)
+    check_mesh(model, drafter, limit)
     spec = spec_for(model, drafter, tree, rule, times)
+    if model.mesh is not None:
+        spec = everywhere(model.mesh, spec)
     n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
     capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
     V = model.config.num_tokens
@@ -247,7 +252,7 @@ def stream(
     running = True
     while running:
         decoding = advance_jit(plan.spec, decoding, jnp.int32(steps))
-        running = bool((np.asarray(decoding.finish) == RUNNING).any())
+        running = bool((to_host(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
         yield summarise(plan, decoding, shown, seconds, running)
 

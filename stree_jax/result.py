@@ -22,6 +22,7 @@ from stree_jax.speculation.decoding import (
 )
 from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.loop import commit_jit
+from stree_jax.speculation.on_mesh import to_host
 from stree_jax.speculation.step import Spec
 from stree_jax.traffic import Traffic, drafting_stages, traffic_of
 
@@ -202,7 +203,7 @@ def summarise(
     wanted["expected"] = getattr(decoding.policy, "expected", None)
     stages = drafting_stages(plan.spec.drafter, decoding.drafting)
     wanted["passes"] = [stage.passes for stage in stages]
-    host = jax.device_get(wanted)
+    host = to_host(wanted)
     lengths, finish = host["length"], host["finish"].tolist()
     calls = host["used"].sum(axis=1)
     tokens = [row[:n].tolist() for row, n in zip(host["tokens"], lengths, strict=True)]
@@ -239,8 +240,9 @@ def summarise(
     traffic = traffic_of(plan.spec, decoding.state, stages, most)
     if plan.keep_past and not running:
         last = decoding.pending
+        path = last.records, last.path, last.length
         past = Past(
-            target=commit_jit(decoding.state, last.records, last.path, last.length),
+            target=commit_jit(decoding.state, *path, plan.spec.target.mesh),
             drafter=to_keep(decoding.drafting),
             tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
         )

@@ -10,7 +10,7 @@ from jax import lax
 
 from stree_jax import models
 from stree_jax.arguments import check_model, checked_tokens
-from stree_jax.checkpoint import Model, without_tokenizer
+from stree_jax.checkpoint import Model
 from stree_jax.models import (
     PREFILL_CHUNK,
     State,
@@ -19,13 +19,19 @@ from stree_jax.models import (
     init_state,
     logits_of,
     param_dtype,
+    plain,
     prefill,
 )
+from stree_jax.speculation.on_mesh import whole_on
 from stree_jax.speculation.tree import Tree, make_tree
 
 
 @jax.jit
 def _score(model: models.Model, tokens: jax.Array) -> jax.Array:
+    return whole_on(model, _score_chunks, tokens)
+
+
+def _score_chunks(model: models.Model, tokens: jax.Array) -> jax.Array:
     batch, T = tokens.shape
     chunks = tokens.reshape(batch, -1, PREFILL_CHUNK).swapaxes(0, 1)
     full = jnp.full((batch,), PREFILL_CHUNK, jnp.int32)
@@ -57,7 +63,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
-    return _score(without_tokenizer(model), padded)[:, :T]
+    return _score(plain(model), padded)[:, :T]
 
 
 def first_difference(
@@ -85,6 +91,16 @@ def first_difference(
 
 @jax.jit
 def _score_tree(
+    model: models.Model,
+    prefix: jax.Array,
+    length: jax.Array,
+    tokens: jax.Array,
+    tree: Tree,
+) -> jax.Array:
+    return whole_on(model, _score_nodes, prefix, length, tokens, tree)
+
+
+def _score_nodes(
     model: models.Model,
     prefix: jax.Array,
     length: jax.Array,
@@ -125,5 +141,5 @@ def score_tree(
     width = max(S + -S % PREFILL_CHUNK, PREFILL_CHUNK)
     padded = jnp.pad(prefix, (0, width - S))[None]
     length = jnp.full((1,), S, jnp.int32)
-    bare = without_tokenizer(model)
+    bare = plain(model)
     return _score_tree(bare, padded, length, tokens[None], tree)

@@ -22,6 +22,7 @@ from stree_jax.speculation.loop import (
     init_decoding_jit,
     resume_decoding_jit,
 )
+from stree_jax.speculation.on_mesh import everywhere
 from stree_jax.speculation.step import Spec
 
 Text = Sequence[int]
@@ -88,8 +89,10 @@ class Start:
         with warnings.catch_warnings():  # small arrays of a past, of other shapes
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(self._reader(spec), past=self.past, **self._sizes(spec))
-            texts = jnp.asarray(padded), jnp.asarray(lengths)
-            return read(spec, *texts, self.requests)
+            inputs = jnp.asarray(padded), jnp.asarray(lengths), self.requests
+            if spec.target.mesh is not None:
+                inputs = everywhere(spec.target.mesh, inputs)
+            return read(spec, *inputs)
 
     def lowered(self, spec: Spec) -> Any:
         """The program that `begun` runs, for the compiler."""

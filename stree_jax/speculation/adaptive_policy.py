@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.models.shards import over_rows
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter, Looking
 from stree_jax.speculation.calibration import Counts, count, no_counts
@@ -112,10 +113,12 @@ class AdaptivePolicy:
     Attributes:
       times: of steps, on this machine.
       tree: the sizes.
+      rows: as of `Spec`.
     """
 
     times: StepTimes
     tree: Auto = struct.field(pytree_node=False)
+    rows: str | None = struct.field(pytree_node=False, default=None)
 
     @property
     def menu(self) -> tuple[Budget, ...]:
@@ -165,7 +168,11 @@ class AdaptivePolicy:
         best, _ = lax.top_k(value, min(self.tree.size - 1, value.shape[1]))
         more = self.tree.size - 1 - best.shape[1]
         best = jnp.pad(best, ((0, 0), (1, more)), constant_values=((0, 0), (1.0, 0)))
-        return (gains(best, self.tree.sizes) * running[:, None]).sum(axis=0)
+        return self._of_rows(gains(best, self.tree.sizes) * running[:, None])
+
+    def _of_rows(self, x: jax.Array) -> jax.Array:
+        """The sum over all rows of x [B, ...]."""
+        return over_rows(x.sum(axis=0), self.rows)
 
     def _wants_model(self, learnt: Learnt, rate: jax.Array) -> tuple[Learnt, jax.Array]:
         """Whether to ask the model, where `rate` [] tokens a second can be had without.
@@ -211,7 +218,8 @@ class AdaptivePolicy:
 
         def worth(levels: jax.Array, frontier: jax.Array) -> jax.Array:
             value = frontier * running[:, None]
-            added = jnp.maximum(value * learnt.growth - rate * slope, 0.0).sum()
+            added = jnp.maximum(value * learnt.growth - rate * slope, 0.0)
+            added = self._of_rows(added.sum(axis=1))
             return jnp.where(
                 force.size == FREE, added > rate * times.level, levels < force.levels
             )
@@ -243,9 +251,10 @@ class AdaptivePolicy:
         best = jnp.argmax(by_size / seconds)
         gain = FADE * learnt.gain + by_size[best]
         total = FADE * learnt.seconds + seconds[best]
-        noted = replace(
-            learnt, gain=gain, seconds=total, growth=_growth(learnt.growth, values)
-        )
+        by_level = self._of_rows(values.sum(axis=2))
+        roots = self._of_rows(jnp.ones_like(running))
+        growth = _growth(learnt.growth, by_level, roots)
+        noted = replace(learnt, gain=gain, seconds=total, growth=growth)
         return jax.tree.map(lambda a, b: jnp.where(spent > 0, a, b), noted, learnt)
 
     def _chosen(
@@ -263,7 +272,7 @@ class AdaptivePolicy:
           spent: [] float32, seconds of the model.
         """
         by_row = gains(value, self.tree.sizes)  # [B, K]
-        by_size = (by_row * running[:, None]).sum(axis=0)
+        by_size = self._of_rows(by_row * running[:, None])
         seconds = self.times.verify + spent
         plain = jnp.arange(len(self.tree.sizes), dtype=jnp.int32) == 0
         rates = by_size / seconds * jnp.where(plain & (spent == 0), DRAFT, 1.0)
@@ -284,7 +293,8 @@ class AdaptivePolicy:
         self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
     ) -> tuple[Learnt, jax.Array]:
         if draft.kind is not None:
-            state = replace(state, counts=count(state.counts, draft, accepted))
+            counts = count(state.counts, draft, accepted, self.rows)
+            state = replace(state, counts=counts)
             return state, jnp.int32(OPEN)
         rests = state.rest > 0
         more = jnp.where(rests & (accepted.length > 0), 1.0, 0.0)
@@ -296,14 +306,13 @@ class AdaptivePolicy:
         return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
 
 
-def _growth(before: jax.Array, values: jax.Array) -> jax.Array:
+def _growth(before: jax.Array, by_level: jax.Array, roots: jax.Array) -> jax.Array:
     """What a level is worth by the level above it, faded.
 
     Args:
-      values: [B, M, W] float32, of a model's levels, 0 where there are none.
+      by_level: [M] float32, values of a model's levels, 0 where there are none.
+      roots: [] float32, of all rows.
     """
-    by_level = values.sum(axis=(0, 2))
-    root = jnp.full((1,), values.shape[0], jnp.float32)
-    above = jnp.concatenate([root, by_level[:-1]])
+    above = jnp.concatenate([roots[None], by_level[:-1]])
     above = jnp.where(by_level > 0, above, 0.0).sum()
     return FADE * before + (1 - FADE) * by_level.sum() / jnp.maximum(above, 1e-6)

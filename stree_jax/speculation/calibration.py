@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.models.shards import over_rows
 from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.pool import KINDS, LOOKUP_KINDS, MODEL_KINDS
@@ -69,8 +70,14 @@ def lookup_kind(matched: jax.Array, first: jax.Array) -> jax.Array:
     return MODEL_KINDS + jnp.where(first, 0, LONGEST) + length
 
 
-def count(counts: Counts, draft: Draft, accepted: Accepted) -> Counts:
-    """Counts after a step: all children of accepted nodes were put to the test."""
+def count(
+    counts: Counts, draft: Draft, accepted: Accepted, rows: str | None = None
+) -> Counts:
+    """Counts after a step: all children of accepted nodes were put to the test.
+
+    Args:
+      rows: as of `Spec`.
+    """
     assert draft.kind is not None  # who values nodes says of which kind they are
     above = jnp.maximum(draft.layout.depth - 1, 0)
 
@@ -84,7 +91,8 @@ def count(counts: Counts, draft: Draft, accepted: Accepted) -> Counts:
     one_hot = draft.kind[..., None] == kinds
 
     def total(nodes: jax.Array) -> jax.Array:
-        return (one_hot & nodes[..., None]).sum(axis=(0, 1), dtype=jnp.float32)
+        here = (one_hot & nodes[..., None]).sum(axis=(0, 1), dtype=jnp.float32)
+        return over_rows(here, rows)
 
     return Counts(
         right=FADES * counts.right + total(right),

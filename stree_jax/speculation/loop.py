@@ -13,21 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from stree_jax.models import (
     Model,
     Pending,
+    Records,
     State,
     chunk_of,
     commit,
     init_records,
     mtp_model,
     param_dtype,
+    plain,
     read_aloud,
     whole_blocks,
     without_mtp,
 )
 from stree_jax.models.heads import Heads, head_of
+from stree_jax.models.shards import any_row
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
@@ -52,6 +56,7 @@ from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
 from stree_jax.speculation.mtp_drafter import MTPDrafter
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.on_mesh import advanced_on, begun_on, committed_on
 from stree_jax.speculation.policy import FixedTree, Policy
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
@@ -160,10 +165,10 @@ def bare(drafter: Any) -> Any:
     """Stages without what API's models have beside parameters; a model is a stage."""
     match drafter:
         case Staged():
-            model = Model(drafter.model.params, drafter.model.config)
-            return replace(drafter, model=model, guesser=bare(drafter.guesser))
+            model, guesser = plain(drafter.model), bare(drafter.guesser)
+            return replace(drafter, model=model, guesser=guesser)
         case Model():
-            return Staged(Model(drafter.params, drafter.config))
+            return Staged(plain(drafter))
         case _:
             return drafter
 
@@ -240,11 +245,31 @@ def init_decoding(
         token's own); None keeps none.
       past: states of target and drafter that have read a beginning of each text.
     """
-    target, menu, M = spec.target, spec.policy.menu, deepest(spec.policy)
     if capacity is None:
-        resumed = past is not None
-        width = token_ids.shape[1]
+        width, resumed, M = token_ids.shape[1], past is not None, deepest(spec.policy)
         capacity = cache_capacity(width, max_new_tokens, M, resumed=resumed)
+    begin = partial(_begin, (max_new_tokens, capacity, samples, top_logprobs))
+    texts, mesh = (token_ids, lengths, requests), spec.target.mesh
+    if mesh is None:
+        return begin(spec, *texts, past)
+    return begun_on(mesh, begin, spec, texts, past)
+
+
+def _begin(
+    sizes: tuple[int, int, int, int | None],
+    spec: Spec,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    requests: Requests,
+    past: tuple[State, DraftState] | None,
+) -> Decoding:
+    """`init_decoding` on one device.
+
+    Args:
+      sizes: max_new_tokens, capacity, samples, top_logprobs.
+    """
+    max_new_tokens, capacity, samples, top_logprobs = sizes
+    target, menu, M = spec.target, spec.policy.menu, deepest(spec.policy)
     read, drafted = (None, None) if past is None else past
     prompts = Prompts(token_ids, lengths, capacity, M + 1)
     hear, heard = None, spec.drafter.init(prompts, drafted)
@@ -315,10 +340,20 @@ def advance(
     conditional would copy (all states) stays in place. So is asking the policy a loop
     that runs once at most.
     """
+    go, mesh = partial(_advance, verify), spec.target.mesh
+    if mesh is None:
+        return go(spec, decoding, max_steps)
+    return advanced_on(mesh, go, spec, decoding, max_steps)
+
+
+def _advance(
+    verify: Verify, spec: Spec, decoding: Decoding, max_steps: jax.Array
+) -> Decoding:
+    """`advance` on one device."""
 
     def running(carry: tuple[jax.Array, Decoding]) -> jax.Array:
         steps, d = carry
-        return (d.finish == RUNNING).any() & (steps < max_steps)
+        return any_row(d.finish == RUNNING, spec.rows) & (steps < max_steps)
 
     def stay(carry: tuple[jax.Array, Decoding], k: int) -> tuple[jax.Array, Decoding]:
         def chosen(carry: tuple[jax.Array, Decoding]) -> jax.Array:
@@ -464,4 +499,17 @@ resume_decoding_jit = partial(  # whose past becomes the new state
 advance_jit = partial(
     jax.jit, donate_argnames=("decoding",), static_argnames=("verify",)
 )(advance)
-commit_jit = partial(jax.jit, donate_argnames=("state",))(commit)
+
+
+@partial(jax.jit, donate_argnames=("state",), static_argnames=("mesh",))
+def commit_jit(
+    state: State,
+    records: Records,
+    path: jax.Array,
+    length: jax.Array,
+    mesh: Mesh | None = None,
+) -> State:
+    """`commit`, of a model on a mesh or on one device."""
+    if mesh is None:
+        return commit(state, records, path, length)
+    return committed_on(mesh, commit, state, records, path, length)

@@ -1,7 +1,8 @@
 """Which tree a step drafts: the protocol of policies, and one tree for ever."""
 
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,12 @@ class Policy(Protocol):
           the state, and the choice for the next step, or `OPEN`: `choose` is asked.
         """
         ...
+
+
+def keeps_by_row(policy: Policy) -> Any:
+    """Which leaves of a policy's state have rows first; the others are of the batch."""
+    two, three = (jax.eval_shape(partial(policy.init, rows)) for rows in (2, 3))
+    return jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
 
 
 @struct.dataclass

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
-from stree_jax.speculation.policy import Policy
+from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
 
 
@@ -33,10 +33,8 @@ def _by_row(policy: Policy, d: Decoding) -> Decoding:
             "stop_strings: rows that come and go have no table of them in common; look "
             "for them between calls, see sampling.stop_strings.byte_automaton"
         )
-    two, three = (jax.eval_shape(partial(policy.init, rows)) for rows in (2, 3))
-    learnt = jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
     marks = jax.tree.map(lambda _: True, d)
-    return replace(marks, choice=False, policy=learnt)
+    return replace(marks, choice=False, policy=keeps_by_row(policy))
 
 
 def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:

@@ -42,12 +42,14 @@ class Spec:
       drafter: proposes.
       policy: chooses the trees.
       rule: says what is accepted.
+      rows: the axis of a mesh that the rows are spread over, within `on_mesh`.
     """
 
     target: Model
     drafter: Drafter
     policy: Policy
     rule: Rule = struct.field(pytree_node=False)
+    rows: str | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax import models
-from stree_jax.checkpoint import Model, load, without_tokenizer
+from stree_jax.checkpoint import Model, load
 from stree_jax.convert.export import export_hf
 from stree_jax.models import (
     AttentionConfig,
@@ -22,6 +22,7 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
     cast_params,
+    plain,
 )
 from stree_jax.training import corpus
 from stree_jax.training.train import (
@@ -208,7 +209,7 @@ def distill_drafter(
     loaded = target if isinstance(target, Model) else load(target, dtype="bfloat16")
     config = drafter_config(loaded.config, width, layers)
     data = prepare_for(job, loaded, str(target))
-    finish(job, data, config, distillation_loss, without_tokenizer(loaded))
+    finish(job, data, config, distillation_loss, plain(loaded))
 
 
 def prepare_for(job: Job, target: Model, name: str) -> TrainingData:

@@ -1,0 +1,217 @@
+"""A program on all devices of a mesh at once.
+
+Every device runs the whole loop, on its part of the target (`models.shards`) and its
+rows of the batch. Parts talk where layers end; all else they compute alike, from the
+same logits, and so they agree on what is drafted, accepted and written down. Rows talk
+where a batch decides together: whether any of them runs, and which tree comes next.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stree_jax.models import (
+    Model,
+    State,
+    abstract_params,
+    by_path,
+    nest,
+    weights_dtype,
+)
+from stree_jax.models.placement import axis_size, param_specs, part_of
+from stree_jax.models.shards import DATA, MODEL
+from stree_jax.models.state import over_parts
+from stree_jax.sampling.requests import Requests, StopAutomata
+from stree_jax.speculation.adaptive_policy import AdaptivePolicy
+from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.policy import Policy, keeps_by_row
+from stree_jax.speculation.step import Spec
+
+
+def _is_model(x: Any) -> bool:
+    return isinstance(x, Model)
+
+
+def model_specs(tree: Any) -> Any:
+    """Of a pytree with models in it: their parameters as they are cut, and all else on
+    every device."""
+
+    def specs(x: Any) -> Any:
+        if not _is_model(x):
+            return P()
+        params = jax.tree.map(lambda _: P(), x.params)
+        if x.mesh is not None:
+            params = param_specs(x)
+        return x.replace(params=params)
+
+    return jax.tree.map(specs, tree, is_leaf=_is_model)
+
+
+def parts_of(tree: Any) -> Any:
+    """The same, as a device sees it."""
+
+    def part(x: Any) -> Any:
+        return part_of(x) if _is_model(x) and x.mesh is not None else x
+
+    return jax.tree.map(part, tree, is_leaf=_is_model)
+
+
+def row_specs(tree: Any, rows: str | None) -> Any:
+    """Of a pytree whose leaves have rows first; scalars are every device's."""
+
+    def spec(leaf: Any, axis: int | None) -> P:
+        if leaf.ndim == 0:
+            return P()
+        return P(rows, *(MODEL if i == axis else None for i in range(1, leaf.ndim)))
+
+    return over_parts(spec, tree)
+
+
+def request_specs(requests: Requests, rows: str | None) -> Requests:
+    specs = row_specs(requests, rows)
+    if requests.stop_strings is None:
+        return specs
+    automata: Any = StopAutomata
+    return replace(specs, stop_strings=automata(table=P(), automaton=P(rows)))
+
+
+def decoding_specs(d: Decoding, policy: Policy, rows: str | None) -> Decoding:
+    learnt = jax.tree.map(
+        lambda by_row: P(rows) if by_row else P(), keeps_by_row(policy)
+    )
+    specs = row_specs(d, rows)
+    return replace(specs, requests=request_specs(d.requests, rows), policy=learnt)
+
+
+def rows_axis(mesh: Mesh, *counts: int) -> str | None:
+    """The axis that rows are spread over; None where they do not divide: then every
+    device has all of them."""
+    n = axis_size(mesh, DATA)
+    return DATA if n > 1 and all(count % n == 0 for count in counts) else None
+
+
+def on_mesh(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    models: Any,
+    args: tuple,
+    arg_specs: tuple,
+    out_specs: Any,
+) -> Any:
+    """`function(models, *args)`, run by every device on its own parts.
+
+    Args:
+      models: a pytree with models in it, which the function sees as `parts_of` it.
+    """
+
+    def local(models: Any, *args: Any) -> Any:
+        return function(parts_of(models), *args)
+
+    # What is alike on every device is so by construction, which nothing can prove of
+    # custom calls.
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(model_specs(models), *arg_specs),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return run(models, *args)
+
+
+def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(model, *args)` on the model's mesh, if it has one; every device has all
+    of the arguments, and of what comes out."""
+    if model.mesh is None:
+        return function(model, *args)
+    return on_mesh(function, model.mesh, model, args, (P(),) * len(args), P())
+
+
+Texts = tuple[jax.Array, jax.Array, Requests]  # token_ids, lengths, requests
+Past = tuple[State, Any] | None
+
+
+def begun_on(
+    mesh: Mesh, begin: Callable[..., Decoding], spec: Spec, texts: Texts, past: Past
+) -> Decoding:
+    """`begin(spec, *texts, past)` on a mesh."""
+    token_ids, lengths, requests = texts
+    rows = rows_axis(mesh, token_ids.shape[0])
+    shapes = jax.eval_shape(begin, _whole(spec), *texts, None)
+    specs = P(rows), P(rows), request_specs(requests, rows), row_specs(past, rows)
+    out = decoding_specs(shapes, spec.policy, rows)
+    run = partial(_spread, begin, rows)
+    return on_mesh(run, mesh, spec, (*texts, past), specs, out)
+
+
+def advanced_on(
+    mesh: Mesh,
+    advance: Callable[..., Decoding],
+    spec: Spec,
+    decoding: Decoding,
+    max_steps: jax.Array,
+) -> Decoding:
+    """`advance(spec, decoding, max_steps)` on a mesh."""
+    rows = rows_axis(mesh, decoding.length.shape[0])
+    specs = decoding_specs(decoding, spec.policy, rows)
+    args = decoding, max_steps
+    run = partial(_spread, advance, rows)
+    return on_mesh(run, mesh, spec, args, (specs, P()), specs)
+
+
+def _spread(
+    function: Callable[..., Decoding], rows: str | None, spec: Spec, *args: Any
+) -> Decoding:
+    """With a policy and a loop that know over which axis rows are spread."""
+    policy = spec.policy
+    if isinstance(policy, AdaptivePolicy):
+        policy = replace(policy, rows=rows)
+    return function(replace(spec, rows=rows, policy=policy), *args)
+
+
+def committed_on(mesh: Mesh, commit: Callable[..., State], *args: Any) -> State:
+    """`commit(state, records, path, length)` on a mesh."""
+    rows = rows_axis(mesh, args[-1].shape[0])
+    specs = row_specs(args, rows)
+    return on_mesh(lambda _, *args: commit(*args), mesh, (), args, specs, specs[0])
+
+
+def _whole(tree: Any) -> Any:
+    """The same, of models on one device, abstract: for the structure of results."""
+
+    def whole(x: Any) -> Any:
+        if not _is_model(x) or x.mesh is None:
+            return x
+        every = by_path(abstract_params(x.config, weights_dtype(x.params)))
+        return Model(nest({path: every[path] for path in by_path(x.params)}), x.config)
+
+    return jax.tree.map(whole, tree, is_leaf=_is_model)
+
+
+def everywhere(mesh: Mesh, tree: Any) -> Any:
+    """Arrays on every device of a mesh, but for models that are on it."""
+    sharding = NamedSharding(mesh, P())
+
+    def put(x: Any) -> Any:
+        if _is_model(x) and x.mesh is not None:
+            return x
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), x)
+
+    return jax.tree.map(put, tree, is_leaf=_is_model)
+
+
+def to_host(tree: Any) -> Any:
+    """NumPy arrays, whole in every process."""
+    leaves = jax.tree.leaves(tree)
+    away = [x for x in leaves if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in away):
+        return jax.device_get(tree)
+    shardings = (x.sharding for x in away)
+    mesh = next(s.mesh for s in shardings if isinstance(s, NamedSharding))
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    return jax.device_get(whole(tree))
