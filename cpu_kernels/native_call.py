@@ -3,7 +3,8 @@
 Only when a program is lowered is it known for which platform, for how many devices,
 and whether it will be exported. So this is a primitive of its own: exported programs,
 which another machine may run, and programs of several devices, whose arrays XLA cuts,
-get the definition. Derivatives are always the definition's.
+get the definition; where `shard_map` has cut them each device runs the kernel.
+Derivatives are always the definition's.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,11 +83,19 @@ def _shapes_of(definition: Function, *given: jax.ShapeDtypeStruct) -> list[Any]:
 def _lower_on_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
     # Where a later jax keeps these elsewhere, the definition runs.
     module = ctx.module_context
-    alone = getattr(module.axis_context, "num_devices", None) == 1
+    alone = _on_one_device(module.axis_context)
     how = getattr(module, "lowering_parameters", None)
     runs_here = alone and not getattr(how, "for_export", True)
     function = _kernel if runs_here else _definition
     return mlir.lower_fun(function, multiple_results=True)(ctx, *args, **params)
+
+
+def _on_one_device(context: Any) -> bool:
+    """Whether arrays are one device's: of a program of one, or inside `shard_map`."""
+    if getattr(context, "num_devices", None) == 1:
+        return True
+    mesh = getattr(context, "mesh", None)
+    return mesh is not None and set(mesh.axis_names) == set(context.manual_axes)
 
 
 def _derivative(primals: Any, tangents: Any, **params: Any) -> Any:
