@@ -1,0 +1,137 @@
+"""Models cut over a mesh of eight devices against one device, family by family.
+
+    python -m tests.mesh_check [--families NAME ...] [--meshes 2x4 ...] [--drafters]
+
+Of every family and mesh ("data x model") the largest difference of logits, as a share of
+the largest, and whether greedy text with lookup in a tree is the single device's. With
+--drafters, every kind of drafter and of request on one hybrid. Exit code 1 where anything
+differs.
+"""
+
+import argparse
+import sys
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import stree_jax  # noqa: E402
+from stree_jax.checkpoint import Model  # noqa: E402
+from stree_jax.models import init_params  # noqa: E402
+from stree_jax.models.heads import Heads, HeadsConfig, init_heads  # noqa: E402
+from tests.support.families import FAMILIES  # noqa: E402
+from tests.support.tiny import perturbed  # noqa: E402
+
+MESHES = ("1x8", "2x4", "4x2", "8x1")
+TOLERANCE = 1e-5  # of the largest logit: another order of sums
+ROWS, NEW = 8, 6
+
+
+def mesh_of(name):
+    shape = tuple(map(int, name.split("x")))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    devices = jax.devices()[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=auto, devices=devices)
+
+
+def random_model(config, seed):
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+def prompts(config, rows=ROWS):
+    """Of different lengths, that repeat themselves."""
+    draw = np.random.default_rng(0)
+    some = [draw.integers(0, config.num_tokens, 3 + row % 3) for row in range(rows)]
+    return [[*ids, *ids, *ids[:2]] for ids in map(np.ndarray.tolist, some)]
+
+
+def check_family(name, meshes):
+    """Lines of the table, and whether all is well."""
+    model, well = random_model(FAMILIES[name], 1), True
+    asked, ids = prompts(model.config), prompts(model.config)[-1:]
+    options = {"max_new_tokens": NEW, "drafter": "lookup", "tree": "B"}
+    text = stree_jax.generate(model, asked, **options).tokens
+    logits = np.asarray(stree_jax.score(model, ids))
+    for mesh in meshes:
+        cut = stree_jax.shard(model, mesh_of(mesh))
+        away = np.abs(np.asarray(stree_jax.score(cut, ids)) - logits).max()
+        share = away / np.abs(logits).max()
+        same = stree_jax.generate(cut, asked, **options).tokens == text
+        good = same and share < TOLERANCE
+        well &= good
+        parts = {k: n for k, n in vars(cut.cut).items() if n > 1}
+        print(f"{name:13} {mesh} {share:.1e} {same} {parts}", flush=True)
+    return well
+
+
+def drafters(model, mesh):
+    """Name, target, the same on a mesh, options on one device and on the mesh."""
+    config = model.config
+    drafter = model.replace(params=perturbed(model.params, 0.02, 3))
+    own = HeadsConfig(config.d_model, config.vocab_size, 2, 1)
+    zeros = init_heads(own, jax.random.key(0), jnp.float32)
+    heads = Heads(perturbed(zeros, 0.05, 5), own)
+    cut = stree_jax.shard(drafter, mesh)
+    sampled = {"sampling": stree_jax.Sampling(temperature=1.0, top_k=20), "n": 2}
+    words = {"stop_tokens": (5, 9), "min_new_tokens": 2, "logprobs": 2}
+    yield "plain", {}, {}
+    yield "model, cut", *({"drafter": d, "tree": "E"} for d in (drafter, cut))
+    yield "model, whole", *({"drafter": drafter, "tree": "E"},) * 2
+    yield "beam", *({"drafter": d, "tree": "beam:2x3"} for d in (drafter, cut))
+    yield "heads", *({"drafter": heads, "tree": "chain:2"},) * 2
+    yield "auto, lookup", *({"drafter": "lookup"},) * 2
+    yield "auto, model", *({"drafter": d} for d in (drafter, cut))
+    yield "sampled", *({"drafter": d, "tree": "E", **sampled} for d in (drafter, cut))
+    yield "mss", *(
+        {"drafter": d, "tree": "E", "rule": "mss", **sampled} for d in (drafter, cut)
+    )
+    yield "stops", *({"drafter": d, "tree": "E", **words} for d in (drafter, cut))
+
+
+def check_drafters(mesh):
+    """Every kind of drafter and request on a hybrid."""
+    well, model = True, random_model(FAMILIES["bamba"], 1)
+    on = mesh_of(mesh)
+    cut, asked = stree_jax.shard(model, on), prompts(model.config, 4)
+    for name, one, many in drafters(model, on):
+        want = stree_jax.generate(model, asked, max_new_tokens=NEW, **one)
+        got = stree_jax.generate(cut, asked, max_new_tokens=NEW, **many)
+        same = got.tokens == want.tokens
+        calls = f"{want.target_calls.sum()} {got.target_calls.sum()}"
+        print(f"{name:13} {mesh} {same} calls {calls}", flush=True)
+        well &= same
+    return well & check_turns(model, cut, asked)
+
+
+def check_turns(model, cut, asked):
+    """A conversation goes on from its past."""
+    texts = []
+    for one in (model, cut):
+        first = stree_jax.generate(one, asked, max_new_tokens=3, keep_past=True)
+        new = [[7, 8]] * len(asked)
+        second = stree_jax.generate(
+            one, new, max_new_tokens=3, past=first.past, take_past=True
+        )
+        texts.append(first.tokens + second.tokens)
+    print(f"turns {texts[0] == texts[1]}", flush=True)
+    return texts[0] == texts[1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES))
+    parser.add_argument("--drafters", action="store_true")
+    args = parser.parse_args()
+    well = [check_family(name, args.meshes) for name in args.families]
+    if args.drafters:
+        well += [check_drafters(mesh) for mesh in args.meshes]
+    return 0 if all(well) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A config with each family's options, in sizes that eight devices divide."""
+
+from stree_jax.models import (
+    AttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    Rope,
+    SharedConfig,
+)
+
+SIZES = {"vocab_size": 64, "num_tokens": 61, "d_model": 32}
+ROPE = Rope(theta=50.0, dim=4)
+FAMILIES = {
+    "mamba2": ModelConfig(
+        **SIZES,
+        layers=("mamba",) * 2,
+        mamba=MambaConfig(8, 8, 8, n_groups=2, proj_in_bias=True, proj_out_bias=True),
+    ),
+    "llama": ModelConfig(
+        **SIZES,
+        layers=("attention", "mlp") * 2,
+        attention=AttentionConfig(8, 4, 4, rope=Rope(9.0, 4, (8.0, 1.0, 4.0, 16.0))),
+        mlp=MLPConfig(48),
+        tie_embeddings=True,
+    ),
+    "granite": ModelConfig(
+        **SIZES,
+        layers=("mamba", "moe", "attention", "moe"),
+        mamba=MambaConfig(8, 8, 8),
+        attention=AttentionConfig(8, 2, 4, scale=0.2),
+        moe=MoEConfig(6, 2, 16, shared=MLPConfig(24)),
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_divisor=2.0,
+        tie_embeddings=True,
+    ),
+    "bamba": ModelConfig(
+        **SIZES,
+        layers=("mamba", "mlp", "attention", "mlp"),
+        mamba=MambaConfig(16, 4, 8, n_groups=4, conv_bias=False),
+        attention=AttentionConfig(8, 8, 4, rope=Rope(50.0, 2), out_bias=True),
+        mlp=MLPConfig(40, bias=True),
+    ),
+    "falcon-h1": ModelConfig(
+        **SIZES,
+        layers=("parallel", "mlp") * 2,
+        mamba=MambaConfig(
+            *(8, 8, 8),
+            n_groups=2,
+            norm="norm_first",
+            norm_groups=2,
+            in_multiplier=1.2,
+            out_multiplier=0.7,
+            part_multipliers=(0.9, 1.1, 0.8, 1.3, 0.7),
+        ),
+        attention=AttentionConfig(8, 2, 4, rope=ROPE, key_multiplier=0.8),
+        mlp=MLPConfig(48, gate_multiplier=0.8, down_multiplier=1.1),
+    ),
+    "nemotron-h": ModelConfig(
+        **SIZES,
+        layers=("mamba", "moe", "attention", "mlp"),
+        mamba=MambaConfig(8, 8, 8, n_groups=8, norm_groups=8, dt_limit=(0.01, 2.0)),
+        attention=AttentionConfig(8, 2, 4),
+        mlp=MLPConfig(48, gated=False, activation="relu2"),
+        moe=MoEConfig(
+            *(8, 2, 16),
+            shared=MLPConfig(24, gated=False, activation="relu2"),
+            router="sigmoid",
+            groups=2,
+            top_groups=1,
+            d_latent=16,
+            gated=False,
+            activation="relu2",
+        ),
+        mtp=("attention", "moe"),
+    ),
+    "zamba2": ModelConfig(
+        **SIZES,
+        layers=("mamba", "shared", "mamba", "shared"),
+        mamba=MambaConfig(8, 8, 8, n_groups=2, norm_groups=2),
+        attention=AttentionConfig(8, 8, 8, rope=Rope(50.0, 8), d_out=32),
+        mlp=MLPConfig(48, activation="gelu"),
+        shared=SharedConfig(blocks=2, adapter_rank=4, attention_adapter=True),
+    ),
+    "mambainllama": ModelConfig(
+        **SIZES,
+        layers=("mamba", "mlp", "attention", "mlp"),
+        mamba=MambaConfig(
+            *(8, 4, 8), n_groups=8, x_heads=4, norm=None, D_per_channel=True
+        ),
+        attention=AttentionConfig(8, 4, 4, rope=ROPE, qkv_bias=True),
+        mlp=MLPConfig(48),
+    ),
+    "native": ModelConfig(
+        **SIZES,
+        layers=("mamba", "attention"),
+        mamba=MambaConfig(8, 8, 8, d_mlp=16),
+        attention=AttentionConfig(8, 2, 4, rope=ROPE, d_conv=4, d_mlp=16),
+        norm="layer",
+    ),
+}
