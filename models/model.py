@@ -72,7 +72,15 @@ class Model:
 
     @property
     def module(self) -> Any:
-        """The Flax module that the parameters belong to."""
+        """The Flax module that the parameters belong to.
+
+        Raises:
+          ValueError: they are on a mesh, where a device's part has a module.
+        """
+        if self.mesh is not None:
+            raise ValueError(
+                "model: on a mesh it runs by generate, generate_tokens and score alone"
+            )
         return LanguageModel(self.config, param_dtype(self.params), self.cut)
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from stree_jax.models.parts import cut_at, cut_of, part_config
 from stree_jax.models.quantized import Quantized
 from stree_jax.models.shards import DATA, MODEL, WHOLE, Cut, part_slices
 
+AnyModel = TypeVar("AnyModel", bound=Model)  # with a tokenizer or without
 Slices = tuple[slice, ...]
 Make = Callable[[int], Any]  # part i of a parameter: host arrays, a pytree of one kind
 
@@ -151,7 +152,7 @@ def _assembled(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
-def shard(model: Model, mesh: Mesh, *, whole: bool = False) -> Model:
+def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     """The same model on the devices of a mesh.
 
     Along the mesh's axis "model" each device has a part of every layer, along "data"

@@ -139,6 +139,8 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         raise CheckpointError(
             f"save: want a model as `load` returns it, got {type(model).__name__}"
         )
+    if model.mesh is not None:
+        raise CheckpointError("save: the model is cut over a mesh; load it without one")
     if not isinstance(dst, str | PathLike):
         raise CheckpointError(f"save: want a path, got {type(dst).__name__}")
     dtype = dtype_named(weights_dtype(model.params))

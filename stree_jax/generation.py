@@ -30,6 +30,7 @@ from stree_jax.budget import fitted
 from stree_jax.byte_sizes import bytes_named
 from stree_jax.checkpoint import Model
 from stree_jax.default_tree import spec_for
+from stree_jax.devices import check_agreed
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.models.heads import Heads
 from stree_jax.result import Generation, Past, Plan, summarise
@@ -53,6 +54,7 @@ from stree_jax.speculation.tree import (
 )
 from stree_jax.start import Start
 from stree_jax.tuning import Measured
+from stree_jax.version import __version__
 
 
 class Options(TypedDict, total=False):
@@ -104,8 +106,6 @@ def begin(
     limit = None if memory is None else bytes_named(memory)
     check_mesh(model, drafter, limit)
     spec = spec_for(model, drafter, tree, rule, times)
-    if model.mesh is not None:
-        spec = everywhere(model.mesh, spec)
     n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
     capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
     V = model.config.num_tokens
@@ -130,6 +130,10 @@ def begin(
     def samples(values: Sequence[int] | np.ndarray) -> jax.Array:
         return jnp.asarray(np.repeat(np.asarray(values, np.int32), n, axis=0))
 
+    if model.mesh is not None:
+        facts = text, limits, least, stop_ids.tolist(), strings, sampling, n, rule
+        check_agreed(__version__, model.config, spec.policy.menu, *facts)
+        spec = everywhere(model.mesh, spec)
     requests = Requests(
         max_new_tokens=samples(limits),
         min_new_tokens=samples(least) if any(least) else None,

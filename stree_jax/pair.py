@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from stree_jax.checkpoint import Model, described, load, resolve
 from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.placement import shard
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
@@ -21,6 +24,7 @@ def load_pair(
     dtype: str,
     ngrams: str | None = None,
     ahead: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Model, Model | Heads | NGrams | Staged | str | None]:
     """The target and what drafts for it: a model, heads, n-grams, stages, a name, or
     None.
@@ -34,6 +38,7 @@ def load_pair(
       dtype: "float32", "bfloat16" or "int8".
       ngrams: a file of n-grams that guess for the drafter, or None.
       ahead: levels that they guess; None: as many as is usual.
+      mesh: the devices that the target is cut over; a drafting model is whole on each.
     """
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
@@ -45,7 +50,7 @@ def load_pair(
             "(for n-grams alone: --drafter FILE)"
         )
     table = None if ngrams is None else load_ngrams(ngrams)
-    model = load(target, dtype=dtype, mtp=drafter == MTP)
+    model = _on(mesh, load(target, dtype=dtype, mtp=drafter == MTP))
     if drafter == NO_DRAFTER:
         return model, None
     if drafter in (LOOKUP, MTP):
@@ -58,10 +63,15 @@ def load_pair(
         if table is not None:
             raise ValueError("--ngrams: they guess for a model, and these are heads")
         return model, load_heads(str(drafter), dtype=dtype)
-    drafting = load("demo-drafter" if drafter == DEMO else drafter, dtype=dtype)
+    name = "demo-drafter" if drafter == DEMO else str(drafter)
+    drafting = _on(mesh, load(name, dtype=dtype), whole=True)
     if table is None:
         return model, drafting
     return model, Staged(drafting, table, AHEAD if ahead is None else ahead)
+
+
+def _on(mesh: Mesh | None, model: Model, whole: bool = False) -> Model:
+    return model if mesh is None else shard(model, mesh, whole=whole)
 
 
 def pair_configs(

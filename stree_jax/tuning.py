@@ -85,11 +85,14 @@ def with_times(spec: Spec, times: StepTimes) -> Spec:
 def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
     """`spec` with this machine's times, known or measured on copies of `decoding`.
 
-    Where there is no memory for a copy, the times that were assumed stay.
+    Where there is no memory for a copy, and among several processes, the times that
+    were assumed stay.
 
     Args:
       spare: bytes that there are for a copy; None: as many as there are.
     """
+    if jax.process_count() > 1:  # each of which would measure something else
+        return spec
     fits = spare is None or size_of(decoding) <= spare
     try:
         if fits or known(spec, decoding) is not None:
@@ -144,6 +147,7 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
         "greedy" if decoding.requests.sampling is None else "sampled",
         # Attention goes over all of a cache; the text that is looked up is as long.
         f"room {max(room, SMALL_ROOM).bit_length()}",
+        *([] if target.mesh is None else [f"mesh {dict(target.mesh.shape)}"]),
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     shape = f"{facts[6]}, {facts[7]}, {weights_dtype(target.params)}"

@@ -2,10 +2,10 @@
 
     python -m tests.mesh_check [--families NAME ...] [--meshes 2x4 ...] [--drafters]
 
-Of every family and mesh ("data x model") the largest difference of logits, as a share of
-the largest, and whether greedy text with lookup in a tree is the single device's. With
---drafters, every kind of drafter and of request on one hybrid. Exit code 1 where anything
-differs.
+Of every family and mesh ("data x model") the largest difference of logits, as a share
+of the largest, and whether greedy text with lookup in a tree is the single device's.
+With --drafters, every kind of drafter and of request on one hybrid. Exit code 1 where
+anything differs.
 """
 
 import argparse
@@ -86,8 +86,12 @@ def drafters(model, mesh):
     yield "auto, lookup", *({"drafter": "lookup"},) * 2
     yield "auto, model", *({"drafter": d} for d in (drafter, cut))
     yield "sampled", *({"drafter": d, "tree": "E", **sampled} for d in (drafter, cut))
-    yield "mss", *(
-        {"drafter": d, "tree": "E", "rule": "mss", **sampled} for d in (drafter, cut)
+    yield (
+        "mss",
+        *(
+            {"drafter": d, "tree": "E", "rule": "mss", **sampled}
+            for d in (drafter, cut)
+        ),
     )
     yield "stops", *({"drafter": d, "tree": "E", **words} for d in (drafter, cut))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
+from stree_jax.cli.devices import add_mesh_option, add_process_options
 from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.plan import add_plan_options
 from stree_jax.cli.serve import NOTES as SERVE_NOTES
@@ -86,6 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show the text with every token marked by who drafted it",
     )
+    add_mesh_option(p)
+    add_process_options(p)
 
     p = commands.add_parser(
         "chat", help="talk to a model that keeps its state", epilog=CHAT_NOTES
@@ -102,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
         "query, its prompt and its answer",
     )
     option(p, "--queries", int, 1, "with --memory: how many there is to be room for")
+    add_mesh_option(p)
 
     add_serve_options(
         commands.add_parser(

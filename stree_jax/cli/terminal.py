@@ -20,6 +20,7 @@ from stree_jax.byte_sizes import shown_bytes
 from stree_jax.checkpoint import Model, resolve
 from stree_jax.cli.common import tell
 from stree_jax.cli.compile_cache import kept_programs
+from stree_jax.cli.devices import join, mesh_asked
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.generation import (
     Options,
@@ -61,9 +62,8 @@ def load_models(
         name = best.drafter if best.drafter in ("none", LOOKUP) else name
         heads = best.heads or None
     with waiting(f"reading {args.model}"):
-        target, drafter = load_pair(
-            args.model, name, args.dtype, args.ngrams, args.ahead
-        )
+        pair = args.model, name, args.dtype, args.ngrams, args.ahead
+        target, drafter = load_pair(*pair, mesh_asked(args))
     if isinstance(drafter, Heads) and heads is not None:
         drafter = first_heads(drafter, heads)
     if drafter is None and tree:
@@ -210,6 +210,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.explain and (args.json or args.n > 1):
         raise ValueError("--explain: shows one text; leave out --json and --n")
     prompt = read_prompt(args)
+    join(args, prompt)
     target, tokenizer, drafting = load_models(args, request_of(args, prompt))
     options = plainly | drafting
     began = time.perf_counter()

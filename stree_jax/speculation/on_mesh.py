@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -197,10 +198,15 @@ def everywhere(mesh: Mesh, tree: Any) -> Any:
     """Arrays on every device of a mesh, but for models that are on it."""
     sharding = NamedSharding(mesh, P())
 
+    def whole(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # only its numbers go
+            numbers, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)
+            return jax.random.wrap_key_data(whole(numbers), impl=impl)
+        return jax.device_put(leaf, sharding)
+
     def put(x: Any) -> Any:
-        if _is_model(x) and x.mesh is not None:
-            return x
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), x)
+        on_it = _is_model(x) and x.mesh is not None
+        return x if on_it else jax.tree.map(whole, x)
 
     return jax.tree.map(put, tree, is_leaf=_is_model)
 

@@ -1,0 +1,104 @@
+"""Meshes by name, and processes that work together: `jax.distributed`, checked."""
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from stree_jax.models.shards import DATA, MODEL
+
+CONNECT_S = 60  # that processes wait for each other at the start
+
+
+def axes_named(text: str) -> dict[str, int]:
+    """The axes of a mesh and how many devices each has, from "data=2,model=4".
+
+    Raises:
+      ValueError: it names something else.
+    """
+    axes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = word.partition("=")
+        if name not in (DATA, MODEL) or name in axes or not size.isdecimal():
+            raise ValueError(
+                f"mesh: want {DATA}=N, {MODEL}=N or both with a comma between, got "
+                f"{text!r}"
+            )
+        axes[name] = int(size)
+    if 0 in axes.values():
+        raise ValueError(f"mesh: want at least 1 device an axis, got {text!r}")
+    return axes
+
+
+def make_mesh(text: str) -> Mesh:
+    """A mesh of this machine's first devices, or of all processes' devices.
+
+    Args:
+      text: such as "data=2,model=4".
+
+    Raises:
+      ValueError: other axes, or another number of devices than there are.
+    """
+    axes, devices = axes_named(text), jax.devices()
+    wanted = int(np.prod(list(axes.values())))
+    many = jax.process_count() > 1
+    if wanted > len(devices) or (many and wanted != len(devices)):
+        hint = ""
+        if devices[0].platform == "cpu" and not many:
+            hint = f"; JAX_NUM_CPU_DEVICES={wanted} makes as many of a CPU"
+        each = f" in {jax.process_count()} processes" if many else ""
+        raise ValueError(
+            f"mesh: {text} is {wanted} devices, there are {len(devices)}{each}{hint}"
+        )
+    kinds = (AxisType.Auto,) * len(axes)
+    sizes, names = tuple(axes.values()), tuple(axes)
+    return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices[:wanted])
+
+
+def connect(coordinator: str, processes: int, process_id: int) -> None:
+    """Make this process one of several; before anything is done with a device.
+
+    Args:
+      coordinator: address:port of process 0, the same for all.
+
+    Raises:
+      ValueError: numbers that cannot be, or the others did not come.
+    """
+    if not 0 <= process_id < processes:
+        raise ValueError(
+            f"process {process_id} of {processes}: they are counted from 0 to "
+            f"{processes - 1}"
+        )
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process_id, initialization_timeout=CONNECT_S
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"coordinator {coordinator}: {processes} processes did not meet "
+            f"({reason}); start all within {CONNECT_S} s, with the same address"
+        ) from error
+
+
+def check_agreed(*facts: Any) -> None:
+    """All processes are about to do the same; else they would wait for each other.
+
+    Raises:
+      ValueError: in every process, where one has other facts than process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    own = np.frombuffer(digest, np.uint8)
+    every = np.asarray(multihost_utils.process_allgather(own))
+    odd = [i for i, other in enumerate(every) if not np.array_equal(other, every[0])]
+    if odd:
+        raise ValueError(
+            f"processes {', '.join(map(str, odd))} were asked for something else than "
+            "process 0: give all the same model, prompts and options"
+        )
