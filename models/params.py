@@ -24,7 +24,7 @@ from stree_jax.models.config import (
     given,
 )
 from stree_jax.models.quantized import INT8, Quantized, quantize
-from stree_jax.models.shards import Run
+from stree_jax.models.shards import Run, run_width
 
 # Small numbers that decide how fast a state forgets, or which expert is taken.
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
@@ -203,8 +203,8 @@ def norm_params(kind: str, width: int) -> Table:
 
 def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:
     """An adapter that adds to the rows `runs` of a product."""
-    d_out = sum(run.width for run in runs)
-    return {"down": Param((rank, d_in)), "up": Param((d_out, rank), runs=runs)}
+    up = Param((run_width(runs), rank), runs=runs)
+    return {"down": Param((rank, d_in)), "up": up}
 
 
 def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:

@@ -11,7 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import Model, param_shapes, weights_dtype
+from stree_jax.models.model import (
+    Model,
+    abstract_params,
+    param_shapes,
+    weights_dtype,
+)
 from stree_jax.models.params import (
     GROUP,
     Param,
@@ -24,7 +29,15 @@ from stree_jax.models.params import (
 )
 from stree_jax.models.parts import cut_at, cut_of, part_config
 from stree_jax.models.quantized import Quantized
-from stree_jax.models.shards import DATA, MODEL, WHOLE, Cut, part_slices
+from stree_jax.models.shards import (
+    DATA,
+    MODEL,
+    WHOLE,
+    Cut,
+    part_slices,
+    part_width,
+    run_width,
+)
 
 AnyModel = TypeVar("AnyModel", bound=Model)  # with a tokenizer or without
 Slices = tuple[slice, ...]
@@ -199,3 +212,28 @@ def taken(leaf: Any, param: Param, places: Slices) -> Any:
     before = (slice(None),) * param.axis
     pieces = [leaf[(*before, place)] for place in places]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=param.axis)
+
+
+def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
+    """What `shard` would make of a model of `dtype`: shapes and shardings, no arrays.
+
+    Raises:
+      ValueError: as `shard`.
+    """
+    cut = cut_for(config, mesh, dtype)
+
+    def placing(path: Path, leaf: Any) -> Any:
+        param, n = cut_at(config, cut, path)
+        shape = list(leaf.shape)
+        if param is not None and n > 1:  # what repeats is there more than once
+            every = n * part_width(param.runs, n)
+            shape[param.axis] = shape[param.axis] * every // run_width(param.runs)
+        sharding = NamedSharding(mesh, spec_of(param, n, leaf.ndim))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+
+    whole = by_path(abstract_params(config, dtype))
+    flat = {
+        path: jax.tree.map(lambda x, path=path: placing(path, x), leaf)
+        for path, leaf in whole.items()
+    }
+    return Model(nest(flat), config, mesh=mesh, cut=cut)

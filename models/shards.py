@@ -53,6 +53,11 @@ def part_slices(runs: tuple[Run, ...], i: int, n: int) -> Iterator[slice]:
         begin += run.width
 
 
+def run_width(runs: tuple[Run, ...]) -> int:
+    """How many places an axis has."""
+    return sum(run.width for run in runs)
+
+
 def part_width(runs: tuple[Run, ...], n: int) -> int:
     """How many places of an axis a part of n has."""
     return sum(run.part(0, n)[1] for run in runs)
