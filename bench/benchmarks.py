@@ -9,6 +9,7 @@ from stree_jax.bench import (
     budget_tables,
     capacity,
     cost,
+    devices,
     forward,
     heads,
     kernels,
@@ -126,6 +127,18 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
                 ),
                 run_of(args),
             )
+        case "devices":
+            return devices.measure_devices(
+                devices.Options(
+                    shapes=tuple(dict.fromkeys(args.shapes)),
+                    meshes=tuple(dict.fromkeys(args.meshes)),
+                    sizes=tuple(dict.fromkeys(args.sizes)),
+                    dtype=args.dtype,
+                    batch=args.batch,
+                    context=args.context,
+                ),
+                run_of(args),
+            )
         case "capacity":
             return capacity.measure_capacity(
                 capacity.Options(
@@ -226,6 +239,7 @@ def table_of(report: dict[str, Any]) -> str:
         "peers": peers.peers_table,
         "prompts": reading.reading_table,
         "capacity": capacity.capacity_table,
+        "devices": devices.devices_table,
     }
     text = tables.get(report["kind"], speculation.arms_table)(report)
     return f"{text}\n\n{machine_line(report)}"

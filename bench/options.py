@@ -16,6 +16,8 @@ PEER_DTYPES = ("float32", "bfloat16", "int8")
 READ_SHAPES = ("llama-135m", "hybrid-130m", SHAPE)
 CAPACITY_MODELS = ("llama-135m", "demo")
 PAIR = "NAME=TARGET:DRAFTER"
+MESH_SHAPES = ("bamba-9b", "granite-4.0-h-small", "llama-70b")
+MESHES = ("model=2", "model=4", "model=8")
 COUNTED = ("breakdown", "longest", "ratios", "printed")
 MEMORY_PARTS = (*COUNTED, "caches", "pruned", "batch", "turns")
 MEMORY_SHAPES = ("pair", "mamba2-2.7b", "granite-4.0-h-micro", "llama-7b")
@@ -257,6 +259,15 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--lengths", int, (20, 250, 1000, 4000, 16000, 60000), lengths, "+")
     add(b, "--text", int, 20, "tokens, while the capacity changes")
     add(b, "--dtypes", str, DTYPES, "of weights", "+", WEIGHTS)
+
+    text = "what devices of a mesh hold and exchange, from compiled programs"
+    b = benchmark("devices", text, 1)
+    add(b, "--shapes", str, MESH_SHAPES, "nothing of them is run", "+")
+    add(b, "--meshes", str, MESHES, "that they are cut over", "+")
+    add(b, "--sizes", int, (1, 16), "nodes of a step", "+")
+    add(b, "--batch", int, 1, "rows decoded together")
+    add(b, "--context", int, 4096, "tokens to have room for")
+    add_dtype(b, "bfloat16")
 
     text = "everything, and a report with figures"
     b = benchmarks.add_parser("all", help=text, description=text)

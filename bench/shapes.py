@@ -16,6 +16,7 @@ from stree_jax.models import (
     MambaConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     Rope,
     init_params,
 )
@@ -34,6 +35,9 @@ NAMES = (
     "mambainllama-8b",
     "granite-4.0-h-micro",
     "llama-7b",
+    "llama-70b",
+    "bamba-9b",
+    "granite-4.0-h-small",
 )
 
 
@@ -136,6 +140,55 @@ def llama_7b() -> ModelConfig:
     )
 
 
+def llama_70b() -> ModelConfig:
+    """Llama-3-70B."""
+    layers: tuple[LayerKind, ...] = ("attention", "mlp")
+    return ModelConfig(
+        vocab_size=128256,
+        num_tokens=128256,
+        d_model=8192,
+        layers=80 * layers,
+        attention=AttentionConfig(64, 8, 128, rope=Rope(theta=500000.0, dim=128)),
+        mlp=MLPConfig(28672),
+        tie_embeddings=False,
+    )
+
+
+def bamba_9b() -> ModelConfig:
+    """Bamba-9B: 29 Mamba2 layers and 3 of attention, an MLP behind each."""
+    layers: tuple[LayerKind, ...] = ()
+    for i in range(32):
+        layers += ("attention" if i in (9, 18, 27) else "mamba", "mlp")
+    return ModelConfig(
+        vocab_size=128256,
+        num_tokens=128256,
+        d_model=4096,
+        layers=layers,
+        mamba=MambaConfig(num_heads=128, head_dim=64, d_state=128),
+        attention=AttentionConfig(32, 8, 128, rope=Rope(theta=10000.0, dim=64)),
+        mlp=MLPConfig(14336),
+        tie_embeddings=False,
+    )
+
+
+def granite_small() -> ModelConfig:
+    """Granite-4.0-H-Small, 32 B: 36 Mamba2 layers and 4 of attention, behind each 72
+    experts, of which a token takes 10, and an MLP."""
+    layers: tuple[LayerKind, ...] = ()
+    for i in range(40):
+        layers += ("attention" if i % 10 == 5 else "mamba", "moe")
+    return ModelConfig(
+        vocab_size=100352,
+        num_tokens=100352,
+        d_model=4096,
+        layers=layers,
+        mamba=MambaConfig(num_heads=128, head_dim=64, d_state=128),
+        attention=AttentionConfig(32, 8, 128),
+        moe=MoEConfig(72, 10, 768, shared=MLPConfig(1536)),
+        tie_embeddings=True,
+    )
+
+
 def config_of(shape: str) -> ModelConfig:
     """Raises ValueError for an unknown name."""
     if shape in MAMBA2_SIZES:
@@ -146,6 +199,9 @@ def config_of(shape: str) -> ModelConfig:
         "mambainllama-8b": mambainllama,
         "granite-4.0-h-micro": granite_micro,
         "llama-7b": llama_7b,
+        "llama-70b": llama_70b,
+        "bamba-9b": bamba_9b,
+        "granite-4.0-h-small": granite_small,
     }
     if shape in others:
         return others[shape]()

@@ -17,7 +17,9 @@ NEEDED = {
     "staged": [*PROMPTS, "--ngrams", "n.safetensors"],
     "peers": ["--llama-python", "bin/python"],
     "all": [*PROMPTS, "--out", "R"],
-    **dict.fromkeys(("unrolled", "forward", "kernels", "prompts", "capacity"), []),
+    **dict.fromkeys(
+        ("unrolled", "forward", "kernels", "prompts", "capacity", "devices"), []
+    ),
 }
 
 
