@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
     each on a device, and among how many devices."""
 
     kind: str
-    count: int
+    times: int
     nbytes: int
     among: int
 
@@ -79,8 +79,8 @@ class Exchange(NamedTuple):
     def sent(self) -> float:
         """Bytes that a device sends in all, around a ring."""
         n = self.among
-        times = 2 if self.kind == "all-reduce" else 1
-        return self.count * self.nbytes * times * (n - 1) / n
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return self.times * self.nbytes * rounds * (n - 1) / n
 
 
 def measure_devices(options: Options, run: Run) -> dict[str, Any]:
@@ -125,16 +125,16 @@ def count(options: Options, shape: str, mesh: Mesh, size: int) -> dict[str, Any]
     """Of a step with a tree of so many nodes.
 
     Returns:
-      "weight_bytes", "state_bytes" (states and caches): of a device; "temp_bytes" of the
-      program on a device; "exchanges": lists of `Exchange`; "sent_bytes": of a device in
-      a step; "largest_weight_bytes" and "largest_gather_bytes": of a weight whole, and
-      of what devices gather.
+      "weight_bytes", "state_bytes" (states and caches): of a device; "temp_bytes" of
+      the program on a device; "exchanges": lists of `Exchange`; "sent_bytes": of a
+      device in a step; "largest_weight_bytes" and "largest_gather_bytes": of a weight
+      whole, and of what devices gather.
     """
     spec = spec_of_shape(options, shape, mesh, size)
     decoding = abstract_decoding(spec, options)
     compiled = advance_jit.lower(spec, decoding, jnp.int32(1)).compile()
     memory: Any = compiled.memory_analysis()
-    found = exchanges(compiled.as_text())
+    found = exchanges(compiled.as_text() or "")
     gathers = [one.nbytes for one in found if one.kind != "all-reduce"]
     width = np.dtype(options.dtype).itemsize
     shapes = param_shapes(spec.target.config).values()
@@ -161,11 +161,12 @@ def spec_of_shape(options: Options, shape: str, mesh: Mesh, size: int) -> Spec:
 def abstract_decoding(spec: Spec, options: Options) -> Decoding:
     """What the loop begins with, on the mesh."""
     mesh, batch = spec.target.mesh, options.batch
-    numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    numbers: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    stops: Any = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     requests = Requests(
         max_new_tokens=numbers,
         min_new_tokens=None,
-        stop_tokens=jax.ShapeDtypeStruct((batch, 1), jnp.int32),
+        stop_tokens=stops,
         stop_strings=None,
         sampling=None,
     )
@@ -255,6 +256,6 @@ def _counted(found: Sequence[Exchange]) -> str:
     """Such as "57 of 16 kB"."""
     merged: Counter[int] = Counter()
     for one in found:
-        merged[one.nbytes] += one.count
+        merged[one.nbytes] += one.times
     largest = sorted(merged.items(), reverse=True)
     return ", ".join(f"{n} of {size / 1e3:.2f} kB" for size, n in largest) or "-"
