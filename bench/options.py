@@ -16,7 +16,7 @@ PEER_DTYPES = ("float32", "bfloat16", "int8")
 READ_SHAPES = ("llama-135m", "hybrid-130m", SHAPE)
 CAPACITY_MODELS = ("llama-135m", "demo")
 PAIR = "NAME=TARGET:DRAFTER"
-MESH_SHAPES = ("bamba-9b", "granite-4.0-h-small", "llama-70b")
+MESH_SHAPES = ("bamba-9b",)
 MESHES = ("model=2", "model=4", "model=8")
 COUNTED = ("breakdown", "longest", "ratios", "printed")
 MEMORY_PARTS = (*COUNTED, "caches", "pruned", "batch", "turns")

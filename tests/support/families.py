@@ -1,5 +1,10 @@
 """A config with each family's options, in sizes that eight devices divide."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.checkpoint import Model
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,
@@ -8,7 +13,9 @@ from stree_jax.models import (
     MoEConfig,
     Rope,
     SharedConfig,
+    init_params,
 )
+from tests.support.tiny import perturbed
 
 SIZES = {"vocab_size": 64, "num_tokens": 61, "d_model": 32}
 ROPE = Rope(theta=50.0, dim=4)
@@ -101,3 +108,23 @@ FAMILIES = {
         norm="layer",
     ),
 }
+
+
+def random_model(config, seed):
+    params = init_params(config, jax.random.key(seed), jnp.float32)
+    return Model(params=perturbed(params, 0.2, seed), config=config)
+
+
+def prompts(config, rows=8):
+    """Of different lengths, that repeat themselves."""
+    draw = np.random.default_rng(0)
+    some = [draw.integers(0, config.num_tokens, 3 + row % 3) for row in range(rows)]
+    return [[*ids, *ids, *ids[:2]] for ids in map(np.ndarray.tolist, some)]
+
+
+def mesh_of(name):
+    """Such as "2x4": rows over 2, parts over 4, on the first devices."""
+    shape = tuple(map(int, name.split("x")))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    devices = jax.devices()[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=auto, devices=devices)

@@ -1,0 +1,136 @@
+"""Run by test_mesh.py in a process with eight devices: prints facts as JSON."""
+
+import json
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import stree_jax
+from stree_jax.bench.devices import exchanges, on_a_device
+from stree_jax.generation import begin
+from stree_jax.models import cast_params
+from stree_jax.models.placement import abstract_model
+from stree_jax.speculation.loop import advance_jit
+from tests.mesh_check import DEVICES, check_family
+from tests.support.families import FAMILIES, mesh_of, prompts, random_model
+from tests.support.tiny import perturbed, tiny
+
+MESH = "2x4"
+WRITES = ("falcon-h1", "nemotron-h", "zamba2")
+
+
+def refused(call, *args, **options):
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def families():
+    """Logits of all, and text of those that have most kinds of layers."""
+    return {name: check_family(name, [MESH], text=name in WRITES) for name in FAMILIES}
+
+
+def shapes():
+    """What `abstract_model` says is what `shard` makes."""
+
+    def alike(x, y):
+        same = x.sharding.is_equivalent_to(y.sharding, y.ndim)
+        return same and (x.shape, x.dtype) == (y.shape, y.dtype)
+
+    found = {}
+    for name, config in FAMILIES.items():
+        model, mesh = random_model(config, 1), mesh_of(MESH)
+        told = abstract_model(config, jnp.float32, mesh)
+        made = stree_jax.shard(model, mesh)
+        found[name] = jax.tree.all(jax.tree.map(alike, told.params, made.params))
+    return found
+
+
+def uneven():
+    """Heads that three devices do not divide are on all of them; an MLP is not."""
+    model = tiny(1)
+    cut = stree_jax.shard(model, mesh_of("1x3"))
+    ids = prompts(model.config, 3)
+    options = {"max_new_tokens": 5, "drafter": "lookup", "tree": "A"}
+    one, many = (stree_jax.generate(m, ids, **options).tokens for m in (model, cut))
+    return {"cut": vars(cut.cut), "same": one == many}
+
+
+def in_jit():
+    """`generate_tokens` inside a user's own program."""
+    model, mesh = tiny(1), mesh_of(MESH)
+    drafter = model.replace(params=perturbed(model.params, 0.05, 3))
+    ids = np.random.default_rng(0).integers(8, 47, (4, 9)).astype(np.int32)
+
+    @jax.jit
+    def run(target, drafter, ids):
+        lengths = jnp.full((4,), 9, jnp.int32)
+        sizes = {"max_new_tokens": 6}
+        return stree_jax.generate_tokens(
+            target, drafter, "A", ids, lengths, **sizes
+        ).tokens
+
+    one = run(model, drafter, ids)
+    pair = (stree_jax.shard(m, mesh) for m in (model, drafter))
+    return np.array_equal(one, run(*pair, ids))
+
+
+def program():
+    """What the loop over steps exchanges, and what a device holds."""
+    model = random_model(FAMILIES["falcon-h1"], 1)
+    cut = stree_jax.shard(model, mesh_of(MESH))
+    ids = prompts(model.config)
+    decoding, plan = begin(cut, ids, max_new_tokens=6, drafter="lookup", tree="A")
+    text = advance_jit.lower(plan.spec, decoding, jnp.int32(1)).compile().as_text()
+    conditions = [line for line in text.splitlines() if " all-reduce(" in line]
+    return {
+        "exchanges": [list(one) for one in exchanges(text)],
+        "conditions": sum("s32[]" in line for line in conditions),
+    }
+
+
+def held():
+    """Bytes of a device: of weights and state, on one device and on eight."""
+    model = random_model(FAMILIES["bamba"], 1)
+    ids = prompts(model.config)
+    models = model, stree_jax.shard(model, mesh_of(MESH))
+    states = [begin(m, ids, max_new_tokens=2)[0].state.layers for m in models]
+    return {
+        "weights": [on_a_device(m.params) for m in models],
+        "state": [on_a_device(state) for state in states],
+    }
+
+
+def refusals():
+    model, auto = tiny(1), (jax.sharding.AxisType.Auto,)
+    mesh = mesh_of(MESH)
+    cut = stree_jax.shard(model, mesh)
+    other = stree_jax.shard(model, mesh_of("1x2"))
+    rows = jax.make_mesh((2,), ("rows",), axis_types=auto, devices=jax.devices()[:2])
+    past = stree_jax.generate(model, [[1, 2]], max_new_tokens=1, keep_past=True).past
+    int8 = model.replace(params=cast_params(model.params, np.dtype(np.int8)))
+    generate = partial(refused, partial(stree_jax.generate, max_new_tokens=1))
+    return {
+        "axis": refused(stree_jax.shard, model, rows),
+        "size": refused(stree_jax.shard, model, mesh_of("1x7")),
+        "int8": refused(stree_jax.shard, int8, mesh),
+        "again": refused(stree_jax.shard, cut, mesh),
+        "drafter": generate(cut, [[1]], drafter=other),
+        "alone": generate(model, [[1]], drafter=other),
+        "memory": generate(cut, [[1]], memory="1GB"),
+        "save": refused(stree_jax.save, cut, "/nowhere"),
+        "past": generate(other, [[1]], past=past),
+    }
+
+
+PARTS = (families, shapes, uneven, in_jit, program, held, refusals)
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    facts = {part.__name__: part() for part in PARTS}
+    print(json.dumps(facts), file=sys.stdout)

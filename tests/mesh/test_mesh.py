@@ -1,0 +1,194 @@
+"""A model cut over devices: which device has what, and the same logits and text."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stree_jax.cli.main import main
+from stree_jax.devices import axes_named, make_mesh
+from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
+from stree_jax.models.params import mamba_params
+from stree_jax.models.parts import cut_at, cut_of, part_config
+from stree_jax.models.shards import WHOLE, Run, part_slices, part_width, run_width
+from tests.support.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """Of a process with eight devices."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.mesh.eight"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@families
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_the_tables_are_the_parameters(family, n):
+    """Runs fill the axis of the whole parameter, and parts of them a part's."""
+    config = FAMILIES[family]
+    cut = cut_of(config, n)
+    parts = param_shapes(part_config(config, cut))
+    for path, shape in param_shapes(config).items():
+        param, times = cut_at(config, cut, path)
+        if param is None:
+            assert parts[path] == shape
+            continue
+        assert run_width(param.runs) == shape[param.axis], path
+        if path[-1] in ("linear", "eh_proj"):  # by `width`, which no config has
+            continue
+        wide = list(shape)
+        wide[param.axis] = part_width(param.runs, times)
+        assert parts[path] == tuple(wide), path
+
+
+def test_parts_of_a_run_are_its_units_in_order():
+    runs = (Run(8, 4), Run(6, 2, repeats=True))
+    places = np.arange(14)
+
+    def part(i, n):
+        return np.concatenate([places[s] for s in part_slices(runs, i, n)]).tolist()
+
+    assert part(0, 4) == [0, 1, 8, 9, 10]
+    assert part(3, 4) == [6, 7, 11, 12, 13]
+    assert part(1, 2) == [4, 5, 6, 7, 11, 12, 13]
+    assert not Run(8, 4).divides(8) and runs[1].divides(8) and not runs[1].divides(3)
+
+
+def test_heads_have_their_own_groups():
+    """The group that head h reads is the one that its part has."""
+    config = MambaConfig(8, 2, 3, n_groups=4)
+    into = mamba_params(config, 5)["in_proj"].runs
+    # Rows of in_proj, each marked with its head or, of B and C, its group.
+    z, x = np.repeat(np.arange(8), 2), np.repeat(np.arange(8), 2)
+    group = np.repeat(np.arange(4), 3)
+    rows = np.concatenate([z, x, 10 + group, 20 + group, np.arange(8)])
+    for n in (2, 4, 8):
+        for i in range(n):
+            own = np.concatenate([rows[s] for s in part_slices(into, i, n)])
+            heads = own[own < 10]
+            wanted = np.unique(heads // 2)  # 8 heads, 4 groups
+            np.testing.assert_array_equal(np.unique(own[own >= 20]) - 20, wanted)
+            first = i * 8 // n
+            assert np.unique(heads).tolist() == [*range(first, first + 8 // n)]
+
+
+def test_what_does_not_divide_is_whole():
+    config = FAMILIES["bamba"]
+    assert cut_of(config, 3) == WHOLE
+    odd = replace(config, attention=AttentionConfig(6, 2, 4))
+    assert (cut_of(odd, 4).attention, cut_of(odd, 4).mamba) == (1, 4)
+    assert cut_of(replace(config, vocab_size=63, num_tokens=61), 2).vocab == 1
+    groups = replace(config, mamba=MambaConfig(12, 4, 8, n_groups=3))
+    assert (cut_of(groups, 2).mamba, cut_of(groups, 3).mamba) == (1, 3)
+    assert cut_of(groups, 6).mamba == 6  # two parts share a group
+
+
+@families
+def test_logits_and_text_are_one_devices(facts, family):
+    assert facts["families"][family]
+
+
+@families
+def test_shapes_are_told_without_arrays(facts, family):
+    assert facts["shapes"][family]
+
+
+def test_uneven_sizes(facts):
+    told = facts["uneven"]
+    assert told["same"]
+    assert (told["cut"]["mamba"], told["cut"]["mlp"]) == (1, 3)
+
+
+def test_inside_a_users_program(facts):
+    assert facts["in_jit"]
+
+
+def test_what_a_step_exchanges(facts):
+    """A sum a mixer or MLP and one of embeddings; the gated norm's means, the logits;
+    in conditions, whether any row runs. No weights."""
+    told, config = facts["program"], FAMILIES["falcon-h1"]
+    rows, nodes = 4, 13
+    width = rows * nodes * config.d_model * 4
+    logits = rows * nodes * config.vocab_size * 4
+    kinds = {(kind, size): times for kind, times, size, _ in told["exchanges"]}
+    means = rows * nodes * 4 * 4  # of four parts
+    both = ("all-reduce", 2 * width)  # a layer's two mixers, together
+    assert kinds == {
+        ("all-reduce", width): 3,
+        both: 2,
+        ("all-gather", means): 2,
+        ("all-gather", logits): 1,
+    }
+    assert {among for *_, among in told["exchanges"]} == {4}
+    assert told["conditions"] == 2
+
+
+def test_what_a_device_holds(facts):
+    whole, part = facts["held"]["state"]
+    assert part == whole / 8  # rows by 2, heads by 4
+    whole, part = facts["held"]["weights"]
+    assert part < whole / 3  # norms, and B and C of groups, are in every part
+
+
+def test_refusals(facts):
+    told = facts["refusals"]
+    assert "unknown axis 'rows'" in told["axis"]
+    assert "model=7" in told["size"] and "2, " in told["size"]
+    assert "int8" in told["int8"]
+    assert "already" in told["again"]
+    for name in ("drafter", "alone"):
+        assert told[name].startswith("drafter: ")
+    assert told["memory"].startswith("memory: ")
+    assert told["save"].startswith("save: ")
+    assert told["past"].startswith("past: ")
+    assert all("\n" not in words for words in told.values())
+
+
+@pytest.mark.parametrize("text", ["rows=2", "model", "model=x", "model=2,model=2", ""])
+def test_a_bad_mesh_is_named(text):
+    with pytest.raises(ValueError, match="mesh: want data=N"):
+        axes_named(text)
+    with pytest.raises(ValueError, match="at least 1"):
+        axes_named("data=0")
+
+
+def test_too_few_devices():
+    with pytest.raises(ValueError, match="is 4 devices, there are 1; JAX_NUM_CPU_DEV"):
+        make_mesh("data=2,model=2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--mesh", "model=2"],
+        ["--mesh", "m=2"],
+        ["--processes", "2", "--mesh", "model=2"],
+    ],
+)
+def test_the_command_says_it_in_a_line(words, capsys):
+    assert main(["generate", "a", *words]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and out == ""
+
+
+def test_one_device_is_a_mesh():
+    from stree_jax import generate, shard
+    from tests.support.tiny import tiny
+
+    model = tiny(1)
+    alone = generate(model, [[9, 8, 7]], max_new_tokens=4).tokens
+    mesh = make_mesh("data=1,model=1")
+    assert generate(shard(model, mesh), [[9, 8, 7]], max_new_tokens=4).tokens == alone

@@ -1,0 +1,60 @@
+"""Two processes decode together, and are told if they want different things."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stree_jax
+from tests.support.families import FAMILIES, prompts, random_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What each of two processes with two devices printed."""
+    port = str(free_port())
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.mesh.two", port, str(place)],
+            cwd=ROOT,
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in range(2)
+    ]
+    ends = [run.communicate(timeout=300) for run in runs]
+    for run, (_, err) in zip(runs, ends, strict=True):
+        assert run.returncode == 0, err[-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+
+
+def test_the_text_is_one_devices(told):
+    model = random_model(FAMILIES["bamba"], 1)
+    ids = prompts(model.config, 4)
+    options = {"max_new_tokens": 4, "drafter": "lookup", "tree": "A"}
+    greedy = stree_jax.generate(model, ids, **options).tokens
+    sampling = stree_jax.Sampling(temperature=1.0)
+    drawn = stree_jax.generate(model, ids, sampling=sampling, **options).tokens
+    for texts in told:
+        for mesh in ("model=4", "data=2,model=2"):
+            assert texts[f"{mesh} 0"] == greedy
+            assert texts[f"{mesh} 1"] == drawn
+
+
+def test_processes_that_disagree_are_told(told):
+    for texts in told:
+        assert texts["disagree"].startswith("processes 1 were asked for something else")
