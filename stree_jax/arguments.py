@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoint import Model
@@ -180,12 +181,24 @@ def continued(
         raise ValueError(
             "past: was taken over (take_past=True); go on with the later result's past"
         )
+    if _several(model.mesh) != _several(_mesh_of(past.target.length)):
+        raise ValueError("past: of a model on other devices")
     _check_state("past: of another target", model, past.target, len(new))
     _check_drafter_past(drafter, past.drafter, len(new))
     if drafter == MTP and isinstance(past.drafter, Heard):
         layers = models.mtp_model(model)
         _check_state("past: of other MTP layers", layers, past.drafter.state, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]
+
+
+def _mesh_of(x: jax.Array) -> Any:
+    """The mesh that an array is on, if it is on one."""
+    return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
+
+
+def _several(mesh: Any) -> Any:
+    """A mesh of several devices; one device is as good as none."""
+    return None if mesh is None or mesh.size == 1 else mesh
 
 
 def _check_drafter_past(drafter: Any, past: Any, batch: int) -> None:
