@@ -8,10 +8,13 @@ import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
 from stree_jax.cpu_kernels import skinny_product, skinny_product_int8, unsupported
-from stree_jax.models.quantized import Quantized, int8_product
+from stree_jax.models.quantized import (
+    GPU_LEAST,
+    Quantized,
+    int8_product,
+    int8_product_cuda,
+)
 from stree_jax.models.shards import total
-
-GPU_LEAST = 16  # rows of a product of 16-bit weights on a GPU, where there are 1 to 3
 
 
 def linear(
@@ -74,10 +77,13 @@ def _matrix(weight: jax.Array | Quantized) -> jax.Array:
 
 def _by_int8(rows: jax.Array, weight: Quantized, native: bool) -> jax.Array:
     args = rows.astype(jnp.float32), weight.q, weight.scale
-    if not native:
-        return int8_product(*args)
     kernel = partial(skinny_product_int8, definition=int8_product)
-    return jax.lax.platform_dependent(*args, cpu=kernel, default=int8_product)
+    return jax.lax.platform_dependent(
+        *args,
+        cpu=kernel if native else int8_product,
+        cuda=int8_product_cuda,
+        default=int8_product,
+    )
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:

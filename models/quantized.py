@@ -15,6 +15,7 @@ from jax import lax
 
 INT8 = np.dtype(np.int8)  # a dtype of weights, not of arrays: see `params.stored`
 LARGEST = 127  # of q, either sign
+GPU_LEAST = 16  # rows of a product of 8 or 16 bits on a GPU, where there are few
 LEAST = 1e-30  # a group whose largest number is below is 0; src/int8_body.h has it too
 
 
@@ -106,4 +107,24 @@ def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Ar
     total = (
         add(jnp.int32(0), zero) if groups == 1 else lax.fori_loop(0, groups, add, zero)
     )
+    return total[:, :t].T
+
+
+def int8_product_cuda(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array
+) -> jax.Array:
+    """`int8_product` for a GPU: bfloat16 holds every int8, and float32 their sums.
+
+    Of int8 factors with two rows XLA gives wrong sums there (jax 0.11.2, an H200), and
+    group by group it takes 176 us where all groups at once take 23 (10576 x 2560).
+    Sums are exact up to 1,040 columns a group.
+    """
+    t, groups = rows.shape[0], scale.shape[1]
+    padded = jnp.pad(rows, ((0, max(GPU_LEAST - t, 0)), (0, 0)))
+    q, row_scale = rounded(padded, groups)
+    left, right = (
+        z.astype(jnp.bfloat16).reshape(z.shape[0], groups, -1) for z in (weight, q)
+    )
+    sums = jnp.einsum("mgk,tgk->gmt", left, right, preferred_element_type=jnp.float32)
+    total = (sums * scale.T[:, :, None] * row_scale.T[:, None, :]).sum(axis=0)
     return total[:, :t].T

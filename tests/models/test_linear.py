@@ -4,7 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.linear import GPU_LEAST, _product, _skinny_gpu, linear
+from stree_jax.models.linear import _product, _skinny_gpu, linear
+from stree_jax.models.quantized import (
+    GPU_LEAST,
+    int8_product,
+    int8_product_cuda,
+    quantize,
+)
 from tests.support.lowering import lowered
 from tests.support.native import INSTRUCTIONS, use
 
@@ -20,6 +26,21 @@ def test_a_gpu_gets_rows_enough(rows):
         np.testing.assert_allclose(_skinny_gpu(*args), wanted, rtol=1e-6, atol=1e-6)
         text = lowered(linear, args, "cuda")
         assert (f"tensor<{GPU_LEAST}x40xf32>" in text) == padded
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("size", [24, 8])
+def test_a_gpu_multiplies_int8_as_bfloat16(rows, size):
+    """The sums are the whole numbers' own; no product of int8 is left to XLA."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 24)), jnp.float32)
+    weight = quantize(jnp.asarray(rng.standard_normal((40, 24)), jnp.float32), size)
+    args = x, weight.q, weight.scale
+    wanted = int8_product(*args)
+    np.testing.assert_allclose(int8_product_cuda(*args), wanted, rtol=1e-6, atol=1e-6)
+    text = lowered(linear, (x, weight), "cuda")
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and all("xbf16>" in line for line in products)
 
 
 def test_a_named_kernel_runs_or_says_why_not(monkeypatch):

@@ -14,6 +14,8 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
+from stree_jax.models.linear import linear
+from stree_jax.models.quantized import quantize, rounded
 from stree_jax.pallas_kernels import mosaic_scan, triton_attention, triton_scan
 from tests.support.reference import (
     OP_TOLERANCE,
@@ -111,6 +113,19 @@ def test_attention_is_the_softmax(dtype, Hq, Hk, S):
     assert_near(got, attend_tree(*exact, length, mask, 0.125), TOLERANCE[dtype])
     for _ in range(REPEATS):
         np.testing.assert_array_equal(run(*args, length, mask, 0.125), got)
+
+
+@pytest.mark.parametrize(("m", "k"), [(50, 32), (132, 64)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_int8_products_are_those_of_whole_numbers(rows, m, k):
+    """XLA's own products of int8 gave wrong sums of two rows on an H200."""
+    rng = np.random.default_rng(rows)
+    x, weight = normal(rng, rows, k), quantize(jnp.asarray(normal(rng, m, k)))
+    q, scale = (np.asarray(z, np.float64) for z in rounded(jnp.asarray(x), 1))
+    w, by_row = (np.asarray(z, np.float64) for z in (weight.q, weight.scale))
+    for _ in range(REPEATS):
+        got = jax.jit(linear)(x, weight)
+        assert_near(got, q @ w.T * scale * by_row.T, 1e-5)
 
 
 @pytest.mark.skipif(INTERPRET, reason="plain JAX decodes on a CPU")
