@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stree_jax.checkpoint import Model as Model
     from stree_jax.checkpoint import load as load
     from stree_jax.checkpoint import save as save
+    from stree_jax.devices import make_mesh as make_mesh
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpoint": "CheckpointError Model load save",
+    "devices": "make_mesh",
     "generation": "generate stream tune",
     "heads_file": "load_heads save_heads",
     "models.heads": "Heads",
