@@ -56,6 +56,7 @@ def drafters(model, mesh):
     zeros = init_heads(own, jax.random.key(0), jnp.float32)
     heads = Heads(perturbed(zeros, 0.05, 5), own)
     cut = stree_jax.shard(drafter, mesh)
+    both = (drafter, model), (cut, stree_jax.shard(model, mesh))
     sampled = {"sampling": stree_jax.Sampling(temperature=1.0, top_k=20), "n": 2}
     words = {"stop_tokens": (5, 9), "min_new_tokens": 2, "logprobs": 2}
     yield "plain", {}, {}
@@ -63,6 +64,7 @@ def drafters(model, mesh):
     yield "model, whole", *({"drafter": drafter, "tree": "E"},) * 2
     yield "beam", *({"drafter": d, "tree": "beam:2x3"} for d in (drafter, cut))
     yield "heads", *({"drafter": heads, "tree": "chain:2"},) * 2
+    yield "staged", *({"drafter": stree_jax.Staged(d, m), "tree": "A"} for d, m in both)
     yield "auto, lookup", *({"drafter": "lookup"},) * 2
     yield "auto, model", *({"drafter": d} for d in (drafter, cut))
     yield "sampled", *({"drafter": d, "tree": "E", **sampled} for d in (drafter, cut))
@@ -88,7 +90,21 @@ def check_drafters(mesh):
         calls = f"{want.target_calls.sum()} {got.target_calls.sum()}"
         print(f"{name:13} {mesh} {same} calls {calls}", flush=True)
         well &= same
-    return well & check_turns(model, cut, asked)
+    return well & check_turns(model, cut, asked) & check_mtp(on)
+
+
+def check_mtp(mesh):
+    """A target's own further layers draft for it."""
+    model = random_model(FAMILIES["nemotron-h"], 1)
+    asked = prompts(model.config, 4)
+    one, many = (
+        stree_jax.generate(
+            m, asked, max_new_tokens=NEW, drafter="mtp", tree="chain:3"
+        ).tokens
+        for m in (model, stree_jax.shard(model, mesh))
+    )
+    print(f"mtp {one == many}", flush=True)
+    return one == many
 
 
 def check_turns(model, cut, asked):

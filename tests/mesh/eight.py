@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax
+from stree_jax.bench import devices
 from stree_jax.bench.devices import exchanges, on_a_device
+from stree_jax.bench.method import Run
 from stree_jax.generation import begin
 from stree_jax.models import cast_params
 from stree_jax.models.placement import abstract_model
@@ -106,6 +108,15 @@ def held():
     }
 
 
+def counted():
+    """The table of `bench devices`."""
+    options = devices.Options(
+        *(("hybrid-130m",), ("model=2", "model=4"), (1,), "bfloat16", 1, 256)
+    )
+    report = devices.measure_devices(options, Run(1))
+    return {"table": devices.devices_table(report), "rows": report["results"]}
+
+
 def refusals():
     model, auto = tiny(1), (jax.sharding.AxisType.Auto,)
     mesh = mesh_of(MESH)
@@ -128,7 +139,7 @@ def refusals():
     }
 
 
-PARTS = (families, shapes, uneven, in_jit, program, held, refusals)
+PARTS = (families, shapes, uneven, in_jit, program, held, counted, refusals)
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)

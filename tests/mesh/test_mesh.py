@@ -143,6 +143,15 @@ def test_what_a_device_holds(facts):
     assert part < whole / 3  # norms, and B and C of groups, are in every part
 
 
+def test_the_benchs_table(facts):
+    two, four = facts["counted"]["rows"]
+    assert 0.45 < four["weight_bytes"] / two["weight_bytes"] < 0.55
+    assert sum(n for kind, n, *_ in two["exchanges"] if kind == "all-reduce") == 25
+    assert two["largest_gather_bytes"] < two["largest_weight_bytes"] / 100
+    lines = facts["counted"]["table"].splitlines()
+    assert sum(line.startswith("| hybrid-130m | model=") for line in lines) == 2
+
+
 def test_refusals(facts):
     told = facts["refusals"]
     assert "unknown axis 'rows'" in told["axis"]
@@ -182,6 +191,12 @@ def test_the_command_says_it_in_a_line(words, capsys):
     assert main(["generate", "a", *words]) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and out == ""
+
+
+def test_the_command_on_a_mesh(capsys):
+    words = ["--mesh", "data=1,model=1", "--drafter", "none", "--max-new-tokens", "3"]
+    assert main(["generate", "def f(", *words]) == 0
+    assert capsys.readouterr().out.startswith("def f(")
 
 
 def test_one_device_is_a_mesh():
