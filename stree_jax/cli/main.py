@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
-from stree_jax.cli.devices import add_mesh_option, add_process_options
+from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_asked
 from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.plan import add_plan_options
 from stree_jax.cli.serve import NOTES as SERVE_NOTES
@@ -144,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     option(p, "--batch", int, 1, "rows decoded together")
     option(p, "--context", int, 2048, "tokens of text and answer to have room for")
     p.add_argument("--sampled", action="store_true", help="for sampling, not greedy")
+    add_mesh_option(p)
 
     add_plan_options(
         commands.add_parser("plan", help="what decodes fastest in so many bytes")
@@ -382,7 +383,7 @@ def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.speculation.staged_drafter import Staged
 
     pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead
-    target, drafter = load_pair(*pair)
+    target, drafter = load_pair(*pair, mesh_asked(args))
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")
     if isinstance(drafter, NGrams | Staged):
