@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -35,8 +35,13 @@ def axis_size(mesh: Mesh, axis: str) -> int:
     return mesh.shape.get(axis, 1)
 
 
-def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any) -> Cut:
+def cut_for(
+    config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False
+) -> Cut:
     """How a model of `dtype` is cut over a mesh.
+
+    Args:
+      whole: it is not, every device has all of it.
 
     Raises:
       ValueError: other axes than "data" and "model"; nothing of the model divides by
@@ -47,6 +52,8 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any) -> Cut:
             f"mesh: unknown axis {min(map(str, unknown))!r}; want {DATA!r} (rows of a "
             f"batch) and {MODEL!r} (parts of a model)"
         )
+    if whole:
+        return WHOLE
     n = axis_size(mesh, MODEL)
     cut = cut_of(config, n)
     if n > 1 and cut == WHOLE:
@@ -114,7 +121,7 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
       make: is asked for the parts of this process's devices alone, one after another.
       param: its entry in the layer's table; None: every part has it all.
     """
-    once = cache(make)
+    once = lru_cache(1)(make)  # a part at a time is held beside those on devices
     leaves: list[list[jax.Array]] = []
     kind: Any = None
     cutting = param is not None and parts > 1
@@ -169,8 +176,7 @@ def shard(model: Model, mesh: Mesh, *, whole: bool = False) -> Model:
     if model.mesh is not None:
         raise ValueError("model: it is on a mesh already; load it again")
     dtype = weights_dtype(model.params)
-    asked = cut_for(model.config, mesh, dtype)
-    cut = WHOLE if whole else asked
+    cut = cut_for(model.config, mesh, dtype, whole)
 
     def on_mesh(path: Path, leaf: Any) -> Any:
         param, parts = cut_at(model.config, cut, path)
