@@ -158,7 +158,8 @@ class Checkpoint:
                 )
                 bar.update(_nbytes(self.source, row))
         if warn is not None and odd:
-            warn(f"{tensors[odd[0]].file}: {odd[0]} holds NaN or infinity; kept as it is")
+            file = tensors[odd[0]].file
+            warn(f"{file}: {odd[0]} holds NaN or infinity; kept as it is")
         return nest(flat)
 
     def _parts(

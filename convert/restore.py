@@ -1,8 +1,8 @@
-"""The arrays of our own directory, read by orbax onto a device or the devices of a mesh.
+"""The arrays of our own directory, by orbax onto a device, or the devices of a mesh.
 
-A part of a parameter is seldom one run of places: of `in_proj` it is some of z, of x, B,
-C and dt. Orbax reads runs, so such a parameter is cut along another axis as it is read,
-and changes hands on the devices.
+A part of a parameter is seldom one run of places: of `in_proj` it is some of z, x, B, C
+and dt each. Orbax reads runs, so such a parameter is cut along another axis as it is
+read, and changes hands on the devices.
 """
 
 from collections.abc import Iterator, Mapping
@@ -126,9 +126,7 @@ def _spec_as_read(param: Param | None, parts: int, shape: tuple[int, ...]) -> P:
     return P(*(MODEL if axis == other else None for axis in range(len(shape))))
 
 
-def _other_axis(
-    param: Param | None, parts: int, shape: tuple[int, ...]
-) -> int | None:
+def _other_axis(param: Param | None, parts: int, shape: tuple[int, ...]) -> int | None:
     """One that divides, beside that of the parts; None: there is none."""
     axes = (axis for axis, size in enumerate(shape) if size % parts == 0)
     return next((axis for axis in axes if param and axis != param.axis), None)

@@ -120,8 +120,8 @@ class Piece(NamedTuple):
 
 
 def can_be_cut(row: Row) -> bool:
-    """Whether places of the parameter are places of the sources."""
-    return row.how not in ("shape", "decay")
+    """Whether places of the parameter are places of the sources, in the same order."""
+    return row.how not in ("halves", "shape", "decay") and not any(row.heads)
 
 
 def pieces(
@@ -144,12 +144,12 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
     before = (slice(None),) * axis
     half = shape[0] // 2
     match row.how, axis:
-        case ("concat", 0) | ("halves", 1):
-            found = [(j, (*before, s)) for j, s in _overlaps(row.sizes, place)]
+        case "concat", 0:
+            found = [(j, (s,)) for j, s in _overlaps(row.sizes, place)]
         case "swap", 0:  # what is first is second in the source
-            row = replace(row, sources=row.sources * 2, sizes=(half, half), how="concat")
+            row = replace(row, how="concat", sources=row.sources * 2, sizes=(half,) * 2)
             found = [
-                (j, (slice(s.start + (1 - j) * half, s.stop + (1 - j) * half),))
+                (j, (slice(s.start + half * (1 - j), s.stop + half * (1 - j)),))
                 for j, s in _overlaps(row.sizes, place)
             ]
         case "stack", 0:
@@ -159,10 +159,8 @@ def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
         case _:
             found = [(j, (*before, place)) for j in range(len(row.sources))]
     sources = tuple(row.sources[j] for j, _ in found)
-    heads = tuple(_whole_heads(row, j, index) for j, index in found if row.heads)
-    return Piece(
-        replace(row, sources=sources, heads=heads), tuple(index for _, index in found)
-    )
+    indices = tuple(index for _, index in found)
+    return Piece(replace(row, sources=sources, heads=()), indices)
 
 
 def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice]]:
@@ -173,13 +171,6 @@ def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice
         if start < stop:
             yield j, slice(start, stop)
         begin += size
-
-
-def _whole_heads(row: Row, j: int, index: Index) -> int:
-    """How many of a source's heads are among its places, which cut none of them."""
-    heads, rows = row.heads[j], len(range(*index[0].indices(row.sizes[j])))
-    assert rows * heads % row.sizes[j] == 0, "a head in two parts"
-    return rows * heads // row.sizes[j]
 
 
 def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:

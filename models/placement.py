@@ -35,9 +35,7 @@ def axis_size(mesh: Mesh, axis: str) -> int:
     return mesh.shape.get(axis, 1)
 
 
-def cut_for(
-    config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False
-) -> Cut:
+def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) -> Cut:
     """How a model of `dtype` is cut over a mesh.
 
     Args:
@@ -64,15 +62,17 @@ def cut_for(
         )
     for path, shape in param_shapes(config).items():
         param, parts = cut_at(config, cut, path)
-        cuts_groups = parts > 1 and param is not None and param.axis == 1
-        if cuts_groups and is_int8(path[-1], shape, dtype):
-            _check_groups(path, shape[1], parts)
+        if param is None or parts == 1 or param.axis != 1:
+            continue
+        if is_int8(path[-1], shape, dtype):
+            _check_groups(path, param, shape[1], parts)
     return cut
 
 
-def _check_groups(path: Path, columns: int, parts: int) -> None:
+def _check_groups(path: Path, param: Param, columns: int, parts: int) -> None:
     size = group_of(columns)
-    if size is None or columns // parts % size:
+    runs = [run for i in range(parts) for run in part_indices(param, i, parts)]
+    if size is None or any(run.start % size or run.stop % size for run in runs):
         what = "one scale a row" if size is None else f"scales of {size} columns"
         raise ValueError(
             f"mesh: {'/'.join(path)}: {columns} columns with {what} do not divide by "

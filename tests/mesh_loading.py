@@ -1,0 +1,154 @@
+"""The memory of loading in parts: two processes, each of which holds half of a model.
+
+    python -m tests.mesh_loading [--copies 8]
+
+Writes a random hybrid of about a gigabyte in float32, as safetensors and as our own
+directory. Two processes with a device each load it over a mesh of both, and say how far
+their peak of resident memory is above what they had before, beside their share of the
+weights. Then a limit on the memory of a process (RLIMIT_DATA) allows what it has and,
+above it, such a share and half a gigabyte: one process that loads all of it must fail,
+and two that load it in parts must not.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+ROOM = 2**29  # bytes beside a process's share of the weights
+FORMATS = ("safetensors", "ours")
+
+
+def write(folder: Path, copies: int) -> None:
+    """A random model in both formats."""
+    import jax.numpy as jnp
+
+    import stree_jax
+    from stree_jax.bench.shapes import hybrid_130m, random_model
+    from stree_jax.convert.export import export_hf
+
+    config = hybrid_130m()
+    config = replace(config, layers=config.layers[:6] * copies)
+    model = random_model(config, jnp.float32)
+    export_hf(config, model.params, None, folder / "safetensors")
+    stree_jax.save(model, folder / "ours")
+
+
+def vm_data() -> int:
+    """Bytes of this process that RLIMIT_DATA counts."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmData"))
+    return int(line.split()[1]) * 1024
+
+
+def peak() -> int:
+    """The most bytes that this process has had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def child(path: Path, process: int, port: int, room: int | None) -> None:
+    """Load, and print a line of JSON.
+
+    Args:
+      process: 0 or 1; -1: this process loads all of it.
+      room: bytes that the process may take beside those that it has; None: any.
+    """
+    import jax
+
+    mesh = None
+    if process >= 0:
+        jax.distributed.initialize(f"localhost:{port}", 2, process)
+        mesh = jax.make_mesh((2,), ("model",))
+    import stree_jax
+    from stree_jax.checkpoint import load
+
+    jax.block_until_ready(jax.numpy.zeros(()))  # the backend is there
+    before = peak()
+    if room is not None:
+        limit = vm_data() + room
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    model = load(path, mesh=mesh)
+    leaves = jax.block_until_ready(jax.tree.leaves(model.params))
+    shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
+    said = {
+        "process": process,
+        "before": before,
+        "above": peak() - before,
+        "share": sum(shard.data.nbytes for shard in shards),
+        "whole": sum(leaf.nbytes for leaf in leaves),
+    }
+    print(json.dumps(said), flush=True)
+
+
+def ran(path: Path, processes: tuple[int, ...], room: int | None) -> list[dict]:
+    """What each process said; {} of one that failed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.mesh_loading", "--child", str(path)]
+    rest = [f"--port={port}"] + ([] if room is None else [f"--room={room}"])
+    started = [
+        subprocess.Popen(
+            [*command, f"--process={i}", *rest],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"MALLOC_ARENA_MAX": "1", "JAX_PLATFORMS": "cpu"},
+        )
+        for i in processes
+    ]
+    said = []
+    for one in started:
+        out, err = one.communicate(timeout=600)
+        lines = err.decode(errors="replace").strip().splitlines()
+        if one.returncode:
+            print(f"  failed ({one.returncode}): {lines[-1][:160] if lines else ''}")
+        said.append(json.loads(out.decode().splitlines()[-1]) if out else {})
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--copies", type=int, default=8, help="of six layers")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--room", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        return child(args.child, args.process, args.port, args.room)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        # In a process of its own, as this one's memory is its children's at first.
+        write_it = f"import pathlib, tests.mesh_loading as m; m.write(pathlib.Path({temporary!r}), {args.copies})"
+        subprocess.run([sys.executable, "-c", write_it], check=True)
+        for name in FORMATS:
+            compared(name, folder / name)
+
+
+def compared(name: str, path: Path) -> None:
+    """Print what loading takes, whole and in parts, without a limit and with one."""
+    print(name)
+    (alone,) = ran(path, (-1,), None)
+    parts = ran(path, (0, 1), None)
+    for one in [alone, *parts]:
+        gb = {key: f"{value / 1e9:.2f}" for key, value in one.items()}
+        who = "alone" if one["process"] < 0 else f"process {one['process']}"
+        print(
+            f"  {who}: {gb['above']} GB above {gb['before']} for {gb['share']} "
+            f"of {gb['whole']} GB"
+        )
+    room = max(one["share"] for one in parts) + ROOM
+    print(f"  within {room / 1e9:.2f} GB more:")
+    print(f"    alone: {'loads' if ran(path, (-1,), room)[0] else 'fails'}")
+    loads = all(ran(path, (0, 1), room))
+    print(f"    two processes: {'load' if loads else 'fail'}")
+
+
+if __name__ == "__main__":
+    main()
