@@ -162,7 +162,16 @@ def _as_kept(
         return leaf  # it is where it belongs
     if param is not None:
         param = param._replace(init=NORMAL)  # no part of the program
-    return _moved(leaf, name, param, parts, dtype, group, mesh)
+    done = _moved(leaf, name, param, parts, dtype, group, mesh)
+
+    def as_sharded(
+        x: jax.Array,
+    ) -> jax.Array:  # by the same spec, not one that is alike
+        sharding = NamedSharding(mesh, spec_of(param, parts, x.ndim))
+        here = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, here)
+
+    return jax.tree.map(as_sharded, done)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))

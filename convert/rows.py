@@ -143,6 +143,7 @@ def pieces(
 def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
     before = (slice(None),) * axis
     half = shape[0] // 2
+    found: list[tuple[int, Index]]
     match row.how, axis:
         case "concat", 0:
             found = [(j, (s,)) for j, s in _overlaps(row.sizes, place)]

@@ -40,16 +40,11 @@ def write(folder: Path, copies: int) -> None:
     stree_jax.save(model, folder / "ours")
 
 
-def vm_data() -> int:
-    """Bytes of this process that RLIMIT_DATA counts."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmData"))
-    return int(line.split()[1]) * 1024
-
-
-def peak() -> int:
-    """The most bytes that this process has had resident."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def of_status(field: str) -> int:
+    """Bytes of a field of /proc/self/status: VmHWM, the most that were resident (not
+    those of the parent, as `ru_maxrss` may be); VmData, what RLIMIT_DATA counts."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in status if field in line)
 
 
 def child(path: Path, process: int, port: int, room: int | None) -> None:
@@ -65,13 +60,12 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
     if process >= 0:
         jax.distributed.initialize(f"localhost:{port}", 2, process)
         mesh = jax.make_mesh((2,), ("model",))
-    import stree_jax
     from stree_jax.checkpoint import load
 
     jax.block_until_ready(jax.numpy.zeros(()))  # the backend is there
-    before = peak()
+    before = of_status("VmHWM")
     if room is not None:
-        limit = vm_data() + room
+        limit = of_status("VmData") + room
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     model = load(path, mesh=mesh)
     leaves = jax.block_until_ready(jax.tree.leaves(model.params))
@@ -79,7 +73,7 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
     said = {
         "process": process,
         "before": before,
-        "above": peak() - before,
+        "above": of_status("VmHWM") - before,
         "share": sum(shard.data.nbytes for shard in shards),
         "whole": sum(leaf.nbytes for leaf in leaves),
     }
@@ -115,6 +109,7 @@ def ran(path: Path, processes: tuple[int, ...], room: int | None) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--copies", type=int, default=8, help="of six layers")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -122,11 +117,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.child is not None:
         return child(args.child, args.process, args.port, args.room)
+    if args.write is not None:
+        return write(args.write, args.copies)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        # In a process of its own, as this one's memory is its children's at first.
-        write_it = f"import pathlib, tests.mesh_loading as m; m.write(pathlib.Path({temporary!r}), {args.copies})"
-        subprocess.run([sys.executable, "-c", write_it], check=True)
+        # By a process of its own: what a parent has may count as its children's.
+        command = [sys.executable, "-m", "tests.mesh_loading", "--write", temporary]
+        subprocess.run([*command, f"--copies={args.copies}"], check=True)
         for name in FORMATS:
             compared(name, folder / name)
 

@@ -2,8 +2,8 @@
 
     python -m tests.convert.in_parts FOLDER
 
-Prints a line of JSON: of every case what was wrong, or "". What `load` puts on a mesh must
-be, bit for bit and shard by shard, what `shard` makes of the model on one device.
+Prints a line of JSON: of every case what was wrong, or "". What `load` puts on a mesh
+must be, bit for bit and shard by shard, what `shard` makes of the model on one device.
 """
 
 import json
@@ -113,24 +113,24 @@ class Cases:
 
     def formats(self):
         """Rows that only these have: swapped, in other shapes, by pairs, quantized."""
-        name, four = next(iter(NATIVE_CASES)), mesh_of(model=2)
+        name, two = next(iter(NATIVE_CASES)), mesh_of(model=2)
         for pickled in (True, False):
             path = self.folder / f"native-{pickled}"
             write_native(path, pickled=pickled, **NATIVE_CASES[name])
-            self.tried(f"native {pickled}", self.same, path, "float32", four)
+            self.tried(f"native {pickled}", self.same, path, "float32", two)
         path = self.made("mambainllama")
-        self.tried("mambainllama", self.same, path, "float32", four)
-        for name in ("granitehybrid", "nemotron_h_moe"):
+        self.tried("mambainllama", self.same, path, "float32", two)
+        for name in ("granite-hybrid-moe", "nemotron-h-latent"):
             GGUF_CASES[name][1]().save_pretrained(self.folder / f"{name}-hf")
             file = self.folder / f"{name}.gguf"
             write_gguf(self.folder / f"{name}-hf", name, file)
-            self.tried(f"gguf {name}", self.same, file, "float32", four)
+            self.tried(f"gguf {name}", self.same, file, "float32", two)
         quantized.MODELS["llama"]().bfloat16().save_pretrained(self.folder / "bf16")
         path = self.folder / "nvfp4"
         quantized.write(self.folder / "bf16", path, "compressed nvfp4")
-        self.tried("nvfp4", self.same, path, None, four)
+        self.tried("nvfp4", self.same, path, None, two)
         mtp.write(self.folder / "mtp")
-        self.tried("mtp", self.same, self.folder / "mtp", None, four, mtp=True)
+        self.tried("mtp", self.same, self.folder / "mtp", None, two, mtp=True)
 
     def dtypes(self):
         wide = self.folder / "wide"
@@ -216,7 +216,9 @@ class Cases:
                     (mesh_of(rows=2), "unknown axis 'rows'"),
                 ):
                     refused(words, path, "float32", mesh=mesh)
-            refused("scales of 48 columns", theirs, "int8", mesh=mesh_of(model=3))
+            refused(
+                "48 columns with one scale a row", theirs, "int8", mesh=mesh_of(model=3)
+            )
             refused("unknown axis", theirs, None, mesh=mesh_of(rows=2), whole=True)
         finally:
             source.Source.read = real
