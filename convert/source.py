@@ -83,6 +83,10 @@ class Source:
         """Whether some of a tensor's numbers can be read alone."""
         return self.tensors[name].kind is None and name not in self.quantized
 
+    def is_mapped(self, name: str) -> bool:
+        """Whether what `read` gives may be pages of a file."""
+        return self.tensors[name].file.suffix in PICKLED
+
     def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
         """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
 

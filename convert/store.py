@@ -38,6 +38,7 @@ FORMAT, VERSION = "stree-jax", 1
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
+CHUNK_BYTES = 2**26  # who wants a part of a parameter reads chunks of it
 SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
 SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
 HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
@@ -266,7 +267,9 @@ def write_directory(
             _plain(directory.absolute()) as plain,
             ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
         ):
-            checkpointer.save(plain / "params", params)
+            chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+            save_args = jax.tree.map(lambda _: chunked, params)
+            checkpointer.save(plain / "params", params, save_args=save_args)
             checkpointer.wait_until_finished()
     except CheckpointError:
         raise

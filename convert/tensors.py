@@ -137,7 +137,8 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
     # Of one dtype, as NumPy joins no bfloat16 with float16.
     tensors = [tensor.astype(kept, copy=False) for tensor in read]
     try:
-        return join(row, tensors).astype(kept)
+        # What is mapped is copied, as its file may change or go.
+        return join(row, tensors).astype(kept, copy=source.is_mapped(row.sources[0]))
     except CheckpointError as error:
         file = source.tensors[row.sources[0]].file
         raise CheckpointError(f"{file}: {error}") from error

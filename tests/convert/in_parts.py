@@ -113,11 +113,11 @@ class Cases:
 
     def formats(self):
         """Rows that only these have: swapped, in other shapes, by pairs, quantized."""
-        name, two = next(iter(NATIVE_CASES)), mesh_of(model=2)
-        for pickled in (True, False):
-            path = self.folder / f"native-{pickled}"
+        two = mesh_of(model=2)
+        for name, pickled in ("attention", True), ("attention-mlp", False):
+            path = self.folder / f"native-{name}"
             write_native(path, pickled=pickled, **NATIVE_CASES[name])
-            self.tried(f"native {pickled}", self.same, path, "float32", two)
+            self.tried(f"native {name}", self.same, path, "float32", two)
         path = self.made("mambainllama")
         self.tried("mambainllama", self.same, path, "float32", two)
         for name in ("granite-hybrid-moe", "nemotron-h-latent"):
