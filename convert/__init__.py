@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -152,7 +151,7 @@ class Checkpoint:
                 seen = None if warn is None or odd else odd
                 make = self._parts(row, shapes[row.path], param, parts, seen)
                 flat[row.path] = (
-                    jax.tree.map(jnp.asarray, make(0))
+                    jax.device_put(make(0))  # jnp.asarray would copy it twice
                     if mesh is None
                     else placed(make, param, parts, mesh)
                 )
@@ -188,7 +187,7 @@ class Checkpoint:
             name, group = row.path[-1], group_for(row.path, shape)
             if not is_int8(name, shape, self.dtype):
                 return part
-            return stored(name, jnp.asarray(part), self.dtype, group)
+            return stored(name, jax.device_put(part), self.dtype, group)
 
         if param is None or parts == 1:
             return lambda i: kept(read())

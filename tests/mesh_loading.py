@@ -11,6 +11,7 @@ and two that load it in parts must not.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -55,6 +56,7 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
       room: bytes that the process may take beside those that it has; None: any.
     """
     import jax
+    import numpy as np
 
     mesh = None
     if process >= 0:
@@ -70,10 +72,15 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
     model = load(path, mesh=mesh)
     leaves = jax.block_until_ready(jax.tree.leaves(model.params))
     shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
+    above = of_status("VmHWM") - before
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(np.asarray(shard.data).tobytes())
     said = {
         "process": process,
+        "digest": digest.hexdigest(),
         "before": before,
-        "above": of_status("VmHWM") - before,
+        "above": above,
         "share": sum(shard.data.nbytes for shard in shards),
         "whole": sum(leaf.nbytes for leaf in leaves),
     }
@@ -124,17 +131,23 @@ def main() -> None:
         # By a process of its own: what a parent has may count as its children's.
         command = [sys.executable, "-m", "tests.mesh_loading", "--write", temporary]
         subprocess.run([*command, f"--copies={args.copies}"], check=True)
-        for name in FORMATS:
-            compared(name, folder / name)
+        digests = [compared(name, folder / name) for name in FORMATS]
+        same = digests[0] == digests[1]
+        print(f"parts of both formats: {'equal' if same else 'NOT EQUAL'}")
 
 
-def compared(name: str, path: Path) -> None:
-    """Print what loading takes, whole and in parts, without a limit and with one."""
+def compared(name: str, path: Path) -> list[str]:
+    """Print what loading takes, whole and in parts, without a limit and with one.
+
+    Returns:
+      A digest of what each process held.
+    """
     print(name)
     (alone,) = ran(path, (-1,), None)
     parts = ran(path, (0, 1), None)
     for one in [alone, *parts]:
-        gb = {key: f"{value / 1e9:.2f}" for key, value in one.items()}
+        sizes = ("above", "before", "share", "whole")
+        gb = {size: f"{one[size] / 1e9:.2f}" for size in sizes}
         who = "alone" if one["process"] < 0 else f"process {one['process']}"
         print(
             f"  {who}: {gb['above']} GB above {gb['before']} for {gb['share']} "
@@ -145,6 +158,7 @@ def compared(name: str, path: Path) -> None:
     print(f"    alone: {'loads' if ran(path, (-1,), room)[0] else 'fails'}")
     loads = all(ran(path, (0, 1), room))
     print(f"    two processes: {'load' if loads else 'fail'}")
+    return [one["digest"] for one in parts]
 
 
 if __name__ == "__main__":
