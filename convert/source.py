@@ -27,6 +27,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
 PIECE = 2**24  # numbers of a tensor that are read at once
+ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
 MAX_NAME = 255  # characters of a file's name
 
 
@@ -147,12 +148,20 @@ def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
         return read(index)
     first = read((each[0], *rest))
     count = each[-1].stop - each[0].start
-    whole = np.empty((count, *first.shape[1:]), first.dtype)
+    whole = _aligned((count, *first.shape[1:]), first.dtype)
     whole[: len(first)] = first
     for piece in each[1:]:
         begin = piece.start - each[0].start
         whole[begin : begin + piece.stop - piece.start] = read((piece, *rest))
     return whole
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that begins where a CPU device's do, so that it takes it as it is."""
+    count = math.prod(shape) * dtype.itemsize
+    room = np.empty(count + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room[begin : begin + count].view(dtype).reshape(shape)
 
 
 def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice]:

@@ -1,6 +1,6 @@
 """The memory of loading in parts: two processes, each of which holds half of a model.
 
-    python -m tests.mesh_loading [--copies 8]
+    python -m tests.mesh_loading [--copies 8] [--vocab 49152]
 
 Writes a random hybrid of about a gigabyte in float32, as safetensors and as our own
 directory. Two processes with a device each load it over a mesh of both, and say how far
@@ -26,7 +26,7 @@ ROOM = 2**29  # bytes beside a process's share of the weights
 FORMATS = ("safetensors", "ours")
 
 
-def write(folder: Path, copies: int) -> None:
+def write(folder: Path, copies: int, vocab: int) -> None:
     """A random model in both formats."""
     import jax.numpy as jnp
 
@@ -35,7 +35,8 @@ def write(folder: Path, copies: int) -> None:
     from stree_jax.convert.export import export_hf
 
     config = hybrid_130m()
-    config = replace(config, layers=config.layers[:6] * copies)
+    layers = config.layers[:6] * copies
+    config = replace(config, layers=layers, vocab_size=vocab, num_tokens=vocab)
     model = random_model(config, jnp.float32)
     export_hf(config, model.params, None, folder / "safetensors")
     stree_jax.save(model, folder / "ours")
@@ -116,6 +117,7 @@ def ran(path: Path, processes: tuple[int, ...], room: int | None) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--copies", type=int, default=8, help="of six layers")
+    parser.add_argument("--vocab", type=int, default=49152, help="ids")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
@@ -125,12 +127,13 @@ def main() -> None:
     if args.child is not None:
         return child(args.child, args.process, args.port, args.room)
     if args.write is not None:
-        return write(args.write, args.copies)
+        return write(args.write, args.copies, args.vocab)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         # By a process of its own: what a parent has may count as its children's.
         command = [sys.executable, "-m", "tests.mesh_loading", "--write", temporary]
-        subprocess.run([*command, f"--copies={args.copies}"], check=True)
+        sizes = [f"--copies={args.copies}", f"--vocab={args.vocab}"]
+        subprocess.run([*command, *sizes], check=True)
         digests = [compared(name, folder / name) for name in FORMATS]
         same = digests[0] == digests[1]
         print(f"parts of both formats: {'equal' if same else 'NOT EQUAL'}")
