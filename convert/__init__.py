@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from stree_jax.convert.configs import Warn, check_mtp, read_config
@@ -29,15 +30,31 @@ from stree_jax.convert.store import (
     weights_named,
     write_directory,
 )
-from stree_jax.convert.tensors import check_tensors, read_param, rows_of
+from stree_jax.convert.tensors import (
+    check_tensors,
+    is_finite,
+    odd_tensor,
+    parts_are_read,
+    read_param,
+    rows_of,
+)
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
     read_tokenizer,
     tokenizer_files,
 )
 from stree_jax.models import ModelConfig, nest, param_shapes, stored
-
-PIECE = 2**24  # numbers looked at together
+from stree_jax.models.params import Param, is_int8
+from stree_jax.models.parts import cut_at
+from stree_jax.models.placement import (
+    Make,
+    Slices,
+    group_for,
+    part_indices,
+    placed,
+    taken,
+)
+from stree_jax.models.shards import WHOLE, Cut
 
 
 def source_dtype(source: Source) -> np.dtype:
@@ -104,30 +121,80 @@ class Checkpoint:
     rows: list[Row]
     dtype: np.dtype
 
-    def read(self, progress: bool = False, warn: Warn | None = None) -> Any:
-        """The parameters, of which one at a time is held in the source's dtype too.
+    def read(
+        self,
+        progress: bool = False,
+        warn: Warn | None = None,
+        mesh: Mesh | None = None,
+        cut: Cut = WHOLE,
+    ) -> Any:
+        """The parameters, of which one at a time is held in the source's dtype too; on
+        a mesh, one part of one.
 
-        Shard by shard, so that no shard is open beside another.
+        Shard by shard, so that no shard is open beside another. On a mesh each process
+        reads the parts of its devices alone, but for tensors that are quantized or of a
+        GGUF file, which are read whole, one at a time.
 
         Args:
-          warn: called once, if a weight is not finite.
+          warn: called once, if a weight that was read is not finite.
+          mesh: to put them on; None: they are on one device.
+          cut: of `placement.cut_for`, how they are cut over it.
         """
-        flat, odd, shapes = {}, None, param_shapes(self.config)
+        flat, odd, shapes = {}, list[str](), param_shapes(self.config)
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
         total = sum(_nbytes(self.source, row) for row in rows)
         hidden = None if progress else True  # None: shown on a terminal only
         with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
             for row in by_shard:
-                shape = shapes[row.path]
-                param = read_param(self.source, row, shape, self.dtype)
-                if warn is not None and odd is None and not _finite(param):
-                    odd = _odd_tensor(self.source, row)
-                flat[row.path] = stored(row.path[-1], jnp.asarray(param), self.dtype)
+                param, parts = cut_at(self.config, cut, row.path)
+                seen = None if warn is None or odd else odd
+                make = self._parts(row, shapes[row.path], param, parts, seen)
+                flat[row.path] = (
+                    jax.device_put(make(0))  # jnp.asarray would copy it twice
+                    if mesh is None
+                    else placed(make, param, parts, mesh)
+                )
                 bar.update(_nbytes(self.source, row))
-        if warn is not None and odd is not None:
-            warn(f"{tensors[odd].file}: {odd} holds NaN or infinity; kept as it is")
+        if warn is not None and odd:
+            file = tensors[odd[0]].file
+            warn(f"{file}: {odd[0]} holds NaN or infinity; kept as it is")
         return nest(flat)
+
+    def _parts(
+        self,
+        row: Row,
+        shape: tuple[int, ...],
+        param: Param | None,
+        parts: int,
+        odd: list[str] | None,
+    ) -> Make:
+        """A function: i -> part i of a row's parameter, as the model keeps it.
+
+        Args:
+          shape: of all of it.
+          param, parts: of `placement.cut_at`.
+          odd: is given the name of a tensor that is not finite; None: nobody asks.
+        """
+
+        def read(axis: int = 0, places: Slices = ()) -> np.ndarray:
+            found = read_param(self.source, row, shape, self.dtype, axis, places)
+            if odd is not None and not is_finite(found):
+                odd.append(odd_tensor(self.source, row, shape, axis, places))
+            return found
+
+        def kept(part: np.ndarray) -> Any:
+            name, group = row.path[-1], group_for(row.path, shape)
+            if not is_int8(name, shape, self.dtype):
+                return part
+            return stored(name, jax.device_put(part), self.dtype, group)
+
+        if param is None or parts == 1:
+            return lambda i: kept(read())
+        if parts_are_read(self.source, row):
+            return lambda i: kept(read(param.axis, part_indices(param, i, parts)))
+        whole = read()
+        return lambda i: kept(taken(whole, param, part_indices(param, i, parts)))
 
 
 def open_checkpoint(
@@ -158,19 +225,6 @@ def open_checkpoint(
     check_tensors(source, rows, config)
     kept = source_dtype(source) if dtype is None else weights_named(dtype)
     return Checkpoint(source, config, rows, kept)
-
-
-def _finite(array: np.ndarray) -> bool:
-    """Neither NaN nor infinity; in pieces, for the memory of the answers."""
-    flat = array.reshape(-1)
-    pieces = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
-    return all(np.isfinite(piece).all() for piece in pieces)
-
-
-def _odd_tensor(source: Source, row: Row) -> str:
-    """The first tensor of a row that is not finite; of a cast's overflow, the first."""
-    odd = (name for name in row.sources if not _finite(source.read(name)))
-    return next(odd, row.sources[0])
 
 
 def _nbytes(source: Source, row: Row) -> int:

@@ -1,8 +1,8 @@
 """Which source tensors make which parameter: one row per parameter, both ways."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.params import Path
 
+Index = tuple[slice, ...]  # places of a tensor, axis by axis; (): all of it
 How = Literal["copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay"]
 ENDINGS = (("weight", ""), ("bias", "_bias"))  # of a module's tensors; of parameters
 
@@ -109,6 +110,68 @@ def join(row: Row, tensors: list[np.ndarray]) -> np.ndarray:
             return np.stack(tensors)
         case _:
             return tensors[0]
+
+
+class Piece(NamedTuple):
+    """A row of some places of its parameter, and where in its sources they are."""
+
+    row: Row
+    indices: tuple[Index, ...]
+
+
+def can_be_cut(row: Row) -> bool:
+    """Whether places of the parameter are places of the sources, in the same order."""
+    return row.how not in ("halves", "shape", "decay") and not any(row.heads)
+
+
+def pieces(
+    row: Row, shape: tuple[int, ...], axis: int, places: tuple[slice, ...]
+) -> Iterator[Piece]:
+    """What a part of a parameter is made of: pieces, to stand one behind another.
+
+    Args:
+      row: one that can be cut, if there are places.
+      shape: of the parameter.
+      axis, places: the part has these places along this axis; (): all of it.
+    """
+    if not places:
+        yield Piece(row, ((),) * len(row.sources))
+    for place in places:
+        yield _piece(row, shape, axis, place)
+
+
+def _piece(row: Row, shape: tuple[int, ...], axis: int, place: slice) -> Piece:
+    before = (slice(None),) * axis
+    half = shape[0] // 2
+    found: list[tuple[int, Index]]
+    match row.how, axis:
+        case "concat", 0:
+            found = [(j, (s,)) for j, s in _overlaps(row.sizes, place)]
+        case "swap", 0:  # what is first is second in the source
+            row = replace(row, how="concat", sources=row.sources * 2, sizes=(half,) * 2)
+            found = [
+                (j, (slice(s.start + half * (1 - j), s.stop + half * (1 - j)),))
+                for j, s in _overlaps(row.sizes, place)
+            ]
+        case "stack", 0:
+            found = [(j, ()) for j in range(place.start, place.stop)]
+        case "stack", _:
+            found = [(j, (*before[1:], place)) for j in range(shape[0])]
+        case _:
+            found = [(j, (*before, place)) for j in range(len(row.sources))]
+    sources = tuple(row.sources[j] for j, _ in found)
+    indices = tuple(index for _, index in found)
+    return Piece(replace(row, sources=sources, heads=()), indices)
+
+
+def _overlaps(sizes: tuple[int, ...], place: slice) -> Iterator[tuple[int, slice]]:
+    """Which of the tensors that stand one behind another have a place, and where."""
+    begin = 0
+    for j, size in enumerate(sizes):
+        start, stop = max(place.start - begin, 0), min(place.stop - begin, size)
+        if start < stop:
+            yield j, slice(start, stop)
+        begin += size
 
 
 def split(row: Row, param: np.ndarray) -> dict[str, np.ndarray]:

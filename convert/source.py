@@ -4,7 +4,7 @@ import json
 import math
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
+from stree_jax.convert.rows import Index
 
 DTYPES = {
     "F32": "float32",
@@ -25,6 +26,8 @@ DTYPES = {
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
+PIECE = 2**24  # numbers of a tensor that are read at once
+ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
 MAX_NAME = 255  # characters of a file's name
 
 
@@ -77,11 +80,20 @@ class Source:
         kind = self.tensors[name].kind
         return name in self.quantized or (kind is not None and not kind.plain)
 
-    def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+    def is_plain(self, name: str) -> bool:
+        """Whether some of a tensor's numbers can be read alone."""
+        return self.tensors[name].kind is None and name not in self.quantized
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether what `read` gives may be pages of a file."""
+        return self.tensors[name].file.suffix in PICKLED
+
+    def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
         """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
 
         Args:
           dtype: float32 or bfloat16, in place of a quantized tensor's own.
+          index: the places that are wanted; of a tensor that is not plain all are read.
 
         Raises:
           CheckpointError: it cannot be read, or a scale is none.
@@ -90,34 +102,74 @@ class Source:
         if info.kind is not None:
             where = info.file, name, info.kind, info.start, info.shape
             if info.kind.plain:
-                return read_plain(*where)
-            return read_blocks(*where, dtype)
+                return read_plain(*where)[index]
+            return read_blocks(*where, dtype)[index]
         if name not in self.quantized:
-            return self._stored(name, info)
+            return self._stored(name, info, index)
         stored = self.quantized[name]
         arrays = {part: self._stored(*where) for part, where in stored.parts.items()}
         if (found := problem(stored.scheme, arrays)) is not None:
             part, what = found
             tensor, info = stored.parts[part]
             raise CheckpointError(f"{info.file}: {tensor}: {what}")
-        return dequantize(stored.scheme, arrays, np.dtype(dtype))
+        return dequantize(stored.scheme, arrays, np.dtype(dtype))[index]
 
-    def _stored(self, name: str, info: TensorInfo) -> np.ndarray:
-        """A tensor as it is in its file."""
+    def _stored(self, name: str, info: TensorInfo, index: Index = ()) -> np.ndarray:
+        """A tensor, or some of it, as it is in its file."""
         if info.dtype == F8:  # which safetensors does not give to NumPy
             return _read_bytes(name, info).view(ml_dtypes.float8_e4m3fn)
         if info.file.suffix in PICKLED:
             if info.file not in self.opened:
                 self.opened.clear()
                 self.opened[info.file] = _load_bin(info.file)
-            return _from_torch(self.opened[info.file][name])
-        from safetensors import SafetensorError, safe_open
+            return _from_torch(self.opened[info.file][name][index])
+        from safetensors import SafetensorError
 
         try:
-            with safe_open(info.file, framework="np") as opened:
-                return opened.get_tensor(name)
+            return _read_slices(name, info, index)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
+
+
+def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
+    """Some of a safetensors file's tensor, piece after piece: the pages that were read
+    count as memory for as long as the file is open."""
+    from safetensors import safe_open
+
+    def read(index: Index) -> np.ndarray:
+        with safe_open(info.file, framework="np") as opened:
+            if not index:
+                return opened.get_tensor(name)
+            return opened.get_slice(name)[index]
+
+    rows, *rest = index or (slice(None),)
+    each = list(at_once(info.shape, rows))
+    if len(each) < 2:
+        return read(index)
+    first = read((each[0], *rest))
+    count = each[-1].stop - each[0].start
+    whole = _aligned((count, *first.shape[1:]), first.dtype)
+    whole[: len(first)] = first
+    for piece in each[1:]:
+        begin = piece.start - each[0].start
+        whole[begin : begin + piece.stop - piece.start] = read((piece, *rest))
+    return whole
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that begins where a CPU device's do, so that it takes it as it is."""
+    count = math.prod(shape) * dtype.itemsize
+    room = np.empty(count + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    return room[begin : begin + count].view(dtype).reshape(shape)
+
+
+def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice]:
+    """Those rows of a tensor, as many at a time as are read at once."""
+    start, stop, _ = rows.indices(shape[0] if shape else 0)
+    step = max(PIECE // max(math.prod(shape[1:]), 1), 1)
+    for i in range(start, stop, step):
+        yield slice(i, min(i + step, stop))
 
 
 def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:

@@ -17,27 +17,28 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.restore import restored
 from stree_jax.convert.source import read_json
 from stree_jax.models import (
     INT8,
     ModelConfig,
-    abstract_params,
     by_path,
     config_json,
-    nest,
     param_shapes,
-    stored,
 )
-from stree_jax.models.memory import size_of, weight_bytes
+from stree_jax.models.memory import weight_bytes
 from stree_jax.models.params import Path as ParamPath
+from stree_jax.models.shards import WHOLE, Cut
 
 FORMAT, VERSION = "stree-jax", 1
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
+CHUNK_BYTES = 2**26  # who wants a part of a parameter reads chunks of it
 SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
 SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
 HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
@@ -266,7 +267,9 @@ def write_directory(
             _plain(directory.absolute()) as plain,
             ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
         ):
-            checkpointer.save(plain / "params", params)
+            chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+            save_args = jax.tree.map(lambda _: chunked, params)
+            checkpointer.save(plain / "params", params, save_args=save_args)
             checkpointer.wait_until_finished()
     except CheckpointError:
         raise
@@ -342,14 +345,22 @@ def _size(config: Path, file: Path, entry: Any) -> int:
 
 
 def read_params(
-    directory: Path, config: ModelConfig, dtype: np.dtype | None, mtp: bool = True
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype | None,
+    mtp: bool = True,
+    mesh: Mesh | None = None,
+    cut: Cut = WHOLE,
 ) -> Any:
-    """The parameters of one of our directories, on the default device.
+    """The parameters of one of our directories.
+
+    Every process checks all files, and reads what its devices need.
 
     Args:
       config: of the directory.
       dtype: to read them in; None: all is checked but their numbers, and none is read.
       mtp: whether to read those of MTP layers as well.
+      mesh, cut: see `restore.restored`.
 
     Raises:
       CheckpointError: a file, also the tokenizer's, is not the one that was written.
@@ -372,70 +383,12 @@ def read_params(
             if dtype is None:
                 return None
             config = config if mtp else replace(config, mtp=())
-            if dtype == INT8:
-                return _restore_as_int8(plain / "params", config, by_path(kept))
-            wanted = _abstract(config, dtype)
-            if param_shapes(config).keys() == shapes.keys():
-                return checkpointer.restore(plain / "params", wanted)
-            return _restore_some(plain / "params", wanted)
+            return restored(plain / "params", config, by_path(kept), dtype, mesh, cut)
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"{folder}: cannot be restored ({reason})") from error
-
-
-def _restore_some(folder: Path, wanted: Any) -> Any:
-    """Those parameters of a folder that `wanted` has; the others are not read."""
-    import orbax.checkpoint as ocp
-
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        placed = ocp.checkpoint_utils.construct_restore_args(wanted)
-        some = ocp.args.PyTreeRestore(wanted, restore_args=placed, partial_restore=True)
-        return checkpointer.restore(folder, args=some)
-
-
-def _restore_as_int8(
-    folder: Path, config: ModelConfig, kept: Mapping[ParamPath, Any]
-) -> Any:
-    """As they are in the files, and made int8, in portions as large as the largest
-    parameter: so much is held beside those of int8.
-
-    Args:
-      kept: what the folder says of its parameters.
-    """
-    wanted = {path: _on_device(kept[path]) for path in param_shapes(config)}
-    flat: dict[ParamPath, Any] = {}
-    for portion in _portions(wanted):
-        read = by_path(_restore_some(folder, nest(portion)))
-        while read:  # one by one, and gone when it is int8
-            path, leaf = read.popitem()
-            flat[path] = jax.block_until_ready(stored(path[-1], leaf, INT8))
-            del leaf
-    return nest(flat)
-
-
-def _portions(wanted: Mapping[ParamPath, Any]) -> Iterator[dict[ParamPath, Any]]:
-    """All of them, of no more bytes at a time than the largest has."""
-    most = max(size_of(leaf) for leaf in wanted.values())
-    portion: dict[ParamPath, Any] = {}
-    for path, leaf in wanted.items():
-        if size_of([*portion.values(), leaf]) > most:
-            yield portion
-            portion = {}
-        portion[path] = leaf
-    yield portion
-
-
-def _abstract(config: ModelConfig, dtype: np.dtype) -> Any:
-    """The parameters as they are to be read."""
-    return jax.tree.map(_on_device, abstract_params(config, dtype))
-
-
-def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An array of this shape and dtype on the default device."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
 
 
 def _check_shapes(

@@ -6,8 +6,17 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.rows import Names, Row, candidates, join, source_shapes
-from stree_jax.convert.source import Source, TensorInfo
+from stree_jax.convert.rows import (
+    Names,
+    Piece,
+    Row,
+    can_be_cut,
+    candidates,
+    join,
+    pieces,
+    source_shapes,
+)
+from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.params import is_int8, stored_dtype
 
@@ -50,10 +59,22 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
             raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
     for name, original in copies.items():
         _check_dtype(name, present[name])
-        if not np.array_equal(source.read(name), source.read(original)):
+        if not _are_equal(source, name, original):
             raise CheckpointError(
                 f"{where}: {name} differs from {original}, but the config ties them"
             )
+
+
+def _are_equal(source: Source, name: str, other: str) -> bool:
+    """Two tensors of one shape; by pieces, if they can be read so."""
+    shape = source.tensors[name].shape
+    if shape != source.tensors[other].shape:
+        return False
+    plain = source.is_plain(name) and source.is_plain(other)
+    return all(
+        np.array_equal(source.read(name, index=index), source.read(other, index=index))
+        for index in ([(rows,) for rows in at_once(shape)] if plain else [()])
+    )
 
 
 def _copies(source: Source, rows: list[Row], config: ModelConfig) -> dict[str, str]:
@@ -85,22 +106,72 @@ def _check_dtype(name: str, info: TensorInfo) -> None:
 
 
 def read_param(
-    source: Source, row: Row, shape: tuple[int, ...], dtype: Any
+    source: Source,
+    row: Row,
+    shape: tuple[int, ...],
+    dtype: Any,
+    axis: int = 0,
+    places: tuple[slice, ...] = (),
 ) -> np.ndarray:
     """A row's parameter for a model in `dtype`; what is to become int8 as it is in the
-    file, or in float32."""
+    file, or in float32.
+
+    Args:
+      shape: of all of it.
+      axis, places: of a part, which can be read alone, its places along this axis.
+    """
     name = row.path[-1]
     kept = stored_dtype(name, dtype)
     if is_int8(name, shape, dtype) and not _all_bfloat16(source, row):
         kept = np.float32
-    read = (source.read(name, kept) for name in row.sources)
+    read = [
+        _read_piece(source, piece, kept) for piece in pieces(row, shape, axis, places)
+    ]
+    return read[0] if len(read) == 1 else np.concatenate(read, axis=axis)
+
+
+def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
+    row = piece.row
+    each = zip(row.sources, piece.indices, strict=True)
+    read = (source.read(name, kept, index) for name, index in each)
     # Of one dtype, as NumPy joins no bfloat16 with float16.
     tensors = [tensor.astype(kept, copy=False) for tensor in read]
     try:
-        return join(row, tensors).astype(kept)
+        # What is mapped is copied, as its file may change or go.
+        return join(row, tensors).astype(kept, copy=source.is_mapped(row.sources[0]))
     except CheckpointError as error:
         file = source.tensors[row.sources[0]].file
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def parts_are_read(source: Source, row: Row) -> bool:
+    """Whether a part of a row's parameter can be read without the rest."""
+    return can_be_cut(row) and all(map(source.is_plain, row.sources))
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Neither NaN nor infinity; in pieces, for the memory of the answers."""
+    flat = array.reshape(-1)
+    some = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
+    return all(np.isfinite(piece).all() for piece in some)
+
+
+def odd_tensor(
+    source: Source,
+    row: Row,
+    shape: tuple[int, ...],
+    axis: int = 0,
+    places: tuple[slice, ...] = (),
+) -> str:
+    """The first tensor of what `read_param` reads that is not finite; of a cast's
+    overflow, the first."""
+    each = (
+        named
+        for piece in pieces(row, shape, axis, places)
+        for named in zip(piece.row.sources, piece.indices, strict=True)
+    )
+    odd = (n for n, index in each if not is_finite(source.read(n, index=index)))
+    return next(odd, row.sources[0])
 
 
 def _all_bfloat16(source: Source, row: Row) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import jax
@@ -49,8 +49,11 @@ def axis_size(mesh: Mesh, axis: str) -> int:
     return mesh.shape.get(axis, 1)
 
 
-def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any) -> Cut:
+def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) -> Cut:
     """How a model of `dtype` is cut over a mesh.
+
+    Args:
+      whole: it is not, every device has all of it.
 
     Raises:
       ValueError: other axes than "data" and "model"; nothing of the model divides by
@@ -61,6 +64,8 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any) -> Cut:
             f"mesh: unknown axis {min(map(str, unknown))!r}; want {DATA!r} (rows of a "
             f"batch) and {MODEL!r} (parts of a model)"
         )
+    if whole:
+        return WHOLE
     n = axis_size(mesh, MODEL)
     cut = cut_of(config, n)
     if n > 1 and cut == WHOLE:
@@ -71,15 +76,17 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any) -> Cut:
         )
     for path, shape in param_shapes(config).items():
         param, parts = cut_at(config, cut, path)
-        cuts_groups = parts > 1 and param is not None and param.axis == 1
-        if cuts_groups and is_int8(path[-1], shape, dtype):
-            _check_groups(path, shape[1], parts)
+        if param is None or parts == 1 or param.axis != 1:
+            continue
+        if is_int8(path[-1], shape, dtype):
+            _check_groups(path, param, shape[1], parts)
     return cut
 
 
-def _check_groups(path: Path, columns: int, parts: int) -> None:
+def _check_groups(path: Path, param: Param, columns: int, parts: int) -> None:
     size = group_of(columns)
-    if size is None or columns // parts % size:
+    runs = [run for i in range(parts) for run in part_indices(param, i, parts)]
+    if size is None or any(run.start % size or run.stop % size for run in runs):
         what = "one scale a row" if size is None else f"scales of {size} columns"
         raise ValueError(
             f"mesh: {'/'.join(path)}: {columns} columns with {what} do not divide by "
@@ -128,7 +135,7 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
       make: is asked for the parts of this process's devices alone, one after another.
       param: its entry in the layer's table; None: every part has it all.
     """
-    once = cache(make)
+    once = lru_cache(1)(make)  # a part at a time is held beside those on devices
     leaves: list[list[jax.Array]] = []
     kind: Any = None
     cutting = param is not None and parts > 1
@@ -183,8 +190,7 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     if model.mesh is not None:
         raise ValueError("model: it is on a mesh already; load it again")
     dtype = weights_dtype(model.params)
-    asked = cut_for(model.config, mesh, dtype)
-    cut = WHOLE if whole else asked
+    cut = cut_for(model.config, mesh, dtype, whole)
 
     def on_mesh(path: Path, leaf: Any) -> Any:
         param, parts = cut_at(model.config, cut, path)

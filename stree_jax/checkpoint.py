@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import struct
+from jax.sharding import Mesh
 
 from stree_jax import models
 from stree_jax.convert import CheckpointError as CheckpointError
@@ -31,6 +32,8 @@ from stree_jax.convert.store import (
 from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
 from stree_jax.models import param_shapes, weights_dtype
 from stree_jax.models.memory import state_bytes, weight_bytes
+from stree_jax.models.placement import cut_for
+from stree_jax.models.shards import WHOLE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,9 +99,15 @@ def load(
     *,
     dt_floor: bool = False,
     mtp: bool = False,
+    mesh: Mesh | None = None,
+    whole: bool = False,
 ) -> Model:
     """Load a model from our own directory, a supported PyTorch/safetensors one, or a
     GGUF file.
+
+    On a mesh the model is what `shard` makes of one, but each process reads, part by
+    part, only what its own devices hold, so that no memory needs room for all of it.
+    Tensors that are quantized or of a GGUF file are read whole, one at a time.
 
     Args:
       path_or_hub_id: a directory, a GGUF file or the first of its shards, a Hugging
@@ -110,23 +119,32 @@ def load(
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
+      mesh, whole: see `shard`; None: on one device. All processes of a mesh load it at
+        the same time; of our own directories each checks all files.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
+      ValueError: as `shard`, before a weight is read.
     """
     directory = resolve(path_or_hub_id)
+    cut = WHOLE
     if is_ours(directory):
-        config, kept = config_from_json(directory / "config.json")
+        stored, kept = config_from_json(directory / "config.json")
         kept = kept if dtype is None else weights_named(dtype)
         if mtp:
-            check_mtp(directory, config)
-        params = read_params(directory, config, kept, mtp)
-        config = config if mtp else replace(config, mtp=())
+            check_mtp(directory, stored)
+        config = stored if mtp else replace(stored, mtp=())
+        if mesh is not None:
+            cut = cut_for(config, mesh, kept, whole)
+        params = read_params(directory, stored, kept, mtp, mesh, cut)
     else:
         checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn, mtp)
-        config, params = checkpoint.config, checkpoint.read()
+        config = checkpoint.config
+        if mesh is not None:
+            cut = cut_for(config, mesh, checkpoint.dtype, whole)
+        params = checkpoint.read(mesh=mesh, cut=cut)
     tokenizer = read_tokenizer(directory, warnings.warn)
-    return Model(params=params, config=config, tokenizer=tokenizer)
+    return Model(params, config, tokenizer, mesh=mesh, cut=cut)
 
 
 def save(model: models.Model, dst: str | PathLike[str]) -> None:

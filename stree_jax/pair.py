@@ -9,7 +9,6 @@ from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
-from stree_jax.models.placement import shard
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
@@ -50,7 +49,7 @@ def load_pair(
             "(for n-grams alone: --drafter FILE)"
         )
     table = None if ngrams is None else load_ngrams(ngrams)
-    model = _on(mesh, load(target, dtype=dtype, mtp=drafter == MTP))
+    model = load(target, dtype=dtype, mtp=drafter == MTP, mesh=mesh)
     if drafter == NO_DRAFTER:
         return model, None
     if drafter in (LOOKUP, MTP):
@@ -64,14 +63,10 @@ def load_pair(
             raise ValueError("--ngrams: they guess for a model, and these are heads")
         return model, load_heads(str(drafter), dtype=dtype)
     name = "demo-drafter" if drafter == DEMO else str(drafter)
-    drafting = _on(mesh, load(name, dtype=dtype), whole=True)
+    drafting = load(name, dtype=dtype, mesh=mesh, whole=mesh is not None)
     if table is None:
         return model, drafting
     return model, Staged(drafting, table, AHEAD if ahead is None else ahead)
-
-
-def _on(mesh: Mesh | None, model: Model, whole: bool = False) -> Model:
-    return model if mesh is None else shard(model, mesh, whole=whole)
 
 
 def pair_configs(

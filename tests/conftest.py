@@ -57,6 +57,7 @@ LONGEST = [
     "speculation/test_staged_text.py",
     "server/test_process.py",
     "convert/test_convert.py",
+    "convert/test_in_parts.py",
     "speculation/test_mtp.py",
     "sampling/test_heads.py",
     "speculation/test_typical.py",

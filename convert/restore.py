@@ -1,0 +1,207 @@
+"""The arrays of our own directory, by orbax onto a device, or the devices of a mesh.
+
+A part of a parameter is seldom one run of places: of `in_proj` it is some of z, x, B, C
+and dt each. Orbax reads runs, so such a parameter is cut along another axis as it is
+read, and changes hands on the devices.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stree_jax.models import (
+    INT8,
+    ModelConfig,
+    abstract_params,
+    by_path,
+    nest,
+    param_shapes,
+    stored,
+)
+from stree_jax.models.memory import size_of
+from stree_jax.models.params import NORMAL, Param, stored_dtype
+from stree_jax.models.params import Path as ParamPath
+from stree_jax.models.parts import cut_at
+from stree_jax.models.placement import group_for, part_indices, spec_of
+from stree_jax.models.shards import MODEL, WHOLE, Cut
+
+
+def restored(
+    folder: Path,
+    config: ModelConfig,
+    kept: Mapping[ParamPath, Any],
+    dtype: np.dtype,
+    mesh: Mesh | None = None,
+    cut: Cut = WHOLE,
+) -> Any:
+    """Those parameters of a folder that the model has; the others are not read.
+
+    On a mesh, and in int8, they come in portions as large as the largest parameter: so
+    much, of a mesh the devices' share of it, is held beside what is done.
+
+    Args:
+      folder: of orbax.
+      kept: what it says of its parameters.
+      dtype: to read them in.
+      mesh: to put them on; None: they are on the default device.
+      cut: of `placement.cut_for`, how they are cut over it.
+    """
+    if mesh is None and dtype != INT8:
+        wanted = jax.tree.map(_on_device, abstract_params(config, dtype))
+        return _restore_some(folder, wanted)
+    wanted = {
+        path: _as_read(kept[path], path, cut_at(config, cut, path), dtype, mesh)
+        for path in param_shapes(config)
+    }
+    flat: dict[ParamPath, Any] = {}
+    for portion in _portions(wanted):
+        read = by_path(_restore_some(folder, nest(portion)))
+        while read:  # one by one, and gone when it is in its place
+            path, leaf = read.popitem()
+            done = _as_kept(leaf, path, cut_at(config, cut, path), dtype, mesh)
+            flat[path] = jax.block_until_ready(done)
+            del leaf, done
+    return nest(flat)
+
+
+def _restore_some(folder: Path, wanted: Any) -> Any:
+    """Those parameters of a folder that `wanted` has; the others are not read."""
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        placed = ocp.checkpoint_utils.construct_restore_args(wanted)
+        some = ocp.args.PyTreeRestore(wanted, restore_args=placed, partial_restore=True)
+        return checkpointer.restore(folder, args=some)
+
+
+def _portions(wanted: Mapping[ParamPath, Any]) -> Iterator[dict[ParamPath, Any]]:
+    """All of them, of no more bytes at a time than the largest has."""
+    most = max(size_of(leaf) for leaf in wanted.values())
+    portion: dict[ParamPath, Any] = {}
+    for path, leaf in wanted.items():
+        if size_of([*portion.values(), leaf]) > most:
+            yield portion
+            portion = {}
+        portion[path] = leaf
+    yield portion
+
+
+def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An array of this shape and dtype on the default device."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+
+def _as_read(
+    leaf: Any,
+    path: ParamPath,
+    cut: tuple[Param | None, int],
+    dtype: np.dtype,
+    mesh: Mesh | None,
+) -> jax.ShapeDtypeStruct:
+    """How orbax is to read a parameter of a folder; what becomes int8, as it is there.
+
+    Args:
+      cut: its entry in its layer's table, and in how many parts it is cut.
+    """
+    if mesh is None:
+        return _on_device(leaf)
+    kept = leaf.dtype if dtype == INT8 else stored_dtype(path[-1], dtype)
+    sharding = NamedSharding(mesh, _spec_as_read(*cut, leaf.shape))
+    return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=sharding)
+
+
+def _spec_as_read(param: Param | None, parts: int, shape: tuple[int, ...]) -> P:
+    """Along which axis a parameter is cut as it is read."""
+    if not _changes_order(param, parts):
+        return spec_of(param, parts, len(shape))
+    other = _other_axis(param, parts, shape)
+    return P(*(MODEL if axis == other else None for axis in range(len(shape))))
+
+
+def _other_axis(param: Param | None, parts: int, shape: tuple[int, ...]) -> int | None:
+    """One that divides, beside that of the parts; None: there is none."""
+    axes = (axis for axis, size in enumerate(shape) if size % parts == 0)
+    return next((axis for axis in axes if param and axis != param.axis), None)
+
+
+def _order(param: Param, parts: int) -> np.ndarray:
+    """The places of an axis that all parts have, part after part."""
+    each = (part_indices(param, i, parts) for i in range(parts))
+    return np.concatenate([np.r_[places] for places in each])
+
+
+def _changes_order(param: Param | None, parts: int) -> bool:
+    """Whether parts have other places than their share of the axis."""
+    if param is None or parts == 1:
+        return False
+    order = _order(param, parts)
+    return not np.array_equal(order, np.arange(param.shape[param.axis]))
+
+
+def _as_kept(
+    leaf: jax.Array,
+    path: ParamPath,
+    cut: tuple[Param | None, int],
+    dtype: np.dtype,
+    mesh: Mesh | None,
+) -> Any:
+    """A parameter as the model keeps it, from what orbax read."""
+    name, group = path[-1], group_for(path, leaf.shape)
+    if mesh is None:
+        return stored(name, leaf, dtype, group)
+    param, parts = cut
+    if dtype != INT8 and not _changes_order(param, parts):
+        return leaf  # it is where it belongs
+    if param is not None:
+        param = param._replace(init=NORMAL)  # no part of the program
+    done = _moved(leaf, name, param, parts, dtype, group, mesh)
+
+    def as_sharded(
+        x: jax.Array,
+    ) -> jax.Array:  # by the same spec, not one that is alike
+        sharding = NamedSharding(mesh, spec_of(param, parts, x.ndim))
+        here = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, here)
+
+    return jax.tree.map(as_sharded, done)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
+def _moved(
+    leaf: jax.Array,
+    name: str,
+    param: Param | None,
+    parts: int,
+    dtype: np.dtype,
+    group: int | None,
+    mesh: Mesh,
+) -> Any:
+    """A parameter on a mesh, each part of it where it belongs."""
+    read = _spec_as_read(param, parts, leaf.shape)
+    other = _other_axis(param, parts, leaf.shape)
+
+    def local(x: jax.Array) -> Any:
+        if param is not None and _changes_order(param, parts):
+            axis = param.axis
+            x = x.take(_order(param, parts), axis, mode="clip")
+            if other is None:
+                width = x.shape[axis] // parts
+                begin = lax.axis_index(MODEL) * width
+                x = lax.dynamic_slice_in_dim(x, begin, width, axis)
+            else:
+                x = lax.all_to_all(x, MODEL, axis, other, tiled=True)
+        return stored(name, x, dtype, group)
+
+    done = spec_of(param, parts, leaf.ndim)
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=read, out_specs=done, check_vma=False
+    )
+    return run(leaf)

@@ -1,0 +1,287 @@
+"""Every checkpoint onto eight devices of a CPU, part by part: a process of its own.
+
+    python -m tests.convert.in_parts FOLDER
+
+Prints a line of JSON: of every case what was wrong, or "". What `load` puts on a mesh
+must be, bit for bit and shard by shard, what `shard` makes of the model on one device.
+"""
+
+import json
+import shutil
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+import stree_jax
+from stree_jax.convert import CheckpointError, source
+from stree_jax.models import by_path
+from tests.support import mtp, quantized
+from tests.support.checkpoints import HF_CASES, NATIVE_CASES, granite, write_native
+from tests.support.checkpoints import sources as sources_in
+from tests.support.gguf_files import GGUF_CASES, write_gguf
+
+SIX_HEADS = ("mamba2", "mamba2-tied")  # which no four devices share
+OWN = ("mamba2", "granite", "granite-moe", "falcon-h1", "zamba2", "nemotron-h-latent")
+EVEN = {"vocab_size": 64}
+WIDE = EVEN | {  # groups of 128 columns for each of two devices
+    "hidden_size": 256,
+    "shared_intermediate_size": 256,
+    "mamba_d_head": 32,
+    "mamba_expand": 1,
+}
+
+
+def mesh_of(**axes):
+    sizes = tuple(axes.values())
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, tuple(axes), devices=devices)
+
+
+def assert_same(found, wanted):
+    """Two models on a mesh hold the same, device by device."""
+    assert (found.config, found.cut) == (wanted.config, wanted.cut)
+    assert found.mesh == wanted.mesh
+    ours, theirs = by_path(found.params), by_path(wanted.params)
+    assert ours.keys() == theirs.keys()
+    for path in theirs:
+        each = zip(*map(jax.tree.leaves, (ours[path], theirs[path])), strict=True)
+        for x, y in each:
+            what = (path, x.shape, y.shape, x.dtype, x.sharding, y.sharding)
+            assert x.dtype == y.dtype and x.shape == y.shape, what
+            assert x.sharding == y.sharding, what
+            shards = zip(x.addressable_shards, y.addressable_shards, strict=True)
+            for a, b in shards:
+                assert a.device == b.device and a.index == b.index, what
+                assert bits(a.data) == bits(b.data), (path, a.index)
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+class Cases:
+    """A method for each kind of case; a checkpoint is written once.
+
+    Attributes:
+      said: of every case what was wrong.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.said = folder, {}
+        self.made = sources_in(folder)
+
+    def tried(self, name, check, *args, **options):
+        try:
+            check(*args, **options)
+            self.said[name] = ""
+        except Exception:
+            self.said[name] = traceback.format_exc(limit=-4)
+
+    def same(self, path, dtype, mesh, whole=False, **options):
+        one = stree_jax.load(path, dtype, **options)
+        wanted = stree_jax.shard(one, mesh, whole=whole)
+        with pieces_of(40):
+            found = stree_jax.load(path, dtype, mesh=mesh, whole=whole, **options)
+        assert_same(found, wanted)
+
+    def ours(self, name, **options):
+        """A directory of our own, of a case."""
+        path = self.folder / f"{name}-ours"
+        if not path.exists():
+            stree_jax.save(stree_jax.load(self.made(name), "float32", **options), path)
+        return path
+
+    def families(self):
+        for name in HF_CASES:
+            for n in (3, 6) if name == "mamba2" else (2, 4):
+                if n == 4 and name in SIX_HEADS:
+                    continue
+                mesh = mesh_of(model=n)
+                self.tried(f"{name} {n}", self.same, self.made(name), "float32", mesh)
+        for name in OWN:
+            n = 3 if name == "mamba2" else 4
+            case = self.ours(name), "float32", mesh_of(model=n)
+            self.tried(f"{name} ours {n}", self.same, *case)
+        eight = mesh_of(model=8)
+        self.tried("granite 8", self.same, self.made("granite"), "float32", eight)
+        self.tried("granite ours 8", self.same, self.ours("granite"), "float32", eight)
+
+    def formats(self):
+        """Rows that only these have: swapped, in other shapes, by pairs, quantized."""
+        two = mesh_of(model=2)
+        for name, pickled in ("attention", True), ("attention-mlp", False):
+            path = self.folder / f"native-{name}"
+            write_native(path, pickled=pickled, **NATIVE_CASES[name])
+            self.tried(f"native {name}", self.same, path, "float32", two)
+        path = self.made("mambainllama")
+        self.tried("mambainllama", self.same, path, "float32", two)
+        for name in ("granite-hybrid-moe", "nemotron-h-latent"):
+            GGUF_CASES[name][1]().save_pretrained(self.folder / f"{name}-hf")
+            file = self.folder / f"{name}.gguf"
+            write_gguf(self.folder / f"{name}-hf", name, file)
+            self.tried(f"gguf {name}", self.same, file, "float32", two)
+        quantized.MODELS["llama"]().bfloat16().save_pretrained(self.folder / "bf16")
+        path = self.folder / "nvfp4"
+        quantized.write(self.folder / "bf16", path, "compressed nvfp4")
+        self.tried("nvfp4", self.same, path, None, two)
+        mtp.write(self.folder / "mtp")
+        self.tried("mtp", self.same, self.folder / "mtp", None, two, mtp=True)
+
+    def dtypes(self):
+        wide = self.folder / "wide"
+        granite(**WIDE).save_pretrained(wide)
+        stree_jax.save(stree_jax.load(wide, "float32"), self.folder / "wide-ours")
+        for path in (wide, self.folder / "wide-ours"):
+            for dtype in ("bfloat16", "int8"):
+                args = path, dtype, mesh_of(model=2)
+                self.tried(f"{path.name} {dtype}", self.same, *args)
+        both = wide, "int8", mesh_of(data=2, model=2)
+        self.tried("rows and parts", self.same, *both)
+        every = self.made("mamba2"), "float32", mesh_of(model=8)
+        self.tried("whole", self.same, *every, whole=True)
+        every = self.ours("mamba2"), "int8", mesh_of(model=8)
+        self.tried("whole ours", self.same, *every, whole=True)
+
+    def others(self):
+        self.tried("by hand", self.by_hand)
+        self.tried("only parts are read", self.only_parts)
+        self.tried("refused first", self.refused_first)
+        self.tried("odd", self.odd)
+
+    def by_hand(self):
+        """Heads and groups by the names of the file, four devices sharing two groups
+        and two heads of keys."""
+        path = self.made("granite")
+        model = stree_jax.load(path, "float32", mesh=mesh_of(model=4))
+        file = load_file(path / "model.safetensors")
+        w = file["model.layers.0.mamba.in_proj.weight"]
+        z, x, B, C, dt = np.split(w, np.cumsum([64, 64, 10, 10]))
+        q, k, v = (
+            file[f"model.layers.1.self_attn.{letter}_proj.weight"] for letter in "qkv"
+        )
+        out = file["model.layers.0.mamba.out_proj.weight"]
+        in_proj, out_proj = (
+            model.params["layers_0"]["mamba"][name] for name in ("in_proj", "out_proj")
+        )
+        qkv = model.params["layers_2"]["attention"]["qkv"]
+        for i in range(4):
+            heads, group = slice(16 * i, 16 * i + 16), i // 2
+            one = slice(5 * group, 5 * group + 5)
+            parts = z[heads], x[heads], B[one], C[one], dt[2 * i : 2 * i + 2]
+            assert bits(shard(in_proj, i)) == bits(np.concatenate(parts))
+            assert bits(shard(out_proj, i)) == bits(out[:, heads])
+            head, kv = (slice(8 * j, 8 * j + 8) for j in (i, i // 2))
+            parts = q[head], k[kv], v[kv]
+            assert bits(shard(qkv, i)) == bits(np.concatenate(parts))
+
+    def only_parts(self):
+        """No more than a part of what is cut is asked of the file."""
+        read, real = {}, source._read_slices
+
+        def noted(name, info, index):
+            array = real(name, info, index)
+            read.setdefault(name, []).append(array.size / np.prod(info.shape))
+            return array
+
+        source._read_slices = noted
+        try:
+            path = self.made("granite-nope")
+            stree_jax.load(path, "float32", mesh=mesh_of(model=4))
+        finally:
+            source._read_slices = real
+        prefix = "model.layers.1.self_attn."
+        assert read[f"{prefix}q_proj.weight"] == [0.25] * 4
+        assert read[f"{prefix}k_proj.weight"] == [0.5] * 4
+        assert read[f"{prefix}o_proj.weight"] == [0.25] * 4
+        assert max(read["model.layers.0.mamba.in_proj.weight"]) < 0.25
+        assert read["model.norm.weight"] == [1.0]
+
+    def refused_first(self):
+        """One line, before a weight is read."""
+        ours = shutil.copytree(self.ours("mamba2"), self.folder / "no-weights")
+        for file in (ours / "params").rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"")
+        theirs, real = self.made("mamba2"), source.Source.read
+        source.Source.read = None
+        try:
+            for path in (ours, theirs):
+                for mesh, words in (
+                    (mesh_of(model=4), "no layer of this model divides by model=4"),
+                    (mesh_of(rows=2), "unknown axis 'rows'"),
+                ):
+                    refused(words, path, "float32", mesh=mesh)
+            refused(
+                "48 columns with one scale a row", theirs, "int8", mesh=mesh_of(model=3)
+            )
+            refused("unknown axis", theirs, None, mesh=mesh_of(rows=2), whole=True)
+        finally:
+            source.Source.read = real
+
+    def odd(self):
+        """A number that is none in a part is told by its tensor, once."""
+        name = "model.layers.1.self_attn.k_proj.weight"
+        path = shutil.copytree(self.made("granite"), self.folder / "odd")
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        tensors[name][9, 3] = np.nan
+        save_file(tensors, file, metadata={"format": "pt"})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint = stree_jax.convert.open_checkpoint(path, "float32")
+            mesh = mesh_of(model=4)
+            cut = stree_jax.models.placement.cut_for(
+                checkpoint.config, mesh, checkpoint.dtype
+            )
+            told = []
+            checkpoint.read(warn=told.append, mesh=mesh, cut=cut)
+        assert told == [f"{file}: {name} holds NaN or infinity; kept as it is"], told
+        assert not caught, caught
+
+
+def shard(array, i):
+    """What the device of part i has."""
+    return next(s.data for s in array.addressable_shards if s.device.id == i)
+
+
+def refused(words, *args, **options):
+    try:
+        stree_jax.load(*args, **options)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        assert words in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+class pieces_of:
+    """So many numbers are read at once."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __enter__(self):
+        self.usual, source.PIECE = source.PIECE, self.count
+
+    def __exit__(self, *error):
+        source.PIECE = self.usual
+
+
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
+    cases = Cases(Path(sys.argv[1]))
+    cases.families()
+    cases.formats()
+    cases.dtypes()
+    cases.others()
+    print(json.dumps(cases.said))
+
+
+if __name__ == "__main__":
+    main()
