@@ -22,7 +22,7 @@ def model():
 @pytest.fixture(scope="module")
 def batch(model):
     with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
-        patch.setattr(tuning, "timed", lambda spec, decoding: spec)
+        patch.setattr(tuning, "timed", lambda spec, *_: spec)
         return served.warm_batch(model)
 
 
