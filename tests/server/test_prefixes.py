@@ -95,7 +95,8 @@ def test_a_prompt_that_parts_from_a_kept_text_is_read_anew(batch):
     hits = batch.prefixes.hits
     ((answer),) = said(batch, Asked(first, 8))
     end = [*first, *answer][:-1]
-    for turn in ([*first[:-1], 1, *answer, 9], end, first):
+    last = [*end[:-1], (end[-1] + 1) % REAL, 9, 9]
+    for turn in ([*first[:-1], 1, *answer, 9], last, end, first):
         said(batch, Asked(turn, 4))
     assert batch.prefixes.hits == hits
 
