@@ -31,7 +31,7 @@ from stree_jax.checkpoint import Model, load
 from stree_jax.heads_file import load_heads
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.pair import load_pair
-from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.specs import LOOKUP
 
 RANDOM_PROMPT = 128  # tokens
 

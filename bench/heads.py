@@ -26,7 +26,7 @@ from stree_jax.bench.staged import bytes_a_token, records_of
 from stree_jax.bench.tables import shown, table
 from stree_jax.checkpoint import Model
 from stree_jax.generation import encode_prompts, generate
-from stree_jax.models import plain
+from stree_jax.models import base_model
 from stree_jax.models.heads import Heads
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import score
@@ -104,7 +104,7 @@ def accuracies(
 ) -> dict[str, list[list[float]]]:
     """[K][R] by prompt set: how often a head's guess of rank r is the greedy text's."""
     assert work.heads is not None
-    target, found = plain(work.target), {}
+    target, found = base_model(work.target), {}
     for title, texts in prompts.items():
         said = generate(
             work.target, texts, max_new_tokens=work.max_new_tokens, stop_tokens=()

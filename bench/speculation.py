@@ -33,8 +33,8 @@ from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.adaptive_policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.loop import LOOKUP
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.specs import LOOKUP
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree

@@ -17,6 +17,7 @@ from stree_jax.models.config import SharedConfig as SharedConfig
 from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.model import Model as Model
 from stree_jax.models.model import abstract_params as abstract_params
+from stree_jax.models.model import base_model as base_model
 from stree_jax.models.model import derived as derived
 from stree_jax.models.model import forward_hidden as forward_hidden
 from stree_jax.models.model import forward_tree as forward_tree
@@ -24,7 +25,6 @@ from stree_jax.models.model import init_params as init_params
 from stree_jax.models.model import logits_of as logits_of
 from stree_jax.models.model import param_dtype as param_dtype
 from stree_jax.models.model import param_shapes as param_shapes
-from stree_jax.models.model import plain as plain
 from stree_jax.models.model import weights_dtype as weights_dtype
 from stree_jax.models.mtp import mtp_model as mtp_model
 from stree_jax.models.mtp import without_mtp as without_mtp

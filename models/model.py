@@ -93,7 +93,7 @@ def derived(model: Model, params: Params, config: ModelConfig) -> Model:
     return Model(params, config, mesh=model.mesh, cut=model.cut)
 
 
-def plain(model: Model) -> Model:
+def base_model(model: Model) -> Model:
     """A model without what an API's has beside."""
     return derived(model, model.params, model.config)
 

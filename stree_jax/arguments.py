@@ -16,11 +16,11 @@ from stree_jax.models.placement import axis_size
 from stree_jax.models.shards import MODEL
 from stree_jax.models.state import over_parts
 from stree_jax.result import Past
-from stree_jax.speculation.loop import LOOKUP, MTP, bare
 from stree_jax.speculation.medusa import LastHidden
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.mtp_drafter import Heard
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.specs import LOOKUP, MTP, bare
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
 from stree_jax.speculation.tree import DEEPEST
 

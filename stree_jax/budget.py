@@ -65,10 +65,7 @@ def fitted(
       ValueError: nothing fits; it says what to ask less of.
     """
     given = weights_given(model, drafter)
-    least = _Way("plain decoding", spec_for(model, None, None, rule, None))
-    if tree is not None:
-        named = spec_for(model, drafter, tree, rule, None)
-        least = _Way(f"tree {tree}", named)
+    least = least_way(model, drafter, tree, rule)
     # What drafts takes more, and reads the texts, too.
     size = predicted(least.spec, start, given)
     if size <= limit * OFF:
@@ -76,7 +73,8 @@ def fitted(
     if size > limit:
         raise ValueError(_refusal(limit, start, given, size, least))
     failed = 0
-    for way in _ways(start, least, model, drafter, tree, rule):
+    room = Room(start.rows, start.caches(Auto().depth), start.room)
+    for way in ways(room, least, model, drafter, tree, rule):
         if predicted(way.spec, start, given) > limit * OFF:
             continue
         if failed >= TRIES and way is not least:
@@ -97,28 +95,34 @@ def fitted(
     raise ValueError(_refusal(limit, start, given, size, least))
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """Who may decode."""
 
     name: str
     spec: Spec
 
 
-def _ways(
-    start: Start, least: _Way, model: Model, drafter: Any, tree: Any, rule: Any
-) -> Iterator[_Way]:
+def least_way(model: Model, drafter: Any, tree: Any, rule: Any) -> Way:
+    """What takes least: plain decoding, or the tree that is named."""
+    if tree is None:
+        return Way("plain decoding", spec_for(model, None, None, rule, None))
+    return Way(f"tree {tree}", spec_for(model, drafter, tree, rule, None))
+
+
+def ways(
+    room: Room, least: Way, model: Model, drafter: Any, tree: Any, rule: Any
+) -> Iterator[Way]:
     """The fastest by expectation first; `least` is one of them, and the last to fit."""
     if drafter is None or tree is not None:
         yield least
         return
-    room = Room(start.rows, start.caches(Auto().depth), start.room)
     for one in by_speed(models.Model(model.params, model.config), drafter, room):
         try:
             if one.who == "none":
                 yield least
             else:
                 spec = spec_for(model, one.drafter, one.tree, rule, None)
-                yield _Way(str(one), spec)
+                yield Way(str(one), spec)
         except ValueError:  # a rule that this tree does not go with
             continue
 
@@ -178,7 +182,7 @@ def _reading(spec: Spec, start: Start) -> int:
     return past + inputs + found.outputs + found.temporaries
 
 
-def _refusal(limit: int, start: Start, given: int, size: int, way: _Way) -> str:
+def _refusal(limit: int, start: Start, given: int, size: int, way: Way) -> str:
     """In one line: how far off the least is, its largest parts, what would fit."""
     name, spec = way
     parts = _parts(spec, start).parts

@@ -16,8 +16,8 @@ from stree_jax.default_tree import accuracy_of
 from stree_jax.memory import Room, abstract_program
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.models.memory import size_of
-from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.specs import LOOKUP, MTP
 from stree_jax.speculation.tree import (
     DEEPEST,
     MOST_CHILDREN,

@@ -12,8 +12,8 @@ from stree_jax.models.heads import Heads
 from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.adaptive_policy import StepTimes
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.loop import LOOKUP, MTP, make_spec, picked_tree
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.specs import LOOKUP, MTP, make_spec, picked_tree
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     MAX_NODES,

@@ -41,12 +41,9 @@ from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive_policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.loop import (
-    FOREVER,
-    LOOKUP,
-    advance_jit,
-)
+from stree_jax.speculation.loop import FOREVER, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
+from stree_jax.speculation.specs import LOOKUP
 from stree_jax.speculation.tree import (
     Auto,
     Topology,

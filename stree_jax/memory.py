@@ -18,7 +18,7 @@ from stree_jax.models import Model, ModelConfig, abstract_params
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.requests import Requests
-from stree_jax.speculation import loop
+from stree_jax.speculation import loop, specs
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafter import Drafter
@@ -149,7 +149,7 @@ def abstract_program(
     """What `loop.advance` is given, as `jax.ShapeDtypeStruct`.
 
     Args:
-      target, drafter, tree, rule: as of `loop.make_spec`; models may be abstract.
+      target, drafter, tree, rule: as of `specs.make_spec`; models may be abstract.
 
     Raises:
       ValueError: what does not go together, or too little capacity for the tree.
@@ -159,7 +159,7 @@ def abstract_program(
     named = drafter is None or isinstance(drafter, str)
 
     def spec_of(target: Model, drafting: Any) -> Spec:
-        return loop.make_spec(target, drafter if named else drafting, tree, rule)
+        return specs.make_spec(target, drafter if named else drafting, tree, rule)
 
     spec = jax.eval_shape(spec_of, target, None if named else drafter)
     least = loop.cache_capacity(1, room.max_new_tokens, loop.deepest(spec.policy))

@@ -10,8 +10,8 @@ from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.ngram_file import load_ngrams
-from stree_jax.speculation.loop import LOOKUP, MTP
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.specs import LOOKUP, MTP
 from stree_jax.speculation.staged_drafter import AHEAD, Staged
 
 DEMO, AUTO, NO_DRAFTER = "demo", "auto", "none"

@@ -31,8 +31,9 @@ from stree_jax.memory import (
 )
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
-from stree_jax.speculation.loop import LOOKUP, MTP, cache_capacity
+from stree_jax.speculation.loop import cache_capacity
 from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.specs import LOOKUP, MTP
 from stree_jax.speculation.tree import Auto
 
 KEPT = 5  # choices that fit, the fastest first

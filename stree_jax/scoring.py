@@ -14,12 +14,12 @@ from stree_jax.checkpoint import Model
 from stree_jax.models import (
     PREFILL_CHUNK,
     State,
+    base_model,
     extend,
     forward_tree,
     init_state,
     logits_of,
     param_dtype,
-    plain,
     prefill,
 )
 from stree_jax.speculation.on_mesh import whole_on
@@ -63,7 +63,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     if tokens.size == 0:
         raise ValueError(f"tokens: want at least one token, got shape {tokens.shape}")
     padded = jnp.pad(tokens, ((0, 0), (0, -T % PREFILL_CHUNK)))
-    return _score(plain(model), padded)[:, :T]
+    return _score(base_model(model), padded)[:, :T]
 
 
 def first_difference(
@@ -141,5 +141,5 @@ def score_tree(
     width = max(S + -S % PREFILL_CHUNK, PREFILL_CHUNK)
     padded = jnp.pad(prefix, (0, width - S))[None]
     length = jnp.full((1,), S, jnp.int32)
-    bare = plain(model)
+    bare = base_model(model)
     return _score_tree(bare, padded, length, tokens[None], tree)

@@ -56,7 +56,7 @@ def program_case(nodes: int) -> tuple:
     from stree_jax.checkpoint import Model
     from stree_jax.models import init_params
     from stree_jax.sampling.requests import Requests
-    from stree_jax.speculation import loop
+    from stree_jax.speculation import loop, specs
     from stree_jax.speculation.accept import NAIVE
     from stree_jax.speculation.tree import NAMED_TREES, chain
 
@@ -73,7 +73,7 @@ def program_case(nodes: int) -> tuple:
     def begin(target, drafter, text, lengths):
         stop = jnp.full((1, 8), -1, jnp.int32)
         requests = Requests(jnp.full((1,), 64), None, stop, None, None)
-        spec = loop.make_spec(target, drafter, tree, NAIVE)
+        spec = specs.make_spec(target, drafter, tree, NAIVE)
         return loop.init_decoding(spec, text, lengths, requests, max_new_tokens=64)
 
     text = jax.ShapeDtypeStruct((1, 65), jnp.int32)
@@ -81,7 +81,7 @@ def program_case(nodes: int) -> tuple:
     decoding = jax.eval_shape(begin, target, drafter, text, lengths)
 
     def run(decoding, target, drafter):
-        spec = loop.make_spec(target, drafter, tree, NAIVE)
+        spec = specs.make_spec(target, drafter, tree, NAIVE)
         return loop.advance(spec, decoding, jnp.int32(64))
 
     return run, (decoding, target, drafter), (0,)

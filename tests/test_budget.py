@@ -19,7 +19,7 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def plain(target):
+def base_model(target):
     return stree_jax.generate(target, PROMPTS, **ASKED)
 
 

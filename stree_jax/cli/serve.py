@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -12,10 +13,12 @@ from stree_jax.cli.common import option, tell
 
 if TYPE_CHECKING:
     from stree_jax.checkpoint import Model
+    from stree_jax.server.batch import Sizes
     from stree_jax.server.service import Service, Spell
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
+ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # where they are not named
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 NOTES = f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
@@ -36,8 +39,14 @@ def add_serve_options(p: argparse.ArgumentParser) -> None:
     option(p, "--host", str, "127.0.0.1", "address to listen on; 0.0.0.0: all")
     option(p, "--port", int, 8000, "to listen on; 0: any that is free")
     option(p, "--name", str, None, "of the model, for clients; default: as of --model")
-    option(p, "--rows", int, 4, "texts that are decoded together")
-    option(p, "--context", int, 2048, "most tokens of a prompt and its answer")
+    less = "default {}, with --memory less if need be"
+    option(p, "--rows", int, None, f"texts decoded together; {less.format(ROWS)}")
+    more = f"most tokens of a prompt and its answer; {less.format(CONTEXT)}"
+    option(p, "--context", int, None, more)
+    more = "ended texts whose states are kept for prompts that go on from them; "
+    option(p, "--prefixes", int, None, more + less.format(PREFIXES))
+    more = "bytes to keep to on the device, weights included, such as 8GB"
+    option(p, "--memory", str, None, more)
     option(p, "--queue", int, 64, "texts that may wait; more are refused (429)")
     option(p, "--steps", int, 8, "target calls between two looks at who comes and goes")
     option(p, "--timeout", float, 600.0, "seconds that a request may take (504)")
@@ -58,7 +67,7 @@ def run_serve(args: argparse.Namespace) -> int:
             f"serve: {error.name} is not installed: pip install 'stree-jax[serve]'"
         ) from error
     from stree_jax.server.app import make_app
-    from stree_jax.server.batch import Batch, Sizes
+    from stree_jax.server.batch import Batch
     from stree_jax.server.engine import Engine
     from stree_jax.server.metrics import Metrics
     from stree_jax.server.service import Limits, Service, reader_of
@@ -69,9 +78,8 @@ def run_serve(args: argparse.Namespace) -> int:
     with run.bound_socket(args.host, args.port) as sock:
         if not keys and args.host not in LOOPBACK:
             say(f"warning: {args.host} is open to others, and no API key is wanted")
-        model, spec = loaded(args)
-        sizes = Sizes(args.rows, args.context, args.steps, args.logprobs)
-        batch = Batch(model, spec, sizes)
+        model, spec, sizes, spare = loaded(args)
+        batch = Batch(model, spec, sizes, spare)
         engine = Engine(batch, args.queue)
         service = Service(
             engine,
@@ -106,6 +114,7 @@ def check_options(args: argparse.Namespace) -> None:
     for name, least in (
         ("rows", 1),
         ("context", 2),
+        ("prefixes", 0),
         ("queue", 1),
         ("steps", 1),
         ("grace", 0),
@@ -114,7 +123,7 @@ def check_options(args: argparse.Namespace) -> None:
         ("port", 0),
     ):
         value = getattr(args, name)
-        if value < least:
+        if value is not None and value < least:
             shown = name.replace("_", "-")
             raise ValueError(f"--{shown}: want at least {least}, got {value}")
     if args.port > 65535:
@@ -135,22 +144,61 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
     return keys
 
 
-def loaded(args: argparse.Namespace) -> tuple["Model", "Spec"]:
-    """The model, and who decodes."""
+def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
+    """The model, who decodes, in which sizes, and how many bytes that leaves."""
+    from stree_jax.byte_sizes import bytes_named
     from stree_jax.cli.terminal import waiting
     from stree_jax.default_tree import spec_for
     from stree_jax.pair import load_pair
+    from stree_jax.server.fitting import fitted, smaller
 
+    limit = None if args.memory is None else bytes_named(args.memory)
+    check_weights(args, limit)
     with waiting(f"reading {args.model}"):
         model, drafter = load_pair(
             args.model, args.drafter, args.dtype, args.ngrams, args.ahead
         )
     if args.logprobs > model.config.num_tokens:
         raise ValueError(f"--logprobs: there are {model.config.num_tokens} tokens")
-    spec = spec_for(model, drafter, args.tree, args.rule, None)
     if (args.rule or "").partition("/")[0] == "typical":
         say("rule typical: answers are not the model's own text")
-    return model, spec
+    wish, named = sizes_of(args)
+    if limit is None:
+        return model, spec_for(model, drafter, args.tree, args.rule, None), wish, None
+    asked = model, drafter, args.tree, args.rule
+    fit = fitted(limit, *asked, list(smaller(wish, named)))
+    say(str(fit))
+    return model, fit.way.spec, fit.sizes, fit.spare
+
+
+def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
+    """What is wished for, and which of it was named."""
+    from stree_jax.server.batch import Sizes
+
+    usual = {"rows": ROWS, "context": CONTEXT, "prefixes": PREFIXES}
+    given = {name: getattr(args, name) for name in usual}
+    named = {name: value for name, value in given.items() if value is not None}
+    others = {"steps": args.steps, "top_logprobs": args.logprobs}
+    return Sizes(**usual | named | others), list(named)
+
+
+def check_weights(args: argparse.Namespace, limit: int | None) -> None:
+    """Refuse weights that are more than all there is, before they are read."""
+    from stree_jax.byte_sizes import shown_bytes
+    from stree_jax.convert.store import weights_named
+    from stree_jax.memory import abstract_model
+    from stree_jax.models.memory import size_of
+    from stree_jax.pair import pair_configs
+
+    if limit is None:
+        return
+    config, _ = pair_configs(args.model, args.drafter)
+    size = size_of(abstract_model(replace(config, mtp=()), weights_named(args.dtype)))
+    if size > limit:
+        raise ValueError(
+            f"memory: {shown_bytes(limit)} are too few: the weights alone are "
+            f"{shown_bytes(size)}; take a smaller model or --dtype"
+        )
 
 
 def speller(args: argparse.Namespace, model: "Model") -> "Spell | None":

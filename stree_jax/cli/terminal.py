@@ -36,7 +36,7 @@ from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation.draft import ORIGINS
-from stree_jax.speculation.loop import LOOKUP
+from stree_jax.speculation.specs import LOOKUP
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -44,6 +44,13 @@ def add_training_parsers(commands: Any) -> None:
     add_training_options(p, steps=2000, learning_rate=4e-3)
     option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
     option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
+    p.add_argument(
+        "--target-embedding",
+        action="store_true",
+        help="take the target's embedding and output matrix as they are, and its width",
+    )
+    help = "that the target writes itself first; half of every batch is of them"
+    option(p, "--own-tokens", int, 0, help)
 
     p = commands.add_parser("heads", help="train Medusa heads on a target")
     p.add_argument(
@@ -135,10 +142,17 @@ def run_training(args: argparse.Namespace) -> None:
     if args.command == "heads":
         run_heads(args, job)
     elif args.command == "distill":
-        recipe.distill_drafter(job, args.target, args.width, args.layers)
+        run_distill(args, job)
     else:
         size = recipe.TargetSize(args.width, args.mixers, args.attention)
         recipe.train_target(job, size, args.tokenizer, args.vocab_size)
+
+
+def run_distill(args: argparse.Namespace, job: "Job") -> None:
+    from stree_jax.training.distill import DrafterSize, distill_drafter
+
+    size = DrafterSize(args.width, args.layers, args.target_embedding)
+    distill_drafter(job, args.target, size, args.own_tokens)
 
 
 def run_heads(args: argparse.Namespace, job: "Job") -> None:

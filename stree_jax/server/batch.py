@@ -22,6 +22,7 @@ from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
+from stree_jax.server.prefixes import Kept, Prefixes
 from stree_jax.speculation.adaptive_policy import AdaptivePolicy
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.loop import (
@@ -30,7 +31,7 @@ from stree_jax.speculation.loop import (
     deepest,
     init_decoding_jit,
 )
-from stree_jax.speculation.rows import admit_jit, cancel_jit, vacant_jit
+from stree_jax.speculation.rows import admit_jit, cancel_jit, past_jit, vacant_jit
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
@@ -46,12 +47,14 @@ class Sizes:
       context: most tokens of a prompt and its answer together.
       steps: target calls between two looks at who comes and goes.
       top_logprobs: most alternatives with a token's log-probability.
+      prefixes: texts whose states are kept, see `prefixes`.
     """
 
     rows: int = 4
     context: int = 2048
     steps: int = 8
     top_logprobs: int = 5
+    prefixes: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,20 +115,76 @@ def reading_widths(config: ModelConfig, context: int) -> list[int]:
     return sorted({reading_chunk(config, width): width for width in widths}.values())
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the arrays.
+
+    Attributes:
+      widths: that prompts are padded to.
+      room: O, of the output.
+      capacity: rows of the attention caches.
+    """
+
+    widths: tuple[int, ...]
+    room: int
+    capacity: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, spec: Spec, sizes: Sizes) -> "Layout":
+        widths = reading_widths(config, sizes.context)
+        depth, resumed = deepest(spec.policy), sizes.prefixes > 0
+        capacity = cache_capacity(max(widths), 0, depth, resumed=resumed)
+        return cls(tuple(widths), bucket(sizes.context), capacity)
+
+
+def requests_of(asked: Asked, stops: jax.Array, key: jax.Array) -> Requests:
+    """Of one row.
+
+    Args:
+      stops: [1, n] stop tokens.
+      key: of the base of the random numbers.
+    """
+    drawn = sampling_rows([asked.sampling])
+    seed = np.uint32(asked.sampling.seed or 0)
+    own = row_key_jit(key, jnp.asarray(seed), jnp.int32(asked.sample))
+    return Requests(
+        max_new_tokens=jnp.asarray([asked.max_new_tokens], jnp.int32),
+        min_new_tokens=None,
+        stop_tokens=stops,
+        stop_strings=None,
+        sampling=replace(drawn, key=own[None]),
+    )
+
+
+def as_asked(d: Decoding, drawn: bool, lists: Any) -> Decoding:
+    """A decoding as the program for its rows takes it.
+
+    Args:
+      drawn: whether any row is.
+      lists: of log-probabilities, where any row wants them.
+    """
+    if not drawn:
+        d = replace(d, requests=replace(d.requests, sampling=None))
+    return replace(d, logprobs=lists)
+
+
 class Batch:
     """Rows that decode together; for one thread.
 
     After an exception of `admit` or `advance` nothing of it can be used but `clear`.
     """
 
-    def __init__(self, model: Model, spec: Spec, sizes: Sizes) -> None:
-        self.model, self.sizes = model, sizes
+    def __init__(
+        self, model: Model, spec: Spec, sizes: Sizes, spare: int | None = None
+    ) -> None:
+        """Args:
+        spare: bytes for copies to time steps on, see `tuning.timed`.
+        """
+        self.model, self.sizes, self.spare = model, sizes, spare
         self.rows: list[Row | None] = [None] * sizes.rows
+        self.prefixes = Prefixes(sizes.prefixes)
         self._specs = {False: spec, True: spec}  # by whether any row is drawn
-        self._room = bucket(sizes.context)
-        self._widths = reading_widths(model.config, sizes.context)
-        depth = deepest(spec.policy)
-        self._capacity = cache_capacity(max(self._widths), 0, depth)
+        self._layout = Layout.of(model.config, spec, sizes)
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
         self._key = jax.random.key(0)  # as of `sampling_rows`
         self._decoding: Decoding | None = None
@@ -133,11 +192,10 @@ class Batch:
 
     def warm(self, say: Callable[[str], None]) -> None:
         """Compile every program, time the steps of tree "auto", and be ready."""
-        V = self.model.config.num_tokens
-        for i, width in enumerate(self._widths):
-            say(f"compiling: reading prompts ({i + 1} of {len(self._widths)})")
-            text = [i % V for i in range(min(width, self.sizes.context) - 1)]
-            self._read(Asked(text or [0], 1))
+        widths = self._layout.widths
+        for i, text in enumerate(texts := self._texts()):
+            say(f"compiling: reading prompts ({i + 1} of {len(widths)})")
+            self._read(Asked(text, 1))
         self.clear()
         for i, asked in enumerate(_KINDS):
             say(f"compiling: decoding {asked[0]} ({i + 1} of {len(_KINDS)})")
@@ -147,14 +205,29 @@ class Batch:
             self._time_steps()
             self.advance()
             self.cancel(range(self.sizes.rows))
+        if self.sizes.prefixes:
+            past = past_jit(self._decoding, jnp.int32(0))
+            for i, text in enumerate(texts):
+                say(f"compiling: reading on ({i + 1} of {len(widths)})")
+                self._read(Asked(text, 1), past)
         self.clear()
+
+    def _texts(self) -> list[list[int]]:
+        """One for each width."""
+        V, most = self.model.config.num_tokens, self.sizes.context
+        lengths = (min(width, most) - 1 for width in self._layout.widths)
+        return [[i % V for i in range(length)] or [0] for length in lengths]
 
     def clear(self) -> None:
         """All rows free, whatever has been."""
+        self._decoding = self._lists = None  # what there was is freed first
+        self.prefixes.clear()
         self.rows = [None] * self.sizes.rows
         one = self._read(Asked([0], 1))
         self._decoding = vacant_jit(self._specs[False], one, self.sizes.rows)
-        lists = logprobs.empty(self.sizes.rows, self._room, self.sizes.top_logprobs)
+        lists = logprobs.empty(
+            self.sizes.rows, self._layout.room, self.sizes.top_logprobs
+        )
         self._lists = jax.tree.map(jnp.copy, lists)  # each its own, to be donated
         jax.block_until_ready(self._decoding.root)
 
@@ -162,8 +235,9 @@ class Batch:
         return [i for i, row in enumerate(self.rows) if row is None]
 
     def admit(self, row: int, asked: Asked) -> None:
-        """Read a prompt, and give it a row."""
-        spec, one = self._specs[False], self._read(asked)
+        """Read a prompt, or what of it no kept text has, and give it a row."""
+        kept = self.prefixes.take(asked.ids)
+        spec, one = self._specs[False], self._read(asked, kept and kept.past)
         self._decoding = admit_jit(spec, self._decoding, jnp.int32(row), one)
         self.rows[row] = Row(asked)
 
@@ -192,8 +266,20 @@ class Batch:
         news = {i: _news(host, i, row) for i, row in enumerate(self.rows) if row}
         for i, new in news.items():
             if new.finish != RUNNING:
+                self._keep(i, host["tokens"][i, : host["length"][i]].tolist())
                 self.rows[i] = None
         return news
+
+    def _keep(self, i: int, tokens: list[int]) -> None:
+        """Keep the states of a row that has ended; reading what is shorter than a pass
+        takes a pass anyway."""
+        row = self.rows[i]
+        assert row is not None  # it has ended just now
+        ids = (*row.asked.ids, *tokens)[:-1]  # the last token was not read
+        if self.sizes.prefixes and len(ids) >= PREFILL_CHUNK:
+            self.prefixes.make_room(ids)
+            past = past_jit(self._decoding, jnp.int32(i))
+            self.prefixes.add(Kept(ids, past))
 
     def _parts(self) -> tuple[Spec, Any, Decoding]:
         """Who decodes, what is left out, and the decoding as the rows need it."""
@@ -201,44 +287,34 @@ class Batch:
         asked = [row.asked for row in self.rows if row is not None]
         lists = any(a.logprobs for a in asked)
         drawn = lists or any(a.sampling.temperature > 0 for a in asked)
-        d, kept = self._decoding, self._decoding.requests.sampling
-        if not drawn:
-            d = replace(d, requests=replace(d.requests, sampling=None))
-        return (
-            self._specs[drawn],
-            kept,
-            replace(d, logprobs=self._lists if lists else None),
-        )
+        kept = self._decoding.requests.sampling
+        d = as_asked(self._decoding, drawn, self._lists if lists else None)
+        return self._specs[drawn], kept, d
 
     def _time_steps(self) -> None:
         """Let tree "auto" know what steps of the running rows' kind take."""
         spec, _, d = self._parts()
         if isinstance(spec.policy, AdaptivePolicy) and d.logprobs is None:
             drawn = d.requests.sampling is not None
-            self._specs[drawn] = tuning.timed(spec, d)
+            self._specs[drawn] = tuning.timed(spec, d, self.spare)
 
-    def _read(self, asked: Asked) -> Decoding:
-        """A row by itself, with the sizes of the batch."""
-        width = next(w for w in self._widths if len(asked.ids) <= w)
+    def _read(self, asked: Asked, past: Any = None) -> Decoding:
+        """A row by itself, with the sizes of the batch.
+
+        Args:
+          past: states that have read a beginning of it.
+        """
+        width = next(w for w in self._layout.widths if len(asked.ids) <= w)
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(asked.ids)] = asked.ids
-        drawn = sampling_rows([asked.sampling])
-        seed = np.uint32(asked.sampling.seed or 0)
-        key = row_key_jit(self._key, jnp.asarray(seed), jnp.int32(asked.sample))
-        requests = Requests(
-            max_new_tokens=jnp.asarray([asked.max_new_tokens], jnp.int32),
-            min_new_tokens=None,
-            stop_tokens=self._stops,
-            stop_strings=None,
-            sampling=replace(drawn, key=key[None]),
-        )
         return init_decoding_jit(
             self._specs[False],
             jnp.asarray(padded),
             jnp.asarray([len(asked.ids)], jnp.int32),
-            requests,
-            max_new_tokens=self._room,
-            capacity=self._capacity,
+            requests_of(asked, self._stops, self._key),
+            max_new_tokens=self._layout.room,
+            capacity=self._layout.capacity,
+            past=past,
         )
 
 

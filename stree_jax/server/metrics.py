@@ -22,10 +22,12 @@ class EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engine, counts = self.engine, self.engine.counts
+        prefixes = engine.batch.prefixes
         for name, text, value in (
             ("queue_length", "Texts that wait for a row.", engine.waiting),
             ("rows_running", "Rows that hold a text.", engine.running),
             ("rows", "Rows that there are.", engine.batch.sizes.rows),
+            ("prefixes", "Texts whose states are kept.", len(prefixes)),
             (
                 "tokens_per_second",
                 "Tokens made a second, over the last ten.",
@@ -43,6 +45,8 @@ class EngineFigures(Collector):
             ("target_calls", "Passes of the target, by row.", counts.calls),
             ("segments", "Segments of the loop.", counts.segments),
             ("failures", "Times that decoding failed.", counts.failures),
+            ("prefix_hits", "Prompts that went on from a kept text.", prefixes.hits),
+            ("prefix_tokens", "Tokens of prompts not read anew.", prefixes.tokens),
         ):
             yield CounterMetricFamily(f"stree_jax_{name}", text, value=value)
         by = CounterMetricFamily(

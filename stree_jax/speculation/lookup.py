@@ -159,7 +159,7 @@ class LookupDrafter:
     ) -> tuple[Draft, History]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Budget)  # `loop.make_spec` sees to it
+        assert isinstance(tree, Budget)  # `specs.make_spec` sees to it
         found = look_up(state, jnp.asarray(PRIOR), tree.depth)
         return best_tree(found, root, tree)[0], state
 

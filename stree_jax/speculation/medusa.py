@@ -81,7 +81,7 @@ class MedusaDrafter:
     ) -> tuple[Draft, LastHidden]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # `loop.make_spec` sees to it
+        assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
         logits = self.logits(state, tree.depth)
         draft = fill_by_depth(root, logits, tree, dist, rule)
         return draft, replace(state, passes=state.passes + 1)

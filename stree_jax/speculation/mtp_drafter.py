@@ -76,7 +76,7 @@ class MTPDrafter:
         state = replace(state, passes=state.passes + max(tree.depth, 1))
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # `loop.make_spec` sees to it
+        assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
         below = (self.model, state.state, root, state.hidden, tree, dist, rule)
         return fill_tree(*below, hands_down=True), state
 

@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.models import State, commit
+from stree_jax.speculation.adaptive_drafter import to_keep
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
+from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
 
@@ -80,6 +83,20 @@ def cancel(decoding: Decoding, rows: jax.Array) -> Decoding:
     return replace(decoding, finish=jnp.where(ended, OUT_OF_LENGTH, decoding.finish))
 
 
+def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
+    """States of target and drafter after a row's text but its last token, of one row:
+    what `init_decoding` takes as `past`.
+
+    Args:
+      row: [] int32, which; it must not run.
+    """
+    parts = decoding.state, decoding.pending, to_keep(decoding.drafting)
+    state, last, drafting = jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0), parts
+    )
+    return commit(state, last.records, last.path, last.length), drafting
+
+
 def _check_alike(decoding: Decoding, one: Decoding) -> None:
     def sizes(d: Decoding) -> tuple[Any, list]:
         parts = {**vars(d), "choice": None, "policy": None}
@@ -96,3 +113,4 @@ def _check_alike(decoding: Decoding, one: Decoding) -> None:
 admit_jit = partial(jax.jit, donate_argnames=("decoding",))(admit)
 cancel_jit = partial(jax.jit, donate_argnames=("decoding",))(cancel)
 vacant_jit = partial(jax.jit, static_argnames=("rows",))(vacant)
+past_jit = jax.jit(past_of)

@@ -87,7 +87,7 @@ class Task:
 
 def make_task(tree: Topology, dist: Distribution, rule: Rule) -> Task:
     """The task of filling a static tree."""
-    assert isinstance(tree, Tree)  # `loop.make_spec` sees to it
+    assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
     levels, nodes = tree_levels(tree), tree_nodes(tree.rows(1), 1)
     inner = jnp.zeros((tree.size,), bool).at[levels.inner].set(True, mode="drop")
     noise = None

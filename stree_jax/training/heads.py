@@ -22,7 +22,7 @@ import numpy as np
 
 from stree_jax.checkpoint import Model, load
 from stree_jax.models import Model as BareModel
-from stree_jax.models import logits_of, plain
+from stree_jax.models import base_model, logits_of
 from stree_jax.models.heads import Heads, HeadsConfig, head_logits, head_of, init_heads
 from stree_jax.sampling.ranks import rank_of
 from stree_jax.training.kept import (
@@ -201,7 +201,7 @@ def train_heads(
     check_sizes(job.train.length, heads, tokens, own_tokens, window)
     loaded = target if isinstance(target, Model) else load(target, dtype=dtype)
     data = prepare_for(job, loaded, str(target))
-    bare, c = plain(loaded), loaded.config
+    bare, c = base_model(loaded), loaded.config
     config = HeadsConfig(c.d_model, c.vocab_size, heads, blocks, own_output)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Any]:

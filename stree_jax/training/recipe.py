@@ -1,4 +1,4 @@
-"""The recipe of the bundled pair: a small hybrid target and its distilled drafter."""
+"""The recipe of the bundled pair: a small hybrid target, and its drafter's config."""
 
 import sys
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from stree_jax import models
-from stree_jax.checkpoint import Model, load
+from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
 from stree_jax.models import (
     AttentionConfig,
@@ -22,17 +21,10 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
     cast_params,
-    plain,
 )
 from stree_jax.training import corpus
-from stree_jax.training.train import (
-    Loss,
-    TrainConfig,
-    check_times,
-    distillation_loss,
-    fit,
-    next_token_loss,
-)
+from stree_jax.training.saves import Params
+from stree_jax.training.train import TrainConfig, check_times, fit, next_token_loss
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -195,21 +187,17 @@ def train_target(
     given = None if tokenizer is None else read_tokenizer_file(tokenizer)
     data = prepare(job.text, given, vocab_size)
     config = target_config(data.tokenizer.get_vocab_size(), size)
-    finish(job, data, config, next_token_loss)
-
-
-def distill_drafter(
-    job: Job,
-    target: str | Path | Model,
-    width: int | None = None,
-    layers: int = 2,
-) -> None:
-    """Train Mamba2 layers to predict the target's distributions on text."""
-    job.check()
-    loaded = target if isinstance(target, Model) else load(target, dtype="bfloat16")
-    config = drafter_config(loaded.config, width, layers)
-    data = prepare_for(job, loaded, str(target))
-    finish(job, data, config, distillation_loss, plain(loaded))
+    params, _ = fit(
+        config,
+        job.train,
+        next_token_loss,
+        data.train,
+        data.heldout,
+        job.work,
+        minutes=job.minutes,
+        save_minutes=job.save_minutes,
+    )
+    finish(job, data, config, params)
 
 
 def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
@@ -227,25 +215,8 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
     return data
 
 
-def finish(
-    job: Job,
-    data: TrainingData,
-    config: ModelConfig,
-    loss: Loss,
-    teacher: models.Model | None = None,
-) -> None:
-    """Train, and write a bfloat16 Hugging Face directory."""
-    params, _ = fit(
-        config,
-        job.train,
-        loss,
-        data.train,
-        data.heldout,
-        job.work,
-        teacher=teacher,
-        minutes=job.minutes,
-        save_minutes=job.save_minutes,
-    )
+def finish(job: Job, data: TrainingData, config: ModelConfig, params: Params) -> None:
+    """Write a bfloat16 Hugging Face directory."""
     print(f"stree-jax: writing {job.out}", file=sys.stderr)
     rounded = jax.tree.map(jnp.asarray, cast_params(params, jnp.bfloat16))
     export_hf(config, rounded, data.tokenizer, job.out)

@@ -107,16 +107,29 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Text:
-    """A language model that learns from windows of text."""
+    """A language model that learns from windows of text.
+
+    Attributes:
+      borrowed: parameters that are the teacher's and stay as they are.
+    """
 
     config: ModelConfig
     objective: Loss
+    borrowed: tuple[str, ...] = ()
 
     def init(self, key: jax.Array) -> Params:
-        return init_params(self.config, key, jnp.float32)
+        params = init_params(self.config, key, jnp.float32)
+        return {name: p for name, p in params.items() if name not in self.borrowed}
 
     def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
-        return self.objective(Model(params, self.config), batch, teacher)
+        whole = self.whole(params, teacher)
+        return self.objective(Model(whole, self.config), batch, teacher)
+
+    def whole(self, params: Params, teacher: Model | None) -> Params:
+        """With what is borrowed."""
+        if teacher is None:
+            return params
+        return params | {name: teacher.params[name] for name in self.borrowed}
 
 
 @dataclass(frozen=True)
@@ -228,22 +241,32 @@ def fit(
     Raises:
       ValueError: too little text, or as `learn`.
     """
-    windows = held_out_windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
-    sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
-    examples = Examples(
-        batches=lambda step: sample_batches(tokens, **sizes, start_step=step),
-        heldout=windows,
-        settings={"model": repr(config), "text": len(tokens)},
-    )
     return learn(
         Text(config, loss),
         train,
-        examples,
+        text_examples(config, train, tokens, heldout),
         directory,
         teacher=teacher,
         minutes=minutes,
         save_minutes=save_minutes,
         progress=progress,
+    )
+
+
+def text_examples(
+    config: ModelConfig, train: TrainConfig, tokens: np.ndarray, heldout: np.ndarray
+) -> Examples:
+    """Windows at random places of a text, and even ones of what was held out.
+
+    Raises:
+      ValueError: too little held-out text.
+    """
+    windows = held_out_windows(heldout, train.batch, train.length, EVALUATED_BATCHES)
+    sizes = {"batch": train.batch, "length": train.length, "seed": train.seed}
+    return Examples(
+        batches=lambda step: sample_batches(tokens, **sizes, start_step=step),
+        heldout=windows,
+        settings={"model": repr(config), "text": len(tokens)},
     )
 
 

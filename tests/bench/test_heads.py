@@ -14,9 +14,8 @@ from stree_jax.bench import heads as bench
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import parse_bench
 from stree_jax.bench.widen import widened, widened_heads
-from stree_jax.checkpoint import without_tokenizer
 from stree_jax.generation import encode_prompts
-from stree_jax.models import AttentionConfig, MambaConfig, Rope, init_params
+from stree_jax.models import AttentionConfig, MambaConfig, Rope, base_model, init_params
 from stree_jax.models.heads import head_logits
 from stree_jax.traffic import weights_read
 from stree_jax.training.kept import hidden_states
@@ -91,7 +90,7 @@ def test_accuracies_are_those_of_greedy_text(report, pair, heads):
         ranks = []
         for prompt, own in zip(encode_prompts(target, prompts), said, strict=True):
             whole = np.array(prompt + own, np.int32)
-            bare = without_tokenizer(target)
+            bare = base_model(target)
             hidden = np.asarray(hidden_states(bare, whole[None]))[0]
             guesses = reference_logits(heads, target, hidden)
             for t in range(len(prompt) - 1, len(whole) - K - 1):
@@ -222,7 +221,7 @@ def test_heads_of_a_wider_target_say_the_same(options):
     tokens = np.random.default_rng(0).integers(REAL, size=(2, 9)).astype(np.int32)
     count = options["heads"]
     said = [
-        head_logits(h, m, hidden_states(without_tokenizer(m), tokens), count)
+        head_logits(h, m, hidden_states(plain(m), tokens), count)
         for h, m in ((heads, target), (wider, wide))
     ]
     assert float(np.std(said[0])) > 0.1

@@ -9,6 +9,8 @@ import pytest
 from stree_jax.cli import main as cli
 from stree_jax.cli import serve
 
+LOADED = serve.loaded
+
 
 def refused(capsys, *args):
     code = cli.main(["serve", *map(str, args)])
@@ -37,6 +39,7 @@ def nothing_is_read(monkeypatch):
         ("--timeout", 0, "more than 0"),
         ("--timeout", "nan", "more than 0"),
         ("--logprobs", -1, "at least 0"),
+        ("--prefixes", -1, "at least 0"),
     ],
 )
 def test_numbers_that_nothing_can_be_served_with(capsys, option, value, least):
@@ -92,3 +95,22 @@ def test_a_template_spells_a_conversation(tmp_path):
     assert model.tokenizer.decode(ids) == "user: import os\n"
     args.chat_template = None
     assert serve.speller(args, model) is None  # the bundled model has none of its own
+
+
+@pytest.mark.parametrize(
+    ("limit", "problem"),
+    [("1MB", "the weights alone are 39."), ("much", "want bytes such as 8GB")],
+)
+def test_weights_beyond_the_limit_are_not_read(capsys, monkeypatch, limit, problem):
+    monkeypatch.setattr(serve, "loaded", LOADED)
+    monkeypatch.setattr("stree_jax.pair.load_pair", None)
+    err = refused(capsys, "--port", 0, "--memory", limit)
+    assert problem in err
+
+
+def test_what_was_named_and_what_is_usual():
+    args = dict(rows=None, context=64, prefixes=0, steps=3, logprobs=2)
+    sizes, named = serve.sizes_of(argparse.Namespace(**args))
+    assert (sizes.rows, sizes.context, sizes.prefixes) == (4, 64, 0)
+    assert (sizes.steps, sizes.top_logprobs) == (3, 2)
+    assert named == ["context", "prefixes"]

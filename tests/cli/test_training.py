@@ -18,7 +18,7 @@ def prepared(tmp_path):
     """A target of one layer, and tokens in its vocabulary."""
     tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
     size = tokenizer.get_vocab_size()
-    model = tiny(1, layers=("mamba",))
+    model = tiny(1, layers=("mamba",), d_model=64)
     config = dataclasses.replace(
         model.config, vocab_size=size, num_tokens=size, stop_tokens=(0,)
     )
@@ -54,6 +54,25 @@ def test_a_drafter_of_a_given_size_in_given_minutes(prepared, capsys):
     assert "out: exists already" in capsys.readouterr().err
 
 
+def test_a_drafter_with_the_targets_embedding_learns_from_its_own_text(prepared):
+    """Half of what it sees is greedy text of the target, which is written once."""
+    args = ["distill", *options_of(prepared), "--layers", "1", "--length", "40"]
+    args += ["--target-embedding", "--own-tokens", "500", "--batch", "4"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert cli.main([*args, "--steps", "2"]) == 0
+    target, drafter = (
+        stree_jax.load(prepared / p, dtype="bfloat16") for p in ("target", "out")
+    )
+    rounded = target.params["embedding"].astype("bfloat16")
+    assert (drafter.params["embedding"] == rounded).all()
+    own = np.fromfile(prepared / "work/train.own", np.int32).reshape(-1, 64 + 129)
+    assert len(own) == 4  # 500 in texts of 129
+    said = stree_jax.generate(
+        target, own[:, :64].tolist(), max_new_tokens=129, stop_tokens=()
+    )
+    assert own[:, 64:].tolist() == said.tokens
+
+
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
@@ -65,6 +84,10 @@ def test_a_drafter_of_a_given_size_in_given_minutes(prepared, capsys):
         (["--out", "/nowhere/at/all"], "/nowhere/at: no such directory"),
         (["--length", "100", "--batch", "9"], "held-out text has 360 tokens"),
         (["--batch", "0"], "batch: want at least 1, got 0"),
+        (["--own-tokens", "-1"], "--own-tokens: want at least 0, got -1"),
+        (["--own-tokens", "9"], "--length: want at most 192 tokens with --own-tokens"),
+        (["--own-tokens", "9", "--length", "9", "--batch", "1"], "--batch: want at"),
+        (["--target-embedding", "--width", "192"], "embedding has 64, got 192"),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(option, problem, prepared, capsys):

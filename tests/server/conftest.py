@@ -22,7 +22,7 @@ def model():
 @pytest.fixture(scope="module")
 def batch(model):
     with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
-        patch.setattr(tuning, "timed", lambda spec, decoding: spec)
+        patch.setattr(tuning, "timed", lambda spec, *_: spec)
         return served.warm_batch(model)
 
 
@@ -41,7 +41,7 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def plain(model, prompts):
+def base_model(model, prompts):
     """Texts of plain decoding, each prompt by itself."""
     return [
         stree_jax.generate(model, [prompt], max_new_tokens=new, capacity=256)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.checkpoint import without_tokenizer
+from stree_jax.models import base_model
 from stree_jax.models.heads import Heads, head_of
 from stree_jax.training import heads as training
 from stree_jax.training import kept
@@ -146,10 +146,10 @@ def test_ranks_of_texts(model):
     """From a place on, however many texts there are."""
     heads = random_heads(model, heads=2, scale=0.5)
     texts = np.random.default_rng(0).integers(0, REAL, (6, 14), np.int32)
-    found = training.ranks_in(heads, without_tokenizer(model), texts, 5)
+    found = training.ranks_in(heads, base_model(model), texts, 5)
     want = []
     for row in texts:
-        hidden = kept.hidden_states(without_tokenizer(model), jnp.asarray(row[None]))
+        hidden = kept.hidden_states(base_model(model), jnp.asarray(row[None]))
         guesses = reference_logits(heads, model, np.asarray(hidden[0]))[..., :REAL]
         for t in range(5, 14 - 1 - 2):
             want.append(
@@ -194,7 +194,7 @@ def windows(seed=0, count=40):
 
 def test_own_text_is_plain_decodings(model, tmp_path):
     """Of every window's begin, whatever the number of rows; stop tokens are tokens."""
-    bare, texts = without_tokenizer(model), windows(count=6)
+    bare, texts = base_model(model), windows(count=6)
     said = kept.keep_own_text(bare, texts, tmp_path / "own")
     prompts = texts[:, :PROMPT].tolist()
     options = dict(max_new_tokens=SPOKEN, stop_tokens=())
@@ -205,7 +205,7 @@ def test_own_text_is_plain_decodings(model, tmp_path):
 
 
 def test_states_are_the_targets_rounded(model, tmp_path):
-    bare, texts = without_tokenizer(model), windows(count=6)
+    bare, texts = base_model(model), windows(count=6)
     found = kept.keep_hidden(bare, texts, tmp_path / "states")
     assert found.shape == (6, WINDOW, 32) and found.dtype.name == "bfloat16"
     want = kept.hidden_states(bare, jnp.asarray(texts[:, :WINDOW]))
@@ -236,7 +236,7 @@ class Calls:
 @pytest.mark.parametrize("name", KEPT)
 def test_a_killed_reading_goes_on(model, tmp_path, monkeypatch, name):
     """Behind the rows that were told of: 32 of them, and 4 a pass."""
-    bare, texts = without_tokenizer(model), windows()
+    bare, texts = base_model(model), windows()
     keep = KEPT[name]
     whole = np.array(keep(bare, texts, tmp_path / "whole"))
     function = getattr(kept, name)
@@ -257,7 +257,7 @@ def test_a_killed_reading_goes_on(model, tmp_path, monkeypatch, name):
 
 def others(model):
     """Targets and texts that are not those of a file."""
-    bare, text = without_tokenizer(model), windows(count=6)
+    bare, text = base_model(model), windows(count=6)
     layer = dict(model.params["layers_0"])
     mamba = {**layer["mamba"], "out_proj": -layer["mamba"]["out_proj"]}
     deeper = {**model.params, "layers_0": {**layer, "mamba": mamba}}
@@ -282,7 +282,7 @@ def others(model):
 @pytest.mark.parametrize("keep", KEPT.values())
 def test_files_of_other_things_are_refused(model, tmp_path, keep):
     file = tmp_path / "file"
-    keep(without_tokenizer(model), windows(count=6), file)
+    keep(base_model(model), windows(count=6), file)
     told = tmp_path / "file.json"
     before = file.read_bytes(), told.read_text()
     for name, (target, texts) in others(model).items():
@@ -334,7 +334,7 @@ def test_heads_learn_what_the_target_says(whole, target, text):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(heads.params)} == {"bfloat16"}
     said = np.fromfile(folder / "work" / "heldout.own", np.int32)
     said = said.reshape(-1, PROMPT + SPOKEN)
-    bare = without_tokenizer(target)
+    bare = base_model(target)
     fresh = training.init_heads(heads.config, jax.random.key(0), jnp.float32)
     before = training.calibrated(Heads(fresh, heads.config), bare, said).config.accuracy
     after = heads.config.accuracy

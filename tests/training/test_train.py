@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.checkpoint import without_tokenizer
+from stree_jax.models import base_model
 from stree_jax.training import train
 from stree_jax.training.recipe import TargetSize, drafter_config, target_config
 from tests.support.tiny import tiny
@@ -162,7 +162,7 @@ def test_distillation_pulls_the_drafter_to_the_target(tokens, tmp_path):
         tokens,
         tokens[:600],
         tmp_path,
-        teacher=without_tokenizer(target),
+        teacher=base_model(target),
         progress=False,
     )
     assert history[-1]["heldout_loss"] < history[0]["heldout_loss"]
@@ -181,7 +181,7 @@ def test_teachers_share_the_compiled_step(tokens, tmp_path):
 
     drafter, count, losses = tiny(2, layers=("mamba",)), [], []
     for seed in (1, 3):
-        teacher = without_tokenizer(tiny(seed, layers=("mamba",)))
+        teacher = base_model(tiny(seed, layers=("mamba",)))
         _, history = train.fit(
             drafter.config,
             CONFIG,

@@ -1,0 +1,173 @@
+"""Who decodes, and how: a `Spec` from models, heads and names.
+
+Letters: as `loop`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from stree_jax.models import (
+    Model,
+    base_model,
+    mtp_model,
+    without_mtp,
+)
+from stree_jax.models.heads import Heads, head_of
+from stree_jax.speculation.accept import Rule, resolve_rule
+from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
+from stree_jax.speculation.adaptive_policy import (
+    AdaptivePolicy,
+    StepTimes,
+    assumed_times,
+)
+from stree_jax.speculation.beam_drafter import beam_drafter
+from stree_jax.speculation.drafter import (
+    Drafter,
+    NoDrafter,
+)
+from stree_jax.speculation.lookup import LookupDrafter
+from stree_jax.speculation.medusa import MedusaDrafter
+from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
+from stree_jax.speculation.mtp_drafter import MTPDrafter
+from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.policy import FixedTree
+from stree_jax.speculation.staged_drafter import Staged
+from stree_jax.speculation.step import Spec
+from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree
+
+LOOKUP = "lookup"  # the drafter that needs no model
+MTP = "mtp"  # layers of the target itself
+MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
+HEADS_WIDTH = 5  # their guesses cost nothing after the first, and spread
+
+
+def make_spec(
+    target: Model,
+    drafter: Model | Heads | Drafter | str | None,
+    tree: Topology,
+    rule: Rule,
+    times: StepTimes | None = None,
+) -> Spec:
+    """Who decodes, from models.
+
+    Args:
+      drafter: a model fills static trees, or searches a beam; `Heads` fill static trees
+        that are no deeper than there are heads; `NGrams` fill static trees, and for the
+        model of a `Staged` ("auto" asks that model alone); "lookup" looks the text's
+        end up in the text, as does tree "auto" with any; "mtp" fills static trees with
+        the target's own layers for it; None drafts nothing.
+      times: of steps, for tree "auto"; None: assumed ones.
+    """
+    if drafter == MTP:
+        return _mtp_spec(target, tree, rule)
+    target = without_mtp(target)  # and without what else an API's model has
+    if isinstance(drafter, str) and drafter != LOOKUP:
+        raise ValueError(f"drafter: want a model, 'lookup' or 'mtp', got {drafter!r}")
+    if isinstance(tree, Auto):
+        adaptive = _adaptive_drafter(target, drafter, tree)
+        if times is None:
+            times = assumed_times(tree, adaptive.model is not None)
+        return Spec(target, adaptive, AdaptivePolicy(times, tree), rule)
+    own: Drafter
+    match drafter:
+        case None:
+            own = NoDrafter()
+        case str():
+            own, tree = LookupDrafter(), picked_tree(tree)
+        case Heads():
+            own, tree = _on_target(drafter, target), _as_deep(drafter, tree)
+        case NGrams():
+            own, tree = drafter, _fillable(tree)
+            resolve_rule(rule, picked_tree(tree))  # they have no probabilities to test
+        case Staged():
+            own, tree = bare(drafter), _fillable(tree)
+        case Model():
+            model = without_mtp(drafter)
+            beam = isinstance(tree, Beam)
+            own = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
+        case _:
+            own = drafter
+    return Spec(target, own, FixedTree(tree), rule)
+
+
+def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:
+    """Who drafts for tree "auto": lookup, and beside it a model or heads."""
+    guesser: Model | MedusaDrafter | None = None
+    width, levels = MODEL_WIDTH, MODEL_DEPTH
+    match drafter:
+        case Staged():  # whose model's levels are drafted for as long as they pay
+            guesser = without_mtp(drafter.model)
+        case Model():
+            guesser = without_mtp(drafter)
+        case Heads():
+            guesser = _on_target(drafter, target)
+            width, levels = HEADS_WIDTH, drafter.config.heads
+        case NGrams():
+            _fillable(tree)
+        case str():
+            pass
+        case _:
+            raise ValueError("tree: 'auto' wants a model, heads or 'lookup' to draft")
+    return AdaptiveDrafter(
+        guesser,
+        width=min(width, target.config.num_tokens),
+        depth=min(levels, tree.depth),
+        largest=tree.menu[-1],
+    )
+
+
+def _on_target(heads: Heads, target: Model) -> MedusaDrafter:
+    return MedusaDrafter(heads, head_of(target))
+
+
+def _mtp_spec(target: Model, tree: Topology, rule: Rule) -> Spec:
+    """A target whose own layers draft for it; raises ValueError if it has none."""
+    if not target.config.mtp:
+        raise ValueError(
+            "drafter: 'mtp' wants a target loaded with its MTP layers: "
+            "stree_jax.load(path, mtp=True)"
+        )
+    if not isinstance(tree, Tree):
+        raise ValueError("tree: 'mtp' fills a fixed tree, such as 'E' or 'chain:4'")
+    drafter = MTPDrafter(mtp_model(target))
+    return Spec(without_mtp(target), drafter, FixedTree(tree), rule)
+
+
+def bare(drafter: Any) -> Any:
+    """Stages without what API's models have beside parameters; a model is a stage."""
+    match drafter:
+        case Staged():
+            model, guesser = base_model(drafter.model), bare(drafter.guesser)
+            return replace(drafter, model=model, guesser=guesser)
+        case Model():
+            return Staged(base_model(drafter))
+        case _:
+            return drafter
+
+
+def _fillable(tree: Topology) -> Topology:
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            "tree: n-grams fill a fixed tree, alone or for a drafter, such as 'E' or "
+            "'chain:4'; beams and 'auto' want a model"
+        )
+    return tree
+
+
+def _as_deep(heads: Heads, tree: Topology) -> Tree:
+    count = heads.config.heads
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            f"tree: heads fill a fixed tree, such as 'chain:{count}', or 'auto'; "
+            "beams want a model"
+        )
+    if tree.depth > count:
+        raise ValueError(
+            f"tree: {tree.depth} levels want as many heads, and there are {count}"
+        )
+    return tree
+
+
+def picked_tree(tree: Topology) -> Topology:
+    """A tree of as many nodes, as deep, whose nodes lookup chooses."""
+    return tree if tree.size == 1 else Budget(tree.size, tree.depth)

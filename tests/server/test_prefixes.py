@@ -1,0 +1,206 @@
+"""Prompts that go on from kept texts: the same texts, and fewer tokens read."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import tuning
+from stree_jax.default_tree import spec_for
+from stree_jax.models.memory import size_of
+from stree_jax.sampling.settings import Sampling
+from stree_jax.server import batch as batches
+from stree_jax.server import fitting
+from stree_jax.server.batch import Asked, Batch, Sizes
+from stree_jax.server.prefixes import Kept, Prefixes
+from stree_jax.speculation.decoding import RUNNING
+from tests.server import served
+from tests.support.tiny import REAL, tiny
+
+SIZES = Sizes(rows=2, context=256, steps=4, top_logprobs=2, prefixes=2)
+DRAWN = Sampling(0.9, top_p=0.9, seed=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return replace(served.tiny_model(), config=tiny_config())
+
+
+def tiny_config():
+    config = tiny(1, layers=("mamba", "attention", "mlp")).config
+    return replace(config, stop_tokens=())
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
+        patch.setattr(tuning, "timed", lambda spec, *_: spec)
+        spec = spec_for(model, tiny(2, layers=("mamba",)), "auto:1,4", None, None)
+        batch = Batch(model, spec, SIZES)
+        batch.warm(lambda _: None)
+    return batch
+
+
+def said(batch, *asked):
+    """Tokens of texts that are decoded together."""
+    found = {i: [] for i in range(len(asked))}
+    for i, one in enumerate(asked):
+        batch.admit(i, one)
+    running = set(found)
+    while running:
+        for i, news in batch.advance().items():
+            found[i] += news.tokens
+            running -= {i} if news.finish != RUNNING else set()
+    return list(found.values())
+
+
+def prompt_of(seed, n):
+    return np.random.default_rng(seed).integers(8, REAL, n).tolist()
+
+
+@pytest.mark.parametrize("sampling", [batches.GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_next_turn_has_the_text_of_a_prompt_that_is_read_anew(batch, sampling):
+    """Beside another text, of which nothing is kept."""
+    first, other = prompt_of(1, 71), prompt_of(2, 20)
+    batch.clear()
+    hits, spared = batch.prefixes.hits, batch.prefixes.tokens
+    answer, _ = said(batch, Asked(first, 30, sampling), Asked(other, 9, sampling))
+    assert len(batch.prefixes) == 1, "a text of 29 tokens is read in one pass anyway"
+    turn = [*first, *answer, *prompt_of(3, 11)]
+    asked = Asked(turn, 40, sampling), Asked(other, 25, sampling)
+    found = said(batch, *asked)
+    assert batch.prefixes.hits == hits + 1
+    assert batch.prefixes.tokens == spared + 71 + 30 - 1, "all but the last token"
+    batch.prefixes.clear()
+    assert said(batch, *asked) == found
+    assert batch.prefixes.hits == hits + 1
+
+
+def test_greedy_text_after_a_kept_one_is_that_of_generate(batch, model):
+    first = prompt_of(5, 80)
+    batch.clear()
+    ((answer),) = said(batch, Asked(first, 20))
+    turn = [*first, *answer, *prompt_of(6, 5)]
+    (found,) = said(batch, Asked(turn, 30))
+    assert batch.prefixes.hits
+    wanted = stree_jax.generate(model, [turn], max_new_tokens=30, capacity=512)
+    assert found == wanted.tokens[0]
+
+
+def test_a_prompt_that_parts_from_a_kept_text_is_read_anew(batch):
+    first = prompt_of(7, 90)
+    batch.clear()
+    hits = batch.prefixes.hits
+    ((answer),) = said(batch, Asked(first, 8))
+    end = [*first, *answer][:-1]
+    last = [*end[:-1], (end[-1] + 1) % REAL, 9, 9]
+    for turn in ([*first[:-1], 1, *answer, 9], last, end, first):
+        said(batch, Asked(turn, 4))
+    assert batch.prefixes.hits == hits
+
+
+def test_the_one_used_longest_ago_goes():
+    kept = Prefixes(2)
+    a, b, c = [1, 2], [3, 4], [1, 2, 5, 6]
+    for ids in (a, b):
+        kept.make_room(ids)
+        kept.add(Kept(tuple(ids), str(ids)))
+    assert kept.take([1, 2]) is None and kept.take([9, 1, 2, 3]) is None
+    assert kept.take([1, 2, 3]).past == str(a)
+    kept.make_room(c)
+    kept.add(Kept(tuple(c), str(c)))
+    assert kept.take([3, 4, 5]) is None, "it went"
+    assert kept.take([*c, 7]).past == str(c), "the longest that fits"
+    assert kept.take([*a, 7]).past == str(a)
+    kept.make_room(c)
+    assert len(kept) == 1, "an equal text goes first"
+    assert (kept.hits, kept.tokens) == (3, 2 + 4 + 2)
+
+
+# Within so many bytes
+
+
+def test_what_is_counted_is_what_a_batch_holds(batch, model):
+    """To the byte: rows, lists, and as many kept texts as there may be."""
+    batch.clear()
+    for seed in range(3):
+        said(batch, Asked(prompt_of(seed, 70), 2))
+    spec = batch._specs[False]
+    pasts = [kept.past for kept in batch.prefixes._kept]
+    held = size_of((batch._decoding, batch._lists, pasts))
+    assert len(pasts) == 2
+    assert fitting._shapes(model, spec, SIZES).held(SIZES) == held
+
+
+def test_less_is_offered_of_what_was_not_named():
+    wish = Sizes(rows=4, context=512, prefixes=3)
+    sizes = [(s.context, s.rows, s.prefixes) for s in fitting.smaller(wish, [])]
+    assert sizes[:4] == [(512, 4, 3), (512, 4, 1), (512, 4, 0), (512, 2, 3)]
+    assert sizes[-1] == (128, 1, 0) and len(sizes) == 3 * 3 * 3
+    assert list(fitting.smaller(wish, ["rows", "context", "prefixes"])) == [wish]
+    assert {s.rows for s in fitting.smaller(wish, ["rows"])} == {4}
+
+
+@pytest.fixture
+def fit(model, monkeypatch):
+    """`fitted`, whose predictions are the compiler's word as well."""
+
+    def word(model, spec, sizes):
+        yield fitting.predicted(model, spec, sizes, 0)
+
+    monkeypatch.setattr(fitting, "needs", word)
+
+    def fit(limit, named=(), drafter="lookup", tree=None):
+        wishes = list(fitting.smaller(SIZES, named))
+        return fitting.fitted(limit, model, drafter, tree, None, wishes)
+
+    return fit
+
+
+def test_the_limit_decides_sizes_and_tree(fit, model):
+    whole = fit(10**9)
+    assert whole.sizes == SIZES and "auto" in whole.way.name
+    less = fit(whole.size - 1)
+    assert less.size < whole.size and less.size + less.spare == whole.size - 1
+    assert less.sizes == SIZES and less.way.name != whole.way.name
+    named = fit(whole.size - 1, tree="auto")
+    assert named.sizes == replace(SIZES, prefixes=1) and "auto" in named.way.name
+    plainly = fit(10**9, drafter=None)
+    less = fit(plainly.size - 1, drafter=None).sizes
+    assert less == replace(SIZES, prefixes=1)
+    fewer = fit(plainly.size - 1, ["prefixes"], drafter=None).sizes
+    assert fewer == replace(SIZES, rows=1)
+    shorter = fit(plainly.size - 1, ["prefixes", "rows"], drafter=None).sizes
+    assert shorter == replace(SIZES, context=128)
+    for limit in (size_of(model.params) // 2, size_of(model.params) + 1000):
+        with pytest.raises(ValueError, match="^memory: .* are too few: ") as error:
+            fit(limit)
+        assert "\n" not in str(error.value)
+
+
+def test_the_compiler_has_the_last_word(model):
+    """The programs of a plain batch: exactly what they need suffices."""
+    sizes = [Sizes(rows=2, context=128, top_logprobs=1, prefixes=1)]
+    asked = model, None, None, None, sizes
+    fit = fitting.fitted(10**9, *asked)
+    assert fitting.fitted(fit.size, *asked).spare == 0
+    with pytest.raises(ValueError, match="2 rows, context 128, 1 prefixes take"):
+        fitting.fitted(fit.size - 1, *asked)
+    weights = size_of(model.params)
+    by_shapes = fitting.predicted(model, fit.way.spec, sizes[0], weights)
+    assert weights < by_shapes < 1.3 * fit.size
+
+
+def test_a_batch_decodes_in_what_was_promised(model):
+    """Arrays that are alive, at every moment that Python sees."""
+    (sizes,) = [Sizes(rows=2, context=128, top_logprobs=1, prefixes=1)]
+    fit = fitting.fitted(10**9, model, None, None, None, [sizes])
+    before = {id(x) for x in jax.live_arrays()}
+    batch = Batch(model, fit.way.spec, sizes)
+    batch.warm(lambda _: None)
+    for seed in range(3):
+        said(batch, Asked(prompt_of(seed, 70), 5), Asked(prompt_of(9, 30), 20))
+        alive = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+        assert size_of(model.params) + alive <= fit.size
