@@ -19,7 +19,7 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def base_model(target):
+def plain(target):
     return stree_jax.generate(target, PROMPTS, **ASKED)
 
 

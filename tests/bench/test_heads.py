@@ -221,7 +221,7 @@ def test_heads_of_a_wider_target_say_the_same(options):
     tokens = np.random.default_rng(0).integers(REAL, size=(2, 9)).astype(np.int32)
     count = options["heads"]
     said = [
-        head_logits(h, m, hidden_states(plain(m), tokens), count)
+        head_logits(h, m, hidden_states(base_model(m), tokens), count)
         for h, m in ((heads, target), (wider, wide))
     ]
     assert float(np.std(said[0])) > 0.1

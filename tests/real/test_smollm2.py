@@ -44,7 +44,7 @@ def model(file):
 
 
 @pytest.fixture(scope="module")
-def base_model(model):
+def plain(model):
     """Tokens of plain greedy decoding, by prompt."""
     return stree_jax.generate(model, list(PROMPTS), max_new_tokens=NEW).tokens
 

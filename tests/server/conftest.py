@@ -41,7 +41,7 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def base_model(model, prompts):
+def plain(model, prompts):
     """Texts of plain decoding, each prompt by itself."""
     return [
         stree_jax.generate(model, [prompt], max_new_tokens=new, capacity=256)

@@ -45,7 +45,7 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def base_model(target, prompts):
+def plain(target, prompts):
     return stree_jax.generate(target, prompts, max_new_tokens=NEW)
 
 

@@ -26,7 +26,7 @@ NEW = 20
 
 
 @pytest.fixture(scope="module")
-def base_model(target, prompts):
+def plain(target, prompts):
     return stree_jax.generate(target, prompts, max_new_tokens=NEW)
 
 
