@@ -9,7 +9,6 @@ import pytest
 from stree_jax.cli import main as cli
 from stree_jax.cli import serve
 
-
 LOADED = serve.loaded
 
 
