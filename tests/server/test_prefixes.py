@@ -9,6 +9,7 @@ import pytest
 import stree_jax
 from stree_jax import tuning
 from stree_jax.default_tree import spec_for
+from stree_jax.memory import CompiledBytes
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
@@ -66,7 +67,7 @@ def test_a_next_turn_has_the_text_of_a_prompt_that_is_read_anew(batch, sampling)
     first, other = prompt_of(1, 71), prompt_of(2, 20)
     batch.clear()
     hits, spared = batch.prefixes.hits, batch.prefixes.tokens
-    answer, _ = said(batch, Asked(first, 30, sampling), Asked(other, 9, sampling))
+    _, answer = said(batch, Asked(other, 9, sampling), Asked(first, 30, sampling))
     assert len(batch.prefixes) == 1, "a text of 29 tokens is read in one pass anyway"
     turn = [*first, *answer, *prompt_of(3, 11)]
     asked = Asked(turn, 40, sampling), Asked(other, 25, sampling)
@@ -122,7 +123,7 @@ def test_the_one_used_longest_ago_goes():
 # Within so many bytes
 
 
-def test_what_is_counted_is_what_a_batch_holds(batch, model):
+def test_what_is_counted_is_what_a_batch_holds(batch, model, monkeypatch):
     """To the byte: rows, lists, and as many kept texts as there may be."""
     batch.clear()
     for seed in range(3):
@@ -131,7 +132,13 @@ def test_what_is_counted_is_what_a_batch_holds(batch, model):
     pasts = [kept.past for kept in batch.prefixes._kept]
     held = size_of((batch._decoding, batch._lists, pasts))
     assert len(pasts) == 2
-    assert fitting._shapes(model, spec, SIZES).held(SIZES) == held
+    shapes = fitting._shapes(model, spec, SIZES)
+    assert shapes.held(SIZES) == held
+    monkeypatch.setattr(fitting, "analysed", lambda _: CompiledBytes(1000, 5, 7))
+    needs = list(fitting.needs(model, spec, SIZES))
+    read = size_of(shapes.one)  # a row by itself, while it is admitted
+    reading = 2 * len(shapes.layout.widths)
+    assert needs == [held + 12] * reading + [held + read + 12] + [held + 12] * 4
 
 
 def test_less_is_offered_of_what_was_not_named():
