@@ -50,6 +50,7 @@ LONGEST = [
     "convert/test_transformers.py",
     "sampling/test_sampling.py",
     "generation/test_rows.py",
+    "mesh/test_mesh.py",
     "bench/test_bench.py",
     "generation/test_x64.py",
     "bench/test_forward.py",
@@ -62,6 +63,8 @@ LONGEST = [
     "sampling/test_heads.py",
     "speculation/test_typical.py",
     "bench/test_heads.py",
+    "mesh/test_processes.py",
+    "convert/test_in_parts.py",
     "speculation/test_medusa_drafts.py",
 ]
 
