@@ -23,13 +23,16 @@ class Kept:
 
 
 class Prefixes:
-    """At most so many texts; the one that was used longest ago goes first."""
+    """At most so many texts; the one that was used longest ago goes first.
+
+    Attributes:
+      hits: prompts that went on from one.
+      tokens: that they did not have to read.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.hits = self.tokens = (
-            0  # prompts that went on from one, and what that spared
-        )
+        self.hits = self.tokens = 0
         self._kept: list[Kept] = []  # the last used last
 
     def __len__(self) -> int:
