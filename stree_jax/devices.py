@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from stree_jax.models.shards import DATA, MODEL
 
-CONNECT_S = 60  # that processes wait for each other at the start
+PATIENCE_S = 90  # that processes wait for each other at the start
 
 
 def axes_named(text: str) -> dict[str, int]:
@@ -60,12 +60,17 @@ def make_mesh(text: str) -> Mesh:
 def connect(coordinator: str, processes: int, process_id: int) -> None:
     """Make this process one of several; before anything is done with a device.
 
+    Where the others do not come within `PATIENCE_S`, JAX ends this process.
+
     Args:
-      coordinator: address:port of process 0, the same for all.
+      coordinator: HOST:PORT of process 0, the same for all.
 
     Raises:
-      ValueError: numbers that cannot be, or the others did not come.
+      ValueError: numbers or an address that cannot be.
     """
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"coordinator: want HOST:PORT, got {coordinator!r}")
     if not 0 <= process_id < processes:
         raise ValueError(
             f"process {process_id} of {processes}: they are counted from 0 to "
@@ -73,13 +78,12 @@ def connect(coordinator: str, processes: int, process_id: int) -> None:
         )
     try:
         jax.distributed.initialize(
-            coordinator, processes, process_id, initialization_timeout=CONNECT_S
+            coordinator, processes, process_id, initialization_timeout=PATIENCE_S
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"coordinator {coordinator}: {processes} processes did not meet "
-            f"({reason}); start all within {CONNECT_S} s, with the same address"
+            f"coordinator {coordinator}: {processes} processes did not meet ({reason})"
         ) from error
 
 

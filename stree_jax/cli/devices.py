@@ -3,12 +3,14 @@
 import argparse
 import os
 import sys
+import threading
 from typing import Any
 
-from stree_jax.cli.common import option
+from stree_jax.cli.common import option, tell
 
 # jax is imported in the functions that need it: --help is fast.
 
+CONNECT_S = 60  # that processes wait for each other; less than `devices.PATIENCE_S`
 TOGETHER = ("coordinator", "processes", "process_id")
 
 
@@ -43,9 +45,24 @@ def join(args: argparse.Namespace, prompt: str) -> None:
     from stree_jax.devices import check_agreed, connect
 
     keep_stdout(args.process_id == 0)
-    connect(args.coordinator, args.processes, args.process_id)
+    timer = threading.Timer(CONNECT_S, give_up, (args,))
+    timer.daemon = True
+    timer.start()
+    try:
+        connect(args.coordinator, args.processes, args.process_id)
+    finally:
+        timer.cancel()
     asked = {k: v for k, v in vars(args).items() if k != "process_id"}
     check_agreed(sorted(asked.items(), key=str), prompt)
+
+
+def give_up(args: argparse.Namespace) -> None:
+    """End the process with a line, before JAX does with a stack trace."""
+    tell(
+        f"stree-jax: --coordinator {args.coordinator}: {args.processes} processes did "
+        f"not meet within {CONNECT_S} s; start all of them, with the same address"
+    )
+    os._exit(2)
 
 
 def keep_stdout(prints: bool) -> None:

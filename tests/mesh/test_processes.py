@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stree_jax
+from stree_jax.devices import connect
 from tests.support.families import FAMILIES, prompts, random_model
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,31 @@ def test_the_text_is_one_devices(told):
         for mesh in ("model=4", "data=2,model=2"):
             assert texts[f"{mesh} 0"] == greedy
             assert texts[f"{mesh} 1"] == drawn
+
+
+ALONE = """
+import sys
+from stree_jax.cli import devices, main
+
+devices.CONNECT_S = 2
+words = ["--mesh", "model=2", "--processes", "2", "--process-id", sys.argv[2]]
+main.main(["generate", "a", *words, "--coordinator", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("place", ["0", "1"])
+def test_a_process_alone_gives_up(place):
+    words = [sys.executable, "-c", ALONE, f"localhost:{free_port()}", place]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and run.stdout == ""
+    lines = [line for line in run.stderr.splitlines() if line.startswith("stree-jax")]
+    assert len(lines) == 1 and "2 processes did not meet within 2 s" in lines[0]
+
+
+@pytest.mark.parametrize("address", ["here", "here:", ":80", "here:x", "here:99999"])
+def test_an_address_that_cannot_be(address):
+    with pytest.raises(ValueError, match="coordinator: want HOST:PORT"):
+        connect(address, 2, 0)
 
 
 def test_processes_that_disagree_are_told(told):
