@@ -8,10 +8,12 @@ from typing import Any
 
 from stree_jax.cli.common import option, tell
 
+
 # jax is imported in the functions that need it: --help is fast.
 
 CONNECT_S = 60  # that processes wait for each other; less than `devices.PATIENCE_S`
 TOGETHER = ("coordinator", "processes", "process_id")
+OWN = ("process_id", "model", "drafter", "ngrams", "file")  # paths, each machine's own
 
 
 def add_mesh_option(p: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def join(args: argparse.Namespace, prompt: str) -> None:
         connect(args.coordinator, args.processes, args.process_id)
     finally:
         timer.cancel()
-    asked = {k: v for k, v in vars(args).items() if k != "process_id"}
+    asked = {k: v for k, v in vars(args).items() if k not in OWN}
     check_agreed(sorted(asked.items(), key=str), prompt)
 
 
