@@ -102,7 +102,10 @@ def check_agreed(*facts: Any) -> None:
     every = np.asarray(multihost_utils.process_allgather(own))
     odd = [i for i, other in enumerate(every) if not np.array_equal(other, every[0])]
     if odd:
+        who = f"process {odd[0]} was"
+        if len(odd) > 1:
+            who = f"processes {', '.join(map(str, odd))} were"
         raise ValueError(
-            f"processes {', '.join(map(str, odd))} were asked for something else than "
-            "process 0: give all the same model, prompts and options"
+            f"{who} asked for something else than process 0: give all the same model, "
+            "prompts and options"
         )

@@ -8,7 +8,6 @@ from typing import Any
 
 from stree_jax.cli.common import option, tell
 
-
 # jax is imported in the functions that need it: --help is fast.
 
 CONNECT_S = 60  # that processes wait for each other; less than `devices.PATIENCE_S`

@@ -83,4 +83,4 @@ def test_an_address_that_cannot_be(address):
 
 def test_processes_that_disagree_are_told(told):
     for texts in told:
-        assert texts["disagree"].startswith("processes 1 were asked for something else")
+        assert texts["disagree"].startswith("process 1 was asked for something else")
