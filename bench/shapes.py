@@ -1,5 +1,6 @@
 """Architectures of published models, to be timed with random weights."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,12 +55,20 @@ def mamba2(d_model: int, n_layer: int) -> ModelConfig:
     )
 
 
+def mixers(
+    count: int, attention: Collection[int], behind: LayerKind
+) -> tuple[LayerKind, ...]:
+    """Mamba2 layers, of attention at these places, and behind each another layer."""
+    layers: tuple[LayerKind, ...] = ()
+    for i in range(count):
+        layers += ("attention" if i in attention else "mamba", behind)
+    return layers
+
+
 def mambainllama(attention: int = 16) -> ModelConfig:
     """MambaInLlama-8B: Llama-3-8B with all but `attention` of 32 mixers replaced."""
-    layers: tuple[LayerKind, ...] = ()
-    for i in range(32):
-        before, after = (n * attention // 32 for n in (i, i + 1))
-        layers += ("attention" if after > before else "mamba", "mlp")
+    kept = [i for i in range(32) if (i + 1) * attention // 32 > i * attention // 32]
+    layers = mixers(32, kept, "mlp")
     return ModelConfig(
         vocab_size=128256,
         num_tokens=128256,
@@ -81,9 +90,7 @@ def mambainllama(attention: int = 16) -> ModelConfig:
 
 def granite_micro() -> ModelConfig:
     """Granite-4.0-H-Micro: 36 Mamba2 layers and 4 of attention, an MLP behind each."""
-    layers: tuple[LayerKind, ...] = ()
-    for i in range(40):
-        layers += ("attention" if i % 10 == 5 else "mamba", "mlp")
+    layers = mixers(40, range(5, 40, 10), "mlp")
     return ModelConfig(
         vocab_size=100352,
         num_tokens=100352,
@@ -156,9 +163,7 @@ def llama_70b() -> ModelConfig:
 
 def bamba_9b() -> ModelConfig:
     """Bamba-9B: 29 Mamba2 layers and 3 of attention, an MLP behind each."""
-    layers: tuple[LayerKind, ...] = ()
-    for i in range(32):
-        layers += ("attention" if i in (9, 18, 27) else "mamba", "mlp")
+    layers = mixers(32, (9, 18, 27), "mlp")
     return ModelConfig(
         vocab_size=128256,
         num_tokens=128256,
@@ -174,9 +179,7 @@ def bamba_9b() -> ModelConfig:
 def granite_small() -> ModelConfig:
     """Granite-4.0-H-Small, 32 B: 36 Mamba2 layers and 4 of attention, behind each 72
     experts, of which a token takes 10, and an MLP."""
-    layers: tuple[LayerKind, ...] = ()
-    for i in range(40):
-        layers += ("attention" if i % 10 == 5 else "mamba", "moe")
+    layers = mixers(40, range(5, 40, 10), "moe")
     return ModelConfig(
         vocab_size=100352,
         num_tokens=100352,

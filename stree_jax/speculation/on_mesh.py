@@ -89,11 +89,11 @@ def decoding_specs(d: Decoding, policy: Policy, rows: str | None) -> Decoding:
     return replace(specs, requests=request_specs(d.requests, rows), policy=learnt)
 
 
-def rows_axis(mesh: Mesh, *counts: int) -> str | None:
+def rows_axis(mesh: Mesh, count: int) -> str | None:
     """The axis that rows are spread over; None where they do not divide: then every
     device has all of them."""
     n = axis_size(mesh, DATA)
-    return DATA if n > 1 and all(count % n == 0 for count in counts) else None
+    return DATA if n > 1 and count % n == 0 else None
 
 
 def on_mesh(

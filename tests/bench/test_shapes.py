@@ -1,0 +1,112 @@
+"""Shapes of published models are what their checkpoints are read as."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stree_jax.bench import shapes
+from stree_jax.convert.configs import read_config
+from stree_jax.convert.source import TensorInfo
+
+
+def configs(directory, config, tensors, mixer=None):
+    (directory / "config.json").write_text(json.dumps(config))
+    if mixer is not None:
+        (directory / "mamba_config.json").write_text(json.dumps(mixer))
+    found = {n: TensorInfo(Path("x"), shape, "BF16") for n, shape in tensors.items()}
+    return replace(read_config(directory, found)[1], stop_tokens=())
+
+
+def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):
+    # Fields as the authors' training code writes them for Llama-3-8B and half the
+    # layers: ssm_layers 0, 2, 4, ...
+    teacher = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128009,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    }
+    mixer = {
+        "d_model": 4096,
+        "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128},
+        "rms_norm_eps": 1e-05,
+        "vocab_size": None,
+        "d_inner": 4096,
+        "d_xb": 1024,
+        "intermediate_size": 14336,
+        "hidden_act": "silu",
+        "n_layer": 32,
+        "attn_layers": list(range(1, 32, 2)),
+    }
+    tensors = {
+        "model.embed_tokens.weight": (128256, 4096),
+        "model.layers.0.mamba.in_proj.weight": (10272, 4096),
+        "model.layers.0.mamba.conv1d.bias": (6144,),
+        "model.layers.1.self_attn.q_proj.weight": (4096, 4096),
+    }
+    read = configs(tmp_path, teacher, tensors, mixer)
+    assert read == shapes.config_of("mambainllama-8b")
+    assert read.mamba.d_in_proj == 10272 and read.mamba.d_xBC == 6144
+
+
+def test_llama_135m_is_what_its_checkpoint_is_read_as(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    }
+    tensors = {"model.embed_tokens.weight": (49152, 576)}
+    assert configs(tmp_path, config, tensors) == shapes.config_of("llama-135m")
+
+
+@pytest.mark.parametrize("name", shapes.MAMBA2_SIZES)
+def test_mamba2_is_what_its_checkpoint_is_read_as(tmp_path, name):
+    d_model, n_layer = shapes.MAMBA2_SIZES[name]
+    config = {
+        "d_model": d_model,
+        "d_intermediate": 0,
+        "n_layer": n_layer,
+        "vocab_size": 50277,
+        "ssm_cfg": {"layer": "Mamba2"},
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "pad_vocab_size_multiple": 16,
+        "tie_embeddings": True,
+    }
+    tensors = {
+        "backbone.embedding.weight": (50288, d_model),
+        "backbone.layers.0.mixer.conv1d.bias": (2 * d_model + 256,),
+        "backbone.layers.0.mixer.in_proj.weight": (
+            4 * d_model + 256 + 2 * d_model // 64,
+            d_model,
+        ),
+    }
+    assert configs(tmp_path, config, tensors) == shapes.config_of(name)
