@@ -92,11 +92,26 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
+MAPS = 20_000  # of 65,530 that Linux allows; a module adds some thousands
+
+
+def memory_maps():
+    """How many this process has, 0 where it cannot be told."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_module():
-    """Drop compiled programs; thousands of them exhaust a process's memory maps."""
+    """Drop compiled programs before they exhaust a process's memory maps.
+
+    Not after every module: what it made of small ones (some 200) the next would make anew.
+    """
     yield
-    jax.clear_caches()
+    if memory_maps() > MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

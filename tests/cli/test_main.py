@@ -201,6 +201,7 @@ def test_compare_when_sampled(folder, capsys):
 
 def test_stop_strings_and_samples_in_the_terminal(folder, capsys):
     args = ["generate", "def f", "--model", folder / "target", "--max-new-tokens", "9"]
+    args += ["--drafter", "none"]
     _, out, _ = run(capsys, *args, "--json")
     text = json.loads(out)["text"]
     stop = text[2:4]
@@ -219,7 +220,7 @@ def test_interrupted_text_ends_cleanly(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(terminal, "stream", impatient)
     args = ["generate", "def f", "--model", folder / "target", "--max-new-tokens", "9"]
-    code, out, err = run(capsys, *args)
+    code, out, err = run(capsys, *args, "--drafter", "none")
     assert code == 130 and err == ""
     assert out.startswith("def f") and "[2 tokens, " in out
 
@@ -240,9 +241,8 @@ def test_chat_is_generation_over_the_whole_history(
         (path / "chat_template.jinja").write_text(template + "a")
     model = stree_jax.load(path)
     options = ["--max-new-tokens", "5", "--ignore-eos", "--context", "64"]
-    code, out, _ = chat(
-        monkeypatch, capsys, ["def", "x", "/exit"], *options, "--model", path
-    )
+    options += ["--model", path, "--tree", "auto:1,4"]
+    code, out, _ = chat(monkeypatch, capsys, ["def", "x", "/exit"], *options)
     assert code == 0
     spoken, history = "", []
     for said in ("def", "x"):
@@ -264,7 +264,7 @@ def test_chat_goes_on_after_an_interrupted_answer(folder, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(conversation, "stream", impatient)
-    args = ["--model", folder / "target", "--max-new-tokens", "9"]
+    args = ["--model", folder / "target", "--max-new-tokens", "9", "--drafter", "none"]
     code, out, _ = chat(monkeypatch, capsys, ["def", "x"], *args)
     assert code == 0 and out.count("\n") >= 2
     first, second = calls
