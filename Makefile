@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-real lint types check wheel-test gpu-check gpu-test clean
+.PHONY: demo test test-long test-fast test-real lint types check wheel-test gpu-check gpu-test clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -19,8 +19,16 @@ KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 demo: .venv/.core
 	$(BIN)/stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --compare
 
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+
+# In ten minutes: all but what tests/long.txt names.
 test: .venv/.test
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+	sed 's/^/--deselect=/' tests/long.txt > .venv/but-long.txt
+	$(PYTEST) @.venv/but-long.txt
+
+# What tests/long.txt names: more cases of what `make test` tests, and whole measurements.
+test-long: .venv/.test
+	$(PYTEST) @tests/long.txt
 
 # A first look, in a minute: the tests that tests/fast.txt names.
 test-fast: .venv/.test

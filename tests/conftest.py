@@ -17,8 +17,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch: the workers share the cores
 os.environ.setdefault("STREE_JAX_CACHE", "off")  # nothing is kept in a home
 if version("jaxlib").startswith("0.10."):  # a later XLA may not know the flag, and die
-    # XLA:CPU's older way to compile fusions takes a third less time.
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+    # XLA:CPU's older way to compile fusions takes a third less time; a program that is
+    # not cut for threads that the other worker has, a sixth less.
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", flags)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
     PROGRAMS = tempfile.mkdtemp(prefix="stree-jax-programs-")
     atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)

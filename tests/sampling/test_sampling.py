@@ -143,13 +143,14 @@ def test_the_margin_sees_the_edge_of_a_filter(settings, logits, noise, best, gap
     logits = jnp.asarray(logits, jnp.float32)
     noise = jnp.asarray([noise], jnp.float32)
 
+    @jax.jit
     def choose(logits):
         z, edges = dist.scores_and_edges(
             logits[None, None], jnp.zeros((1, 1), jnp.int32)
         )
         scores = z[:, 0] + noise
         token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-        return int(token[0]), float(choice_margin(scores, edges, noise, token)[0])
+        return token[0], choice_margin(scores, edges, noise, token)[0]
 
     token, margin = choose(logits)
     assert token == best
