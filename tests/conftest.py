@@ -19,8 +19,8 @@ os.environ.setdefault("STREE_JAX_CACHE", "off")  # nothing is kept in a home
 if version("jaxlib").startswith("0.10."):  # a later XLA may not know the flag, and die
     # XLA:CPU's older way to compile fusions takes a third less time; a program that is
     # not cut for threads that the other worker has, a sixth less.
-    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    os.environ.setdefault("XLA_FLAGS", flags)
+    flags = "use_fusion_emitters=false", "parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_cpu_{flag}" for flag in flags))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
     PROGRAMS = tempfile.mkdtemp(prefix="stree-jax-programs-")
     atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
@@ -113,7 +113,7 @@ def memory_maps():
 def programs_of_one_module():
     """Drop compiled programs before they exhaust a process's memory maps.
 
-    Not after every module: what it made of small ones (some 200) the next would make anew.
+    Not after every module: the small ones, some 200, the next would compile anew.
     """
     yield
     if memory_maps() > MAPS:
