@@ -36,9 +36,6 @@ from tests.support.tiny import REAL, tiny
 INTERPRET = os.environ.get("STREE_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings(
-        "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-    ),
     pytest.mark.skipif(
         jax.default_backend() != "gpu" and not INTERPRET, reason="wants a GPU"
     ),
