@@ -196,7 +196,9 @@ def test_public_names():
 def test_numbers_are_rounded_in_every_program():
     """To the nearest, ties to even; by an operation that XLA never leaves out."""
     bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
-    x = np.append(bits, np.uint32([0x3F808000, 0x3F818000, 0x7F7FFFFF])).view(np.float32)
+    x = np.append(bits, np.uint32([0x3F808000, 0x3F818000, 0x7F7FFFFF])).view(
+        np.float32
+    )
     x = x[~np.isnan(x)]
     found = jax.jit(partial(rounded_to, dtype=jnp.bfloat16))(x)
     assert found.dtype == jnp.bfloat16

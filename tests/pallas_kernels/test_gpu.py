@@ -14,16 +14,11 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.models import (
-    cast_params,
-    chain_nodes,
-    commit,
-    forward_tree,
-    init_state,
-)
+from stree_jax.models import cast_params
 from stree_jax.models.linear import linear
 from stree_jax.models.quantized import quantize, rounded
 from stree_jax.pallas_kernels import mosaic_scan, triton_attention, triton_scan
+from tests.support.chains import logits_of_chain
 from tests.support.reference import (
     OP_TOLERANCE,
     assert_near,
@@ -133,26 +128,10 @@ def test_int8_products_are_those_of_whole_numbers(rows, m, k):
         assert_near(got, q @ w.T * scale * by_row.T, 1e-5)
 
 
-def logits_of_chain(model, text, T):
-    """Logits [16, V] of a text [16], read in passes over T nodes."""
-
-    @jax.jit
-    def read(model, state, tokens):
-        nodes = chain_nodes(1, T, model.config.conv_taps, "tree")
-        logits, records = forward_tree(model, state, tokens, nodes)
-        return logits, commit(state, records, nodes.depth, jnp.full((1,), T, jnp.int32))
-
-    state, found = init_state(model.config, 1, 32, jnp.bfloat16), []
-    for tokens in jnp.asarray(text, jnp.int32).reshape(-1, 1, T):
-        logits, state = read(model, state, tokens)
-        found.append(logits[0])
-    return np.concatenate(found)
-
-
 def test_one_by_one_is_all_at_once_in_bfloat16():
     """But where sums that differ by an ulp are rounded to two neighbours.
 
-    Where XLA left roundings out, in one program and not in the other, no row agreed.
+    XLA left roundings out in one program and not in the other: up to 0.04 of logits.
     """
     model = tiny(1)
     model = model.replace(params=cast_params(model.params, jnp.bfloat16))
