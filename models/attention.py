@@ -13,7 +13,7 @@ from stree_jax.models.linear import linear, linear_summed, scaled
 from stree_jax.models.nodes import Pass
 from stree_jax.models.params import attention_params, declare
 from stree_jax.models.state import AttentionRecord, AttentionState, commit_attention
-from stree_jax.pallas_kernels import tree_attention, tree_conv
+from stree_jax.pallas_kernels import rounded_to, tree_attention, tree_conv
 
 
 def rope_frequencies(rope: Rope) -> np.ndarray:
@@ -83,7 +83,7 @@ class Attention(nn.Module):
             inputs = None
             if state.conv is not None:
                 old = None if record is None else record.qkv
-                inputs = pass_.merged(old, qkv.astype(state.conv.dtype))
+                inputs = pass_.merged(old, rounded_to(qkv, state.conv.dtype))
                 window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
                 conv = (p["conv_weight"], p["conv_bias"], state.conv, window)
                 qkv = tree_conv(inputs, *conv)
@@ -93,7 +93,7 @@ class Attention(nn.Module):
             if c.rope is not None:
                 positions = length[:, None] + depth
                 q, k = (apply_rope(w, positions, c.rope) for w in (q, k))
-            new = AttentionRecord(k.astype(self.dtype), v.astype(self.dtype))
+            new = AttentionRecord(*(rounded_to(z, self.dtype) for z in (k, v)))
             before = None if record is None else replace(record, qkv=None)
             record = replace(pass_.merged(before, new), qkv=inputs)
 

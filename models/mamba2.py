@@ -29,6 +29,7 @@ from stree_jax.pallas_kernels import (
     chunk_scan,
     commit_window,
     replay_tree_scan,
+    rounded_to,
     step_scan,
     tree_conv,
     tree_scan,
@@ -172,12 +173,12 @@ def equations(
         if pending is not None:
             last = pending.record.xBC
             conv0 = commit_window(conv0, last, pending.path, pending.length)
-        xBC = xBC.astype(conv0.dtype)
+        xBC = rounded_to(xBC, conv0.dtype)
         inputs = pass_.merged(None if record is None else record.xBC, xBC)
         window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
         bias = weights.conv_bias if c.conv_bias else None
         convolved = tree_conv(inputs, weights.conv_weight, bias, conv0, window)
-        x, B, C = split_heads(jax.nn.silu(convolved).astype(conv0.dtype), c)
+        x, B, C = split_heads(rounded_to(jax.nn.silu(convolved), conv0.dtype), c)
 
     with jax.named_scope("scan"):
         record = pass_.merged(record, MambaRecord(x, dt, a, B, xBC))

@@ -14,6 +14,7 @@ from stree_jax.pallas_kernels.ops import chunk_scan as chunk_scan
 from stree_jax.pallas_kernels.ops import replay_tree_scan as replay_tree_scan
 from stree_jax.pallas_kernels.ops import tree_attention as tree_attention
 from stree_jax.pallas_kernels.ops import tree_scan as tree_scan
+from stree_jax.pallas_kernels.rounding import rounded_to as rounded_to
 from stree_jax.pallas_kernels.scan import Replayed as Replayed
 from stree_jax.pallas_kernels.scan import ScanInputs as ScanInputs
 from stree_jax.pallas_kernels.scan import replay as replay

@@ -5,10 +5,13 @@ computes it: in the time and memory of the text, whatever the capacity of the ca
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from stree_jax.pallas_kernels.rounding import rounded_to
 
 _HIGHEST = lax.Precision.HIGHEST
 ATTENTION_BLOCK = 128  # rows of the cache at a time: scores stay in a core's own
@@ -45,8 +48,9 @@ def tree_attention(
     """
     Bb, Tq, Hq, hd = q.shape
     Hk, S = k_cache.shape[1:3]
-    q = q.astype(k_cache.dtype).reshape(Bb, Tq, Hk, Hq // Hk, hd)
-    k, v = k.astype(k_cache.dtype), v.astype(v_cache.dtype)
+    rounded = partial(rounded_to, dtype=k_cache.dtype)
+    q = rounded(q).reshape(Bb, Tq, Hk, Hq // Hk, hd)
+    k, v = rounded(k), rounded(v)
 
     committed = _product("bksd,btkgd->bkgts", k_cache, q) * scale
     inside = _product("bskd,btkgd->bkgts", k, q) * scale
@@ -58,8 +62,8 @@ def tree_attention(
     top = jnp.maximum(committed.max(-1), inside.max(-1))[..., None]  # self is allowed
     committed, inside = jnp.exp(committed - top), jnp.exp(inside - top)
     total = committed.sum(-1) + inside.sum(-1)
-    out = _product("bksd,bkgts->btkgd", v_cache, committed.astype(v_cache.dtype))
-    out += _product("bskd,bkgts->btkgd", v, inside.astype(v_cache.dtype))
+    out = _product("bksd,bkgts->btkgd", v_cache, rounded(committed))
+    out += _product("bskd,bkgts->btkgd", v, rounded(inside))
     out = out / jnp.transpose(total, (0, 3, 1, 2))[..., None]
     return out.reshape(Bb, Tq, Hq, hd)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PALLAS = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 CODE = """
 import json, sys
 import jax, numpy as np
@@ -49,7 +50,7 @@ def both():
 
     def run(x64):
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", CODE],
+            [sys.executable, "-W", "error", "-W", PALLAS, "-c", CODE],
             cwd=ROOT,
             env={**os.environ, "JAX_ENABLE_X64": x64},
             capture_output=True,

@@ -1,6 +1,5 @@
 """Which implementation of an op runs, and that the choice changes no result."""
 
-import warnings
 from functools import partial
 
 import jax
@@ -9,7 +8,14 @@ import numpy as np
 import pytest
 
 from stree_jax import pallas_kernels
-from stree_jax.pallas_kernels import Replayed, ScanInputs, attention, ops, scan
+from stree_jax.pallas_kernels import (
+    Replayed,
+    ScanInputs,
+    attention,
+    ops,
+    rounded_to,
+    scan,
+)
 from stree_jax.pallas_kernels.dispatch import Kernel, dispatch
 from tests.support.lowering import lowered
 from tests.support.native import built, use
@@ -71,11 +77,8 @@ def test_a_cpu_without_kernels_runs_the_definition(name, monkeypatch):
 
 @all_ops
 def test_a_gpu_program_has_the_kernel(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-        text = lowered(*called(name), "cuda")
-        plain = lowered(*called(name, implementation="xla"), "cuda")
+    text = lowered(*called(name), "cuda")
+    plain = lowered(*called(name, implementation="xla"), "cuda")
     assert "__gpu$xla.gpu.triton" in text
     assert "__gpu$xla.gpu.triton" not in plain
 
@@ -188,3 +191,20 @@ def test_exported_for_cuda_from_here():
 def test_public_names():
     for name in (*OPS, "chunk_scan", "replay", "tree_conv", "commit_window"):
         assert callable(getattr(pallas_kernels, name))
+
+
+def test_numbers_are_rounded_in_every_program():
+    """To the nearest, ties to even; by an operation that XLA never leaves out."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
+    x = np.append(bits, np.uint32([0x3F808000, 0x3F818000, 0x7F7FFFFF])).view(
+        np.float32
+    )
+    x = x[~np.isnan(x)]
+    found = jax.jit(partial(rounded_to, dtype=jnp.bfloat16))(x)
+    assert found.dtype == jnp.bfloat16
+    with np.errstate(over="ignore"):
+        wanted = x.astype(jnp.bfloat16).view(np.uint16)
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint16), wanted)
+    for dtype, times in ((jnp.bfloat16, 1), (jnp.float32, 0)):
+        text = lowered(partial(rounded_to, dtype=dtype), (x,), "cuda")
+        assert text.count("reduce_precision") == times

@@ -35,9 +35,6 @@ from tests.support.reference import (
     star,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 TOLERANCE = OP_TOLERANCE["float32"]
 SCALE = 0.3
 

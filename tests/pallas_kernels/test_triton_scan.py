@@ -36,9 +36,6 @@ from tests.support.scans import (
     scan_inputs,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 TOLERANCE = OP_TOLERANCE["float32"]
 CALL = "__gpu$xla.gpu.triton"
 
