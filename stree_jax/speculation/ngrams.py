@@ -83,10 +83,21 @@ class NGrams:
         return cls(unigram, common, tables, temperature)
 
     def init(self, prompts: Prompts, past: DraftState | None) -> "Tail":
+        return self.tail(prompts.token_ids, prompts.lengths)
+
+    def tail(self, text: jax.Array, lengths: jax.Array) -> "Tail":
+        """The end of texts [B, S], so long [B]."""
         c = self.order - 1
-        back = prompts.lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
-        tokens = jnp.take_along_axis(prompts.token_ids, jnp.maximum(back, 0), axis=1)
+        back = lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
+        tokens = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
         return Tail(jnp.where(back >= 0, tokens, EMPTY))
+
+    def scale(self, dist: Distribution) -> jax.Array:
+        """[B, 1, 1] float32, of log P, where texts are drawn at another temperature."""
+        if dist.sampling is None:
+            return jnp.ones((1, 1, 1), jnp.float32)
+        own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
+        return (self.temperature / own)[:, None, None]
 
     def propose(
         self,
@@ -134,10 +145,7 @@ class NGrams:
         """Fill `ahead` levels below the depth `above` [] int32."""
         tree, dist, T = task.tree, task.dist, task.tree.size
         windows = tree_nodes(tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
-        scale = jnp.ones((1, 1, 1), jnp.float32)
-        if dist.sampling is not None:
-            own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
-            scale = (self.temperature / own)[:, None, None]
+        scale = self.scale(dist)
         for depth in (above + j for j in range(ahead)):
             nodes = task.levels.inner[jnp.minimum(depth, tree.depth - 1)]
             nodes = jnp.where(depth < tree.depth, nodes, T)
@@ -241,6 +249,27 @@ def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Arra
     return jnp.where(known, result, left + value)
 
 
+def perturbed(
+    ngrams: NGrams, contexts: jax.Array, scale: jax.Array, noise: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`candidates` after contexts [B, Q, n - 1], by what a model would draw by.
+
+    Args:
+      scale: of `NGrams.scale`.
+      noise: [B, V] float32, what the model's draws are perturbed by, or None.
+
+    Returns:
+      tokens [B, Q, N] int32, and log P [B, Q, N] float32, scaled and perturbed.
+    """
+    token, value = candidates(ngrams, contexts)
+    value = value * scale
+    if noise is not None:
+        place = jnp.maximum(token, 0).reshape(token.shape[0], -1)
+        drawn = jnp.take_along_axis(noise, place, axis=1).reshape(token.shape)
+        value = value + drawn
+    return token, value
+
+
 def likeliest(
     ngrams: NGrams,
     contexts: jax.Array,
@@ -251,15 +280,9 @@ def likeliest(
     """Tokens [B, Q, count] int32 that a model would draw after contexts [B, Q, n - 1].
 
     Args:
-      scale: [B, 1, 1] float32, of log P, where texts are drawn at another temperature.
-      noise: [B, V] float32, what the model's draws are perturbed by, or None.
+      scale, noise: as of `perturbed`.
     """
-    token, value = candidates(ngrams, contexts)
-    value = value * scale
-    if noise is not None:
-        place = jnp.maximum(token, 0).reshape(token.shape[0], -1)
-        drawn = jnp.take_along_axis(noise, place, axis=1).reshape(token.shape)
-        value = value + drawn
+    token, value = perturbed(ngrams, contexts, scale, noise)
     short = max(count - token.shape[-1], 0)
     _, best = lax.top_k(value, min(count, token.shape[-1]))
     token = jnp.maximum(jnp.take_along_axis(token, best, axis=-1), 0)
