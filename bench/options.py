@@ -84,7 +84,7 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "
         "pruned:4x4x32, beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, "
-        "with n-grams or mtp E",
+        "with n-grams alone or mtp E",
     )
 
 

@@ -195,6 +195,7 @@ def decode_once(
     spec = plan.spec
     if isinstance(spec.policy, AdaptivePolicy):
         spec = tuning.timed(spec, decoding)
+        plan = replace(plan, spec=spec)  # whose n-grams guess, or not
     decoding = loop.advance_jit(
         spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )

@@ -431,6 +431,22 @@ def best(
     return sorted(rows, key=lambda row: -row.speedup)
 
 
+def levels_a_pass(rates: Sequence[float], ahead: int, width: int) -> float:
+    """Levels of a chain that a drafter's pass is expected to settle, with guesses.
+
+    The first level is the pass's own. Of each further one `width` tokens are guessed
+    below the likeliest so far; the level after it can only be right where the
+    likeliest was.
+
+    Args:
+      rates: how often a drafter's own token is among the first 1, 2, .. guesses.
+      ahead: levels that are guessed.
+      width: guesses of each.
+    """
+    first, any_ = rates[0], rates[min(width, len(rates)) - 1]
+    return 1 + any_ * sum(first**k for k in range(ahead))
+
+
 def staged_gain(
     step_s: float,
     seconds: Seconds,

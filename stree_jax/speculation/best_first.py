@@ -279,8 +279,8 @@ def by_depth(logits: jax.Array, alike: bool) -> Guesser:
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         own = lax.dynamic_index_in_dim(logits, grown.levels, axis=1)
         shape = own.shape[0], 1 if alike else grown.frontier.value.shape[1]
-        logits = jnp.broadcast_to(own, (*shape, own.shape[2]))
-        return logits, replace(grown, passes=grown.passes + 1)
+        grown = replace(grown, passes=grown.passes + 1)
+        return jnp.broadcast_to(own, (*shape, own.shape[2])), grown
 
     return guess
 
@@ -297,7 +297,8 @@ def nothing_grown(
     W, C, taps = width, width * depth, 1 if model is None else model.config.conv_taps
     records: Records = ()
     if model is not None:
-        records = init_records(model.config, batch, C + ahead, param_dtype(model.params))
+        room = batch, C + ahead, param_dtype(model.params)
+        records = init_records(model.config, *room)
     last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # of the window after the root
     once = jnp.where(jnp.arange(W, dtype=jnp.int32) == 0, 1.0, 0.0)[None]
     root = Frontier(

@@ -101,11 +101,11 @@ def by_stage(
 
     def run(carry: tuple) -> tuple:
         _, _, grown = carry
-        W, C = grown.frontier.rows.shape[0], grown.pool.tokens.shape[1]
+        W = grown.frontier.rows.shape[0]
         guessed = _guesses(grown, stage, tail, dist, rule)
-        tokens, rows = [grown.pool.tokens[:, grown.frontier.rows]], [grown.frontier.rows]
-        tokens += [level.tokens for level in guessed]
-        rows += [level.rows for level in guessed]
+        front = grown.frontier.rows
+        tokens = [grown.pool.tokens[:, front], *(level.tokens for level in guessed)]
+        rows = [front, *(level.rows for level in guessed)]
         hidden, records, _ = forward_hidden(
             model,
             state,
@@ -121,7 +121,6 @@ def by_stage(
             exists=jnp.concatenate([level.value > 0 for level in guessed], axis=1),
             logits=logits[:, W:],
         )
-        assert ahead.tokens.shape[1] == grown.nodes.mask.shape[1] - C
         more = dict(records=records, ahead=ahead, passes=grown.passes + 1)
         return jnp.bool_(False), logits[:, :W], replace(grown, **more)
 
@@ -135,7 +134,7 @@ def by_stage(
         pool = _marked(grown.pool, front.rows, known & ~first)
         records = _with_read(grown, known, at)
         grown = replace(grown, pool=pool, records=records)
-        grown = replace(grown, passes=grown.passes + first)
+        grown = replace(grown, passes=grown.passes + first.astype(jnp.int32))
         # A loop that runs once, if at all: a conditional would copy the records.
         start = needed, logits, grown
         _, logits, grown = lax.while_loop(lambda carry: carry[0], run, start)
@@ -276,7 +275,7 @@ def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
 def _contexts(
     pool: Pool, rows: jax.Array, levels: jax.Array, tail: jax.Array
 ) -> jax.Array:
-    """The last n - 1 tokens [B, W, n - 1] up to candidates `rows` [W] of the last level.
+    """The last n - 1 tokens [B, W, n - 1] up to nodes `rows` [W] of the last level.
 
     Args:
       levels: [] int32, the candidates' depth below the root.

@@ -29,6 +29,8 @@ from stree_jax.speculation.stage import Task, first_unknown, make_task
 from stree_jax.speculation.tree import Topology
 
 WAYS = 4  # neighbouring slots that a context may be in
+# How often they guess right, where nobody has measured it.
+ASSUMED_RATES = (0.45, 0.55, 0.6, 0.65)
 EMPTY = -1  # token of a slot, or of a context before the text begins
 
 
@@ -63,12 +65,15 @@ class NGrams:
       common: [K] int32, the likeliest tokens of `unigram`.
       tables: of contexts of 1 .. n - 1 tokens.
       temperature: of the sampling that was counted.
+      rates: how often the drafter's likeliest token is among the first 1, 2, ..
+        guesses, in text that was not counted.
     """
 
     unigram: jax.Array
     common: jax.Array
     tables: tuple[Table, ...]
     temperature: float = struct.field(pytree_node=False, default=1.0)
+    rates: tuple[float, ...] = struct.field(pytree_node=False, default=ASSUMED_RATES)
 
     @classmethod
     def of(

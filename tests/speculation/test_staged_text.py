@@ -9,10 +9,8 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, Staged
-from stree_jax.generation import begin
 from stree_jax.models import Model
 from stree_jax.models.memory import state_bytes
-from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
 from stree_jax.speculation.draft import DRAFTER, NGRAM, STAGE, TARGET
 from stree_jax.speculation.ngrams import WAYS
 from stree_jax.speculation.tree import resolve_tree
@@ -283,14 +281,6 @@ def test_one_node_is_plain_decoding(target, drafter, ngrams, prompts):
     assert result.tokens == plain.tokens
     assert result.target_calls.tolist() == plain.target_calls.tolist()
     assert (np.concatenate(result.origins) == TARGET).all()
-
-
-def test_auto_asks_the_model_alone(target, drafter, ngrams, prompts):
-    """Which drafts level after level for as long as that pays."""
-    options = dict(max_new_tokens=6, tree="auto:1,4", drafter=Staged(drafter, ngrams))
-    begun, plan = begin(target, prompts, **options)
-    assert isinstance(plan.spec.drafter, AdaptiveDrafter)
-    assert plan.spec.drafter.model.config == drafter.config
 
 
 def test_ngrams_have_no_probabilities_to_test(target, ngrams, prompts):

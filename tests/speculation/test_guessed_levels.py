@@ -1,0 +1,113 @@
+"""Tree "auto" through a stage: the same candidates in fewer passes, the same text."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling, Staged, StepTimes, tuning
+from stree_jax.cost import levels_a_pass
+from stree_jax.generation import begin
+from stree_jax.speculation.best_first import (
+    best_first,
+    by_model,
+    catch_up,
+    nothing_grown,
+)
+from stree_jax.speculation.calibration import PRIOR
+from stree_jax.speculation.draft import NGRAM
+from stree_jax.speculation.drafter import Prompts
+from stree_jax.speculation.guessed_levels import (
+    Stage,
+    by_stage,
+    goes_on,
+    room_ahead,
+)
+from stree_jax.speculation.lookup import begin_history
+from stree_jax.speculation.ngrams import WAYS
+from stree_jax.training.ngrams import count_grams, katz
+from tests.speculation.steps import LENGTHS
+from tests.support.tiny import REAL
+
+NEW, TREE, DEPTH = 24, "auto:1,4,8", 6
+TIMES = StepTimes(jnp.array([1.0, 1.01, 1.02]), jnp.float32(0.01), jnp.float32(0.01))
+
+
+def ngrams_of(drafter, prompts, order=3):
+    """Counted in the texts that the drafter writes after the prompts, and in them."""
+    said = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
+    texts = [
+        (ids[-1:] + more)[:NEW]
+        for ids, more in zip(prompts, said.tokens, strict=True)
+    ]
+    return katz(count_grams(np.array(texts), order, REAL), REAL, slots=512, keep=4)
+
+
+@pytest.fixture(scope="module")
+def ngrams(drafter, prompts):
+    return ngrams_of(drafter, prompts)
+
+
+def some_value(levels, value, passes=1.0):
+    """Whatever may be accepted is worth a pass, and a level more."""
+    return (value > 0).any()
+
+
+@pytest.fixture(scope="module")
+def grown(target, prompts, ngrams):
+    """Candidates below the prompts: by a model alone, and through stages."""
+    padded = np.zeros((3, max(LENGTHS)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    history = begin_history(Prompts(jnp.asarray(padded), lengths, 80, 9))
+    begun, plan = begin(target, prompts, max_new_tokens=8)
+    root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
+    dist, rule = begun.distribution(REAL), plan.spec.rule
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def run(state, width, ahead):
+        model = plan.spec.target
+        hidden, state, _ = catch_up(model, state, history, 4)
+        asked = root, dist, rule, jnp.asarray(PRIOR)
+        if ahead == 0:
+            start = nothing_grown(model, len(prompts), width, DEPTH)
+            more = lambda grown: some_value(grown.levels, grown.frontier.value)  # noqa: E731
+            return best_first(by_model(model, state, hidden), *asked, start, more)
+        stage, text = Stage(ngrams, ahead, width), (history.tokens, history.length)
+        guesser = by_stage(model, state, hidden, stage, text, dist, rule, some_value)
+        start = nothing_grown(model, len(prompts), width, DEPTH, stage.room)
+        start = replace(start, ahead=room_ahead(model, len(prompts), stage))
+        return best_first(guesser, *asked, start, partial(goes_on, some_value))
+
+    return lambda width, ahead: jax.device_get(run(begun.state, width, ahead))
+
+
+@pytest.fixture(scope="module")
+def target(drafter):
+    return drafter
+
+
+@pytest.mark.parametrize(("width", "ahead"), [(1, 1), (1, 2), (3, 2)])
+def test_candidates_are_the_models_own(grown, width, ahead):
+    """Catches records of a guess that are another's, a guess that is taken for a node
+    with other tokens above it, and a level that is read although it was guessed."""
+    alone, staged = grown(width, 0), grown(width, ahead)
+    assert int(alone.passes) == int(alone.levels) == int(staged.levels) == DEPTH
+    for name in ("tokens", "parents", "kind", "path"):
+        mine, own = getattr(staged.pool, name), getattr(alone.pool, name)
+        assert mine.tolist() == own.tolist(), name
+    np.testing.assert_allclose(staged.pool.value, alone.pool.value, rtol=1e-5)
+    assert not alone.pool.guessed.any()
+    if width == 1:  # the n-grams have seen these very texts
+        assert int(staged.passes) == 1 + -(-(DEPTH - 1) // (1 + ahead))
+        level = np.arange(DEPTH)  # of which the last is read by nobody
+        guessed = (level % (1 + ahead) != 0) & (level < DEPTH - 1)
+        assert (staged.pool.guessed == guessed).all()
+    else:
+        assert int(staged.passes) <= DEPTH
