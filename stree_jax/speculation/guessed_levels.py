@@ -227,7 +227,7 @@ def _guessed_level(
     batch, width = above.tokens.shape[0], rows.shape[0]
     noise = None
     if dist.sampling is not None and rule.drafting == "coupled":
-        noise = dist.noise(depth)
+        noise = dist.noise(depth)[:, None]
     tokens, chance = perturbed(ngrams, above.context, ngrams.scale(dist), noise)
     chance = jax.nn.softmax(chance, axis=-1)  # of these few
     value = (above.value[..., None] * chance).reshape(batch, -1)

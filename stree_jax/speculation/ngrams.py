@@ -148,18 +148,11 @@ class NGrams:
         ahead: int,
     ) -> Draft:
         """Fill `ahead` levels below the depth `above` [] int32."""
-        tree, dist, T = task.tree, task.dist, task.tree.size
-        windows = tree_nodes(tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
-        scale = self.scale(dist)
+        tree, T = task.tree, task.tree.size
         for depth in (above + j for j in range(ahead)):
             nodes = task.levels.inner[jnp.minimum(depth, tree.depth - 1)]
             nodes = jnp.where(depth < tree.depth, nodes, T)
-            text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
-            contexts = text[:, windows[jnp.minimum(nodes, T - 1)]]
-            noise = None
-            if task.noise is not None:
-                noise = task.noise[:, jnp.minimum(depth, tree.depth - 1)]
-            children = likeliest(self, contexts, tree.children, scale, noise)
+            children = self._after(tail, draft, nodes, task, tree.children)
             tokens, written = by_slot(children, nodes, tree, task.levels)
             written = written[None] & ~known
             assert draft.origin is not None  # of `Task.empty`
@@ -167,6 +160,38 @@ class NGrams:
             tokens = jnp.where(written, tokens, draft.tokens)
             draft = replace(draft, tokens=tokens, origin=origin)
         return draft
+
+    def others(
+        self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
+    ) -> jax.Array:
+        """What nodes may be beside what they were filled with.
+
+        Args:
+          nodes: [Q] int32, below known ones; T: none.
+
+        Returns:
+          the likeliest other tokens [B, Q, count] int32.
+        """
+        node = jnp.minimum(nodes, task.tree.size - 1)
+        most = task.tree.children + count
+        asked = tail, draft, task.parents[node], task, most
+        place = jnp.arange(count, dtype=jnp.int32)[None]
+        place = place + (place >= task.levels.rank[node][:, None])  # without its own
+        return jnp.take_along_axis(self._after(*asked), place[None], axis=2)
+
+    def _after(
+        self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
+    ) -> jax.Array:
+        """The likeliest tokens [B, Q, count] after nodes [Q] of a tree; T: any."""
+        node = jnp.minimum(nodes, task.tree.size - 1)
+        windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
+        text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
+        noise = None
+        if task.noise is not None:
+            depth = jnp.minimum(task.depth[node], task.tree.depth - 1)
+            noise = task.noise[:, depth]
+        scale = self.scale(task.dist)
+        return likeliest(self, text[:, windows[node]], count, scale, noise)
 
     @property
     def num_tokens(self) -> int:
@@ -261,7 +286,7 @@ def perturbed(
 
     Args:
       scale: of `NGrams.scale`.
-      noise: [B, V] float32, what the model's draws are perturbed by, or None.
+      noise: [B, Q or 1, V] float32, what the model's draws are perturbed by, or None.
 
     Returns:
       tokens [B, Q, N] int32, and log P [B, Q, N] float32, scaled and perturbed.
@@ -269,9 +294,8 @@ def perturbed(
     token, value = candidates(ngrams, contexts)
     value = value * scale
     if noise is not None:
-        place = jnp.maximum(token, 0).reshape(token.shape[0], -1)
-        drawn = jnp.take_along_axis(noise, place, axis=1).reshape(token.shape)
-        value = value + drawn
+        noise = jnp.broadcast_to(noise, (*token.shape[:2], noise.shape[2]))
+        value = value + jnp.take_along_axis(noise, jnp.maximum(token, 0), axis=2)
     return token, value
 
 

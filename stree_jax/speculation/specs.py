@@ -40,7 +40,7 @@ LOOKUP = "lookup"  # the drafter that needs no model
 MTP = "mtp"  # layers of the target itself
 MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
 HEADS_WIDTH = 5  # their guesses cost nothing after the first, and spread
-GUESSES = 2  # that n-grams make of each of a model's levels, with tree "auto"
+GUESSES = 2  # at least, that n-grams make of a model's level, with tree "auto"
 
 
 def make_spec(
@@ -101,7 +101,7 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
             guesser = without_mtp(drafter.model)
             if isinstance(drafter.guesser, NGrams):
                 ahead = min(drafter.ahead, tree.depth)
-                stage = Stage(drafter.guesser, ahead, GUESSES)
+                stage = Stage(drafter.guesser, ahead, max(drafter.width, GUESSES))
         case Model():
             guesser = without_mtp(drafter)
         case Heads():

@@ -42,8 +42,7 @@ def ngrams_of(drafter, prompts, order=3):
     """Counted in the texts that the drafter writes after the prompts, and in them."""
     said = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
     texts = [
-        (ids[-1:] + more)[:NEW]
-        for ids, more in zip(prompts, said.tokens, strict=True)
+        (ids[-1:] + more)[:NEW] for ids, more in zip(prompts, said.tokens, strict=True)
     ]
     return katz(count_grams(np.array(texts), order, REAL), REAL, slots=512, keep=4)
 
@@ -77,8 +76,12 @@ def grown(target, prompts, ngrams):
         asked = root, dist, rule, jnp.asarray(PRIOR)
         if ahead == 0:
             start = nothing_grown(model, len(prompts), width, DEPTH)
-            more = lambda grown: some_value(grown.levels, grown.frontier.value)  # noqa: E731
-            return best_first(by_model(model, state, hidden), *asked, start, more)
+            return best_first(
+                by_model(model, state, hidden),
+                *asked,
+                start,
+                lambda grown: some_value(grown.levels, grown.frontier.value),
+            )
         stage, text = Stage(ngrams, ahead, width), (history.tokens, history.length)
         guesser = by_stage(model, state, hidden, stage, text, dist, rule, some_value)
         start = nothing_grown(model, len(prompts), width, DEPTH, stage.room)
@@ -111,3 +114,78 @@ def test_candidates_are_the_models_own(grown, width, ahead):
         assert (staged.pool.guessed == guessed).all()
     else:
         assert int(staged.passes) <= DEPTH
+
+
+SETTINGS = {
+    "greedy": dict(),
+    "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
+    "top_k": dict(
+        rule="naive", sampling=Sampling(temperature=0.8, repetition_penalty=1.3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_plain_decodings(drafter, prompts, ngrams, name):
+    options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
+    plain = stree_jax.generate(
+        drafter, prompts, **{k: v for k, v in options.items() if k != "rule"}
+    )
+    who = Staged(drafter, ngrams, 2)
+    options |= dict(drafter=who, tree=TREE, times=TIMES)
+    result = stree_jax.generate(drafter, prompts, **options)
+    assert result.tokens == plain.tokens
+    assert [stage.stage for stage in result.traffic] == ["target", "drafter", "n-gram"]
+    _, model, table = result.traffic
+    assert table.passes % (3 + 2) == 0 and table.passes // 5 < model.passes
+    per_lookup = 4 * sum(WAYS * t.contexts.shape[1] + 2 * 4 + 1 for t in ngrams.tables)
+    assert table.weights == table.passes * per_lookup
+    if name == "greedy":  # in whose texts the n-grams were counted
+        assert sum((o == NGRAM).sum() for o in result.origins) > 5
+        alone = stree_jax.generate(drafter, prompts, **options | dict(drafter=drafter))
+        assert model.passes < alone.traffic[1].passes
+
+
+@pytest.mark.parametrize(("level", "pays"), [(0.25, True), (2.0, False)])
+def test_ngrams_guess_where_measured_steps_say_that_it_pays(
+    drafter, prompts, ngrams, level, pays, tmp_path, monkeypatch, caplog
+):
+    """A pass with guesses that takes as long as one without, and one far dearer."""
+    monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "_known", {})
+    asked = []
+
+    def measured(spec, decoding):
+        asked.append(spec.drafter.stage)
+        by_size = {n: 1.0 for n in spec.policy.tree.sizes}
+        return tuning.Measured(
+            by_size, 0.5, 0.25 if spec.drafter.stage is None else level
+        )
+
+    monkeypatch.setattr(tuning, "measured", measured)
+    who = Staged(drafter, ngrams, 2)
+    begun, plan = begin(drafter, prompts, max_new_tokens=3, drafter=who, tree=TREE)
+    assert begin(drafter, prompts, max_new_tokens=3, drafter=who)[1].spec.policy.menu
+    with caplog.at_level(logging.INFO, logger="stree_jax"):
+        spec = tuning.timed(plan.spec, begun)
+        again = tuning.timed(plan.spec, begun)
+    assert (spec.drafter.stage is not None) == (again.drafter.stage is not None) == pays
+    assert float(spec.policy.times.level) == (level if pays else 0.25)
+    assert asked == [plan.spec.drafter.stage, None]  # once each, and kept apart
+    said = "n-grams guess" if pays else "n-grams do not guess"
+    assert said in caplog.text
+    memory = tuning.timed(plan.spec, begun, spare=0)  # known, so nothing is measured
+    assert (memory.drafter.stage is not None) == pays and len(asked) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "_known", {})
+        patch.setenv("STREE_JAX_CACHE", "off")
+        assert tuning.timed(plan.spec, begun, spare=0).drafter.stage is None
+
+
+def test_levels_a_pass_against_arithmetic():
+    """One that the pass settles, and so many guessed ones as were right so far."""
+    rates = (0.5, 0.6, 0.8)
+    assert levels_a_pass(rates, 1, 1) == pytest.approx(1.5)
+    assert levels_a_pass(rates, 3, 1) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert levels_a_pass(rates, 2, 3) == pytest.approx(1 + 0.8 + 0.5 * 0.8)
+    assert levels_a_pass(rates, 1, 9) == pytest.approx(1.8)  # as far as is known
