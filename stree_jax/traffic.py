@@ -126,7 +126,8 @@ def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
         return []
     own, *_ = drafting_stages(drafter, drafting.reading)
     if isinstance(drafter.guesser, NGrams):
-        guesses = own.passes, drafter.ahead
+        each = drafter.ahead * (1 if drafter.width == 1 else 2)  # others, apart
+        guesses = own.passes, each
         return [own, Drafting("n-gram", drafter.guesser, None, *guesses)]
     inner = drafting_stages(drafter.guesser, drafting.inner)
     return [own, *(replace(d, stage=f"inner {d.stage}") for d in inner)]

@@ -47,6 +47,7 @@ RUNS = {  # tree, ahead, options
     "recursive": ("A", 3, dict(rule="recursive", sampling=PUNISHED)),
     "leviathan": ("chain:4", 2, dict(rule="leviathan", sampling=SAMPLED)),
 }
+WIDE = {"recursive": 3, "leviathan": 2}  # tokens of a node that are guessed, or one
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def runs(target, drafter, ngrams, prompts):
         if name not in found:
             tree, ahead, options = RUNS[name]
             options = dict(max_new_tokens=NEW, tree=tree) | options
-            staged = Staged(drafter, ngrams, ahead)
+            staged = Staged(drafter, ngrams, ahead, WIDE.get(name, 1))
             found[name] = [
                 stree_jax.generate(target, prompts, drafter=who, **options)
                 for who in (drafter, staged)
@@ -267,6 +268,8 @@ def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
         (Staged(drafter, Staged(other, ngrams)), "drafter: its vocabulary"),
         (Staged(drafter, ngrams, 0), "ahead: want 1..15"),
         (Staged(drafter, ngrams, 16), "ahead: want 1..15"),
+        (Staged(drafter, ngrams, width=0), "width: want 1..16"),
+        (Staged(drafter, Staged(drafter), width=2), "width: only n-grams"),
         (Staged("somewhere", ngrams), "drafter: got a string"),
         (Staged(drafter, "lookup"), "guesser: want NGrams, a model or a Staged"),
     ]:
