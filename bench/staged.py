@@ -113,8 +113,8 @@ def arms_of(options: Options) -> list[Arm]:
     arms = [Arm(PLAIN, None), Arm(SPECULATIVE, options.tree)]
     for ahead, width in product(options.aheads, options.widths):
         name = f"staged, {ahead} ahead" + (f" x {width}" if width > 1 else "")
-        way = dict(ahead=ahead, width=width)
-        arms.append(Arm(name, options.tree, drafting="staged", **way))
+        arm = Arm(name, options.tree, drafting="staged", ahead=ahead, width=width)
+        arms.append(arm)
     if options.auto:
         arms.append(Arm("auto", "auto"))
         ahead = max(options.aheads)

@@ -118,8 +118,8 @@ def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
         if stage is None:
             return [own]
         contexts = drafter.width + (stage.ahead - 1) * stage.width
-        guesses = drafting.guessing, 1, contexts
-        return [own, Drafting("n-gram", stage.ngrams, None, *guesses)]
+        table = Drafting("n-gram", stage.ngrams, None, drafting.guessing, 1, contexts)
+        return [own, table]
     if isinstance(drafting, LastHidden):
         return [Drafting("heads", drafter, None, drafting.passes)]
     if not isinstance(drafting, StagedState):
@@ -127,8 +127,7 @@ def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
     own, *_ = drafting_stages(drafter, drafting.reading)
     if isinstance(drafter.guesser, NGrams):
         each = drafter.ahead * (1 if drafter.width == 1 else 2)  # others, apart
-        guesses = own.passes, each
-        return [own, Drafting("n-gram", drafter.guesser, None, *guesses)]
+        return [own, Drafting("n-gram", drafter.guesser, None, own.passes, each)]
     inner = drafting_stages(drafter.guesser, drafting.inner)
     return [own, *(replace(d, stage=f"inner {d.stage}") for d in inner)]
 

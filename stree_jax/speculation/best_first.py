@@ -219,8 +219,7 @@ def best_first(
             path=write(pool.path, level.path),
             guessed=pool.guessed,
         )
-        more = dict(pool=pool, nodes=nodes, frontier=level, levels=d + 1)
-        return replace(grown, **more)
+        return replace(grown, pool=pool, nodes=nodes, frontier=level, levels=d + 1)
 
     def level(grown: Grown) -> Grown:
         logits, grown = guesser(grown)
