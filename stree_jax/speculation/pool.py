@@ -106,7 +106,7 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
     parents = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
     kind = of(pool.kind, NO_KIND)
-    own = jnp.where(of(pool.guessed, 0) > 0, NGRAM, DRAFTER)
+    own = jnp.where(of(pool.guessed, False), NGRAM, DRAFTER)
     origin = jnp.where(kind < MODEL_KINDS, own, LOOKUP)
 
     def with_root(nodes: jax.Array, first: jax.Array) -> jax.Array:
