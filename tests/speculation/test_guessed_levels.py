@@ -38,7 +38,7 @@ NEW, TREE, DEPTH = 24, "auto:1,4,8", 6
 TIMES = StepTimes(jnp.array([1.0, 1.01, 1.02]), jnp.float32(0.01), jnp.float32(0.01))
 
 
-def ngrams_of(drafter, prompts, order=3):
+def ngrams_of(drafter, prompts, order=5):
     """Counted in the texts that the drafter writes after the prompts, and in them."""
     said = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
     texts = [
