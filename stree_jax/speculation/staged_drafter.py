@@ -200,17 +200,19 @@ class Staged:
         at_root = jnp.take_along_axis(hidden, last[..., None], axis=1)
         logits = logits_of(model, jnp.concatenate([at_root, hidden[:, U:]], axis=1))
         path = jnp.broadcast_to(text[None], (batch, U))
-        not_read = jnp.full((batch, N), NOT_READ, jnp.int32)
+        root = jnp.zeros((1,), jnp.int32)
+        slots = jnp.concatenate([root, slots])
+        tokens = jnp.concatenate([draft.tokens[:, :1], tokens], axis=1)
+        read = jnp.full((batch, N), NOT_READ, jnp.int32)
         opened = Open(
             before=reading,
             state=commit(reading.state, records, path, reading.unread_length),
             records=jax.tree.map(lambda x: x[:, U:], records),
-            read=not_read.at[:, slots].set(tokens, mode="drop"),
+            read=read.at[:, slots].set(tokens, mode="drop"),
             passes=jnp.int32(1),
             inner=inner,
         )
-        root = jnp.zeros((1,), jnp.int32)
-        return opened, logits, jnp.concatenate([root, slots])
+        return opened, logits, slots
 
     def ahead_rows(self, task: Task) -> int:
         """Most nodes of a pass that are guessed, (A - 1) I."""
