@@ -431,32 +431,20 @@ def best(
     return sorted(rows, key=lambda row: -row.speedup)
 
 
-def levels_a_pass(rates: Sequence[float], ahead: int, width: int) -> float:
-    """Levels of a chain that a drafter's pass is expected to settle, with guesses.
-
-    The first level is the pass's own. Of each further one `width` tokens are guessed
-    below the likeliest so far; the level after it can only be right where the
-    likeliest was.
-
-    Args:
-      rates: how often a drafter's own token is among the first 1, 2, .. guesses.
-      ahead: levels that are guessed.
-      width: guesses of each.
-    """
-    first, any_ = rates[0], rates[min(width, len(rates)) - 1]
-    return 1 + any_ * sum(first**k for k in range(ahead))
-
-
 def staged_passes(
     depth: int, rates: Sequence[float], ahead: int, width: int = 1
 ) -> float:
     """Passes that a drafter needs for a chain of M = `depth` tokens, guesses helping.
 
-    As if each guess were right by itself as often as any: E(M) = 1 + sum_k P(k)
-    E(M - 1 - k), k being the guesses that a pass finds right.
+    The first level is a pass's own. Of each further one `width` tokens are guessed below
+    the likeliest so far, so that what follows another than the likeliest is not. As if
+    each guess were right by itself as often as any: E(M) = 1 + sum_k P(k) E(M - 1 - k),
+    k being the guesses that a pass finds right.
 
     Args:
-      rates, ahead, width: of `levels_a_pass`.
+      rates: how often a drafter's own token is among the first 1, 2, .. guesses.
+      ahead: levels that are guessed.
+      width: guesses of each.
     """
     first, any_ = rates[0], rates[min(width, len(rates)) - 1]
     chance = [0.0] * (ahead + 1)

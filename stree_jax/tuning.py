@@ -23,7 +23,7 @@ import numpy as np
 
 from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
-from stree_jax.cost import levels_a_pass
+from stree_jax.cost import staged_passes
 from stree_jax.models import Model, ModelConfig, weights_dtype
 from stree_jax.models.heads import heads_dtype
 from stree_jax.models.memory import size_of
@@ -47,6 +47,9 @@ SEGMENT_S = 0.04  # of one way in a round, about
 MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
+# Levels that a model drafts below its first when it is asked, or about that, and by how
+# much guessing them must promise to be faster.
+LEVELS, PROMISE = 3, 1.1
 SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
 
 log = logging.getLogger("stree_jax")
@@ -129,17 +132,18 @@ def stage_pays(spec: Spec, staged: Measured, alone: Measured) -> bool:
     assert isinstance(spec.drafter, AdaptiveDrafter)
     stage = spec.drafter.stage
     assert stage is not None
-    levels = levels_a_pass(stage.ngrams.rates, stage.ahead, stage.width)
-    gain = levels * alone.level / staged.level
+    asked = stage.ngrams.rates, stage.ahead, stage.width
+    levels = LEVELS / staged_passes(LEVELS, *asked)
+    pays = levels * alone.level > PROMISE * staged.level
     log.info(
         "n-grams %s for the drafter: %.2f ms a pass with guesses and %.2f without, "
         "%.2f levels a pass expected",
-        "guess" if gain > 1 else "do not guess",
+        "guess" if pays else "do not guess",
         1e3 * staged.level,
         1e3 * alone.level,
         levels,
     )
-    return gain > 1
+    return pays
 
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:

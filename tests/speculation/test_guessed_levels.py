@@ -11,7 +11,6 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, Staged, StepTimes, tuning
-from stree_jax.cost import levels_a_pass
 from stree_jax.generation import begin
 from stree_jax.speculation.best_first import (
     best_first,
@@ -175,12 +174,3 @@ def test_ngrams_guess_where_measured_steps_say_that_it_pays(
         patch.setattr(tuning, "_known", {})
         patch.setenv("STREE_JAX_CACHE", "off")
         assert tuning.timed(plan.spec, begun, spare=0).drafter.stage is None
-
-
-def test_levels_a_pass_against_arithmetic():
-    """One that the pass settles, and so many guessed ones as were right so far."""
-    rates = (0.5, 0.6, 0.8)
-    assert levels_a_pass(rates, 1, 1) == pytest.approx(1.5)
-    assert levels_a_pass(rates, 3, 1) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-    assert levels_a_pass(rates, 2, 3) == pytest.approx(1 + 0.8 + 0.5 * 0.8)
-    assert levels_a_pass(rates, 1, 9) == pytest.approx(1.8)  # as far as is known
