@@ -436,10 +436,10 @@ def staged_passes(
 ) -> float:
     """Passes that a drafter needs for a chain of M = `depth` tokens, guesses helping.
 
-    The first level is a pass's own. Of each further one `width` tokens are guessed below
-    the likeliest so far, so that what follows another than the likeliest is not. As if
-    each guess were right by itself as often as any: E(M) = 1 + sum_k P(k) E(M - 1 - k),
-    k being the guesses that a pass finds right.
+    The first level is a pass's own. Of each further one `width` tokens are guessed
+    below the likeliest so far, so that what follows another than the likeliest is not.
+    As if each guess were right by itself as often as any: E(M) = 1 + sum_k P(k)
+    E(M - 1 - k), k being the guesses that a pass finds right.
 
     Args:
       rates: how often a drafter's own token is among the first 1, 2, .. guesses.

@@ -176,7 +176,8 @@ class NGrams:
         most = task.tree.children + count
         asked = tail, draft, task.parents[node], task, most
         place = jnp.arange(count, dtype=jnp.int32)[None]
-        place = place + (place >= task.levels.rank[node][:, None])  # without its own
+        own = task.levels.rank[node][:, None]
+        place = place + (place >= own).astype(jnp.int32)  # without its own
         return jnp.take_along_axis(self._after(*asked), place[None], axis=2)
 
     def _after(
