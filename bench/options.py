@@ -150,7 +150,7 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     add(b, "--tree", str, "E", "that is drafted")
     add(b, "--ahead", int, (1, 2, 3), "levels that are guessed at a time", "+")
     add(b, "--width", int, (1,), "tokens of each node that are guessed", "+")
-    b.add_argument("--auto", action="store_true", help="tree auto, too")
+    b.add_argument("--auto", action="store_true", help="tree auto, too (default: none)")
     add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
     add(b, "--batch", int, 1, "prompts decoded together")
 

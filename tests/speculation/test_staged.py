@@ -49,10 +49,11 @@ class Oracle:
         return jnp.int32(0)
 
     def others(self, opened, draft, nodes, task, count):
-        """The last of them; those before are nonsense."""
+        """Of odd nodes the first of them, of even ones the last; others are nonsense."""
         here = self.beside[opened][:, jnp.minimum(nodes, draft.tokens.shape[1] - 1)]
-        wrong = jnp.zeros((*here.shape, count - 1), jnp.int32)
-        return jnp.concatenate([wrong, here[..., None]], axis=2)
+        place = jnp.where(nodes % 2 == 1, 0, count - 1)[None, :, None]
+        there = jnp.arange(count, dtype=jnp.int32)[None, None] == place
+        return jnp.where(there, here[..., None], 0)
 
     def commit(self, state, news):
         return state + 1
