@@ -49,7 +49,7 @@ class Oracle:
         return jnp.int32(0)
 
     def others(self, opened, draft, nodes, task, count):
-        """Of odd nodes the first of them, of even ones the last; others are nonsense."""
+        """Of odd nodes the first, of even ones the last; the rest are nonsense."""
         here = self.beside[opened][:, jnp.minimum(nodes, draft.tokens.shape[1] - 1)]
         place = jnp.where(nodes % 2 == 1, 0, count - 1)[None, :, None]
         there = jnp.arange(count, dtype=jnp.int32)[None, None] == place
