@@ -55,6 +55,8 @@ def measure_benchmark(args: argparse.Namespace) -> dict[str, Any]:
                 staged.Options(
                     tree=args.tree,
                     aheads=tuple(args.ahead),
+                    widths=tuple(args.width),
+                    auto=args.auto,
                     temperatures=tuple(args.temperatures),
                     top_k=args.top_k,
                     max_new_tokens=args.max_new_tokens,

@@ -84,7 +84,7 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "
         "pruned:4x4x32, beam:WxD or parents:0,0,1, with heads sparse:N; default: auto, "
-        "with n-grams or mtp E",
+        "with n-grams alone or mtp E",
     )
 
 
@@ -149,6 +149,8 @@ def add_bench_parsers(parser: argparse.ArgumentParser) -> None:
     b.add_argument("--ngrams", required=True, metavar="FILE", help=table)
     add(b, "--tree", str, "E", "that is drafted")
     add(b, "--ahead", int, (1, 2, 3), "levels that are guessed at a time", "+")
+    add(b, "--width", int, (1,), "tokens of each node that are guessed", "+")
+    b.add_argument("--auto", action="store_true", help="tree auto, too (default: none)")
     add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
     add(b, "--batch", int, 1, "prompts decoded together")
 

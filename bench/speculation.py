@@ -54,7 +54,7 @@ class Arm:
       rule: a name; None: the default.
       drafting: who drafts: the model, "lookup", n-grams or heads alone, or n-grams for
         the model ("staged").
-      ahead: levels that they guess for it.
+      ahead, width: levels that they guess for it, and tokens of a node.
       heads: how many of them, the first; 0: all.
       verify: how trees are verified, see `stree_jax.speculation.step`.
     """
@@ -64,6 +64,7 @@ class Arm:
     rule: str | None = None
     drafting: Literal["model", "lookup", "ngrams", "staged", "heads"] = "model"
     ahead: int = 0
+    width: int = 1
     heads: int = 0
     verify: Verify = packed
 
@@ -136,7 +137,7 @@ class Workload:
                     return self.heads
                 return first_heads(self.heads, arm.heads)
             case "staged":
-                return Staged(self.drafter, self.ngrams, arm.ahead)
+                return Staged(self.drafter, self.ngrams, arm.ahead, arm.width)
             case _:
                 return self.drafter
 
@@ -195,6 +196,7 @@ def decode_once(
     spec = plan.spec
     if isinstance(spec.policy, AdaptivePolicy):
         spec = tuning.timed(spec, decoding)
+        plan = replace(plan, spec=spec)  # whose n-grams guess, or not
     decoding = loop.advance_jit(
         spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )
@@ -351,7 +353,8 @@ def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
     """One arm a tree and way to verify."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
-        kept.setdefault((arm.tree, arm.drafting, arm.ahead, arm.verify), arm)
+        way = arm.tree, arm.drafting, arm.ahead, arm.width, arm.verify
+        kept.setdefault(way, arm)
     return tuple(kept.values())
 
 

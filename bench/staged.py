@@ -1,13 +1,15 @@
 """Staged speculation (Spector and Re 2023): traffic, speed, and a text by its origins.
 
 Arms decode with a fixed tree: the drafter alone, n-grams guessing 1, 2, .. levels for
-it, and n-grams alone. The drafts of the first two are the same, token for token.
+it, one or more tokens of each node, and n-grams alone. The drafts of the first two are
+the same, token for token. With `auto`, tree "auto" decodes, too, with and without them.
 """
 
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,7 +33,7 @@ from stree_jax.bench.speculation import (
 )
 from stree_jax.bench.tables import shown, table
 from stree_jax.checkpoint import Model
-from stree_jax.cost import MeasuredTime, staged_gain
+from stree_jax.cost import MeasuredTime, staged_gain, staged_passes
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.speculation.draft import ORIGINS
 from stree_jax.speculation.ngrams import NGrams, likeliest
@@ -50,6 +52,8 @@ class Options:
     Attributes:
       tree: a name, as `generate` takes it.
       aheads: levels that n-grams guess, an arm each.
+      widths: tokens that they guess of a node, arms of each number of levels.
+      auto: whether tree "auto" is an arm, with n-grams and without.
       temperatures: of sampling; 0 is greedy.
       top_k: of sampling; 0: off.
       max_new_tokens, batch: see `Workload`.
@@ -57,6 +61,8 @@ class Options:
 
     tree: str
     aheads: tuple[int, ...]
+    widths: tuple[int, ...]
+    auto: bool
     temperatures: tuple[float, ...]
     top_k: int
     max_new_tokens: int
@@ -81,11 +87,7 @@ def measure_staged(
         raise ValueError(
             f"--tree: want a fixed one of at least two levels, got {options.tree!r}"
         )
-    arms = [Arm(PLAIN, None), Arm(SPECULATIVE, options.tree)]
-    for ahead in options.aheads:
-        name = f"staged, {ahead} ahead"
-        arms.append(Arm(name, options.tree, drafting="staged", ahead=ahead))
-    arms.append(Arm(NGRAMS_ALONE, options.tree, drafting="ngrams"))
+    arms = arms_of(options)
     work = workload(
         target, drafter, arms, prompts, options.max_new_tokens, options.batch
     )
@@ -94,19 +96,45 @@ def measure_staged(
     told = decode_once(work, arms[2], texts, 0.0)  # options that are wrong end here
     report = measure_arms("staged", {"": work}, prompts, options.temperatures, run)
     report |= {"tree": options.tree, "top_k": options.top_k}
-    report["aheads"] = list(options.aheads)
+    report["guesses"] = {
+        arm.name: [arm.ahead, arm.width] for arm in arms if arm.drafting == "staged"
+    }
+    report["rates"] = list(ngrams.rates)
     report["lookup_us"] = time_lookups(ngrams, tree)
-    report["drafter_pass_ms"] = time_passes(drafter, tree, max(options.aheads))
+    ways = [(arm.ahead, arm.width) for arm in arms if arm.drafting == "staged"]
+    report["drafter_pass_ms"] = time_passes(drafter, tree, ways)
     report["text"] = text_of(target, texts[0], told)
     report["results"] = with_stages(report, tree)
     return report
 
 
-def time_passes(drafter: Model, tree: Tree, ahead: int) -> dict[str, float]:
-    """Milliseconds of the drafter's passes, by rows."""
-    sizes = sorted({1, tree.inner, *(n * tree.inner for n in range(1, ahead + 2))})
-    sizes.append(1 + ahead * tree.inner)
-    cases = [Case(n, "packed") for n in sorted(set(sizes))]
+def arms_of(options: Options) -> list[Arm]:
+    """Plain decoding, the drafter alone, with n-grams, and these alone."""
+    arms = [Arm(PLAIN, None), Arm(SPECULATIVE, options.tree)]
+    for ahead, width in product(options.aheads, options.widths):
+        name = f"staged, {ahead} ahead" + (f" x {width}" if width > 1 else "")
+        arm = Arm(name, options.tree, drafting="staged", ahead=ahead, width=width)
+        arms.append(arm)
+    if options.auto:
+        arms.append(Arm("auto", "auto"))
+        ahead = max(options.aheads)
+        arms.append(Arm("auto, staged", "auto", drafting="staged", ahead=ahead))
+    return [*arms, Arm(NGRAMS_ALONE, options.tree, drafting="ngrams")]
+
+
+def time_passes(
+    drafter: Model, tree: Tree, ways: Sequence[tuple[int, int]]
+) -> dict[str, float]:
+    """Milliseconds of the drafter's passes, by rows.
+
+    Args:
+      ways: of guessing, levels and tokens of a node.
+    """
+    sizes = {1, tree.inner}
+    for ahead, width in ways:
+        guessed = ahead * width * tree.inner
+        sizes |= {1 + guessed, tree.inner + guessed}
+    cases = [Case(n, "packed") for n in sorted(sizes)]
     timed = time_cases([compile_case(drafter, case, PASSES) for case in cases], 5)
     return {str(row["nodes"]): 1e3 * median(row["seconds"]) for row in timed}
 
@@ -171,9 +199,15 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
             "speedups": [
                 a / b for a, b in zip(rates(cells), rates(plain), strict=True)
             ],
+            "passes_predicted": None,
             "predicted": None,
         }
         if row["arm"].startswith("staged"):
+            ahead, width = report["guesses"][row["arm"]]
+            passes = drafter / calls
+            if tree.inner == 1:  # by the n-grams' rates, and not by this run
+                passes = staged_passes(tree.depth, report["rates"], ahead, width)
+                more["passes_predicted"] = passes
             step = median(
                 median(c["seconds"]) / max(c["traffic"][0]["passes"], 1) for c in base
             )
@@ -182,8 +216,9 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
                 seconds,
                 depth=tree.depth,
                 inner=tree.inner,
-                ahead=int(row["arm"].split()[1]),
-                passes=drafter / calls,
+                ahead=ahead,
+                passes=passes,
+                width=width,
                 lookup_s=1e-6 * report["lookup_us"],
             )
         rows.append(row | more)
@@ -209,14 +244,16 @@ def bytes_a_token(cells: Sequence[dict[str, Any]], caches: bool) -> float:
 
 def staged_table(report: dict[str, Any]) -> str:
     """Tables 1 and 2 of the paper in one, and what the cost model says."""
-    head = ["set", "mode", "arm", "tau", "drafter passes a call", "bytes a token"]
+    head = ["set", "mode", "arm", "tau", "drafter passes a call", "predicted"]
+    head += ["bytes a token"]
     head += ["without caches", "tokens/s", "over plain (quartiles)", "1 / bytes"]
     head += ["over speculative", "predicted", "equal"]
     rows = []
     for row in report["results"]:
         s, equal = row["speedup"], row["equal_to_plain"]
         cells = [row["set"], mode_of(row, report), row["arm"], f"{row['tau']:.2f}"]
-        cells += [f"{row['passes_per_call']:.2f}", f"{row['traffic']:.2f}"]
+        cells += [f"{row['passes_per_call']:.2f}"]
+        cells += [shown(row["passes_predicted"], ".2f"), f"{row['traffic']:.2f}"]
         cells += [f"{row['traffic_without_caches']:.2f}", f"{row['tokens_per_s']:.0f}"]
         cells += [f"{s['median']:.2f} ({s['low']:.2f}..{s['high']:.2f})"]
         cells += [f"{1 / row['traffic']:.2f}", f"{row['over_speculative']:.2f}"]
@@ -226,7 +263,9 @@ def staged_table(report: dict[str, Any]) -> str:
     ways = ", ".join(f"{n}: {t:.3f}" for n, t in report["drafter_pass_ms"].items())
     notes = f"Tree {report['tree']}. Bytes are plain decoding's = 1. A drafter's pass "
     notes += f"takes, in ms by rows, {ways}; guessing a level {report['lookup_us']:.1f}"
-    return f"{table(head, rows)}\n\n{notes} us."
+    rates = ", ".join(f"{rate:.2f}" for rate in report["rates"][:4])
+    notes += " us. The drafter's token is among the n-grams' first 1, 2, .. guesses in "
+    return f"{table(head, rows)}\n\n{notes}{rates} of all places."
 
 
 def mode_of(row: dict[str, Any], report: dict[str, Any]) -> str:

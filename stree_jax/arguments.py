@@ -87,6 +87,9 @@ def check_drafter(target: Model, drafter: Any) -> None:
                 )
             check_drafter(target, guesser)
             integer("ahead", drafter.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
+            integer("width", drafter.width, 1, 16, "1..16 guesses of a node")
+            if drafter.width > 1 and not isinstance(guesser, NGrams):
+                raise ValueError("width: only n-grams guess more than one token a node")
         return
     if isinstance(drafter, NGrams):
         _check_vocabulary(target, "n-grams", drafter.num_tokens)

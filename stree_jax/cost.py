@@ -431,6 +431,34 @@ def best(
     return sorted(rows, key=lambda row: -row.speedup)
 
 
+def staged_passes(
+    depth: int, rates: Sequence[float], ahead: int, width: int = 1
+) -> float:
+    """Passes that a drafter needs for a chain of M = `depth` tokens, guesses helping.
+
+    The first level is a pass's own. Of each further one `width` tokens are guessed
+    below the likeliest so far, so that what follows another than the likeliest is not.
+    As if each guess were right by itself as often as any: E(M) = 1 + sum_k P(k)
+    E(M - 1 - k), k being the guesses that a pass finds right.
+
+    Args:
+      rates: how often a drafter's own token is among the first 1, 2, .. guesses.
+      ahead: levels that are guessed.
+      width: guesses of each.
+    """
+    first, any_ = rates[0], rates[min(width, len(rates)) - 1]
+    chance = [0.0] * (ahead + 1)
+    for j in range(ahead):  # after j of the likeliest: none of the next, or another
+        chance[j] += first**j * (1 - any_)
+        chance[j + 1] += first**j * (any_ - first)
+    chance[ahead] += first**ahead
+    expected = [0.0]
+    for levels in range(1, depth + 1):
+        after = (p * expected[max(levels - 1 - k, 0)] for k, p in enumerate(chance))
+        expected.append(1 + sum(after))
+    return expected[depth]
+
+
 def staged_gain(
     step_s: float,
     seconds: Seconds,
@@ -439,13 +467,15 @@ def staged_gain(
     inner: int,
     ahead: int,
     passes: float,
+    width: int = 1,
     lookup_s: float = 0.0,
 ) -> float:
     """How much faster steps are when n-grams guess for the drafter; below 1: slower.
 
     Alone, a drafter takes a pass of I rows for each of a tree's M - 1 levels below the
-    first; with guesses, `passes` - 1 of A I rows, and the pass that reads the text has
-    A - 1 levels more. So it pays where a pass keeps more levels than t(A I) / t(I).
+    first; with guesses, `passes` - 1 of R = (1 + (A - 1) m) I rows, and the pass that
+    reads the text has the guesses more. So it pays where a pass keeps more levels than
+    t(R) / t(I).
 
     Args:
       step_s: seconds of a step without guesses.
@@ -454,6 +484,7 @@ def staged_gain(
       inner: I, the most nodes of a level that have children.
       ahead: A - 1, levels that are guessed.
       passes: of the drafter a step, with guesses, the reading of text included.
+      width: m, guesses of a node.
       lookup_s: seconds of guessing one level.
 
     Raises:
@@ -461,8 +492,9 @@ def staged_gain(
     """
     if passes < 1:
         raise ValueError(f"passes: want at least 1 a step, got {passes}")
-    rows = (1 + ahead) * inner
+    rows = (1 + ahead * width) * inner
     alone = (depth - 1) * seconds(inner)
-    reading = seconds(1 + ahead * inner) - seconds(1)
-    staged = (passes - 1) * seconds(rows) + reading + passes * ahead * lookup_s
+    reading = seconds(1 + ahead * width * inner) - seconds(1)
+    lookups = passes * ahead * (1 if width == 1 else 2)
+    staged = (passes - 1) * seconds(rows) + reading + lookups * lookup_s
     return step_s / (step_s - alone + staged)

@@ -14,6 +14,7 @@ from stree_jax.speculation.adaptive_policy import StepTimes
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.specs import LOOKUP, MTP, make_spec, picked_tree
+from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     MAX_NODES,
@@ -71,7 +72,8 @@ def tree_for(
 ) -> Topology:
     """The tree of this name; None: what suits the drafter and the rule.
 
-    That is "auto" for models, heads and lookup, unless the rule wants a fixed tree;
+    That is "auto" for models, with or without n-grams that guess for them, for heads
+    and for lookup, unless the rule wants a fixed tree;
     else the sparse one of `usual_nodes` for heads, and `DEFAULT_TREE` for others.
     "sparse:N" is the best tree of N nodes by the accuracies that came with heads.
     """
@@ -85,7 +87,9 @@ def tree_for(
     fixed = resolve_tree(DEFAULT_TREE)
     if isinstance(drafter, Heads):
         fixed = sparse_tree(drafter, usual_nodes(drafter))
-    if not isinstance(drafter, models.Model | Heads | str) or drafter == MTP:
+    by_itself = isinstance(drafter, models.Model | Heads | str) and drafter != MTP
+    guessed = isinstance(drafter, Staged) and isinstance(drafter.guesser, NGrams)
+    if not (by_itself or guessed):
         return fixed
     try:
         resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())

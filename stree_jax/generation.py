@@ -44,6 +44,7 @@ from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import FOREVER, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
 from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.tree import (
     Auto,
     Topology,
@@ -201,8 +202,8 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         alone; or any `Drafter`.
       tree: "auto" (default: which nodes, and how many, is chosen at every step; none
         where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
-        default with n-grams and "mtp"; "chain:4", "binary:4", "beam:3x4"; with heads
-        "sparse:16" or "cartesian:4x2x2") or parents.
+        default with n-grams alone and "mtp"; "chain:4", "binary:4", "beam:3x4"; with
+        heads "sparse:16" or "cartesian:4x2x2") or parents.
       times: of steps, for tree "auto"; None: measured when first needed, and kept in
         the cache folder, see `stree_jax.tune`.
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
@@ -260,7 +261,7 @@ def stream(
 
 def tune(
     model: Model,
-    drafter: models.Model | Heads | str = LOOKUP,
+    drafter: models.Model | Heads | Staged | str = LOOKUP,
     *,
     tree: Auto | str = "auto",
     batch: int = 1,
@@ -270,7 +271,8 @@ def tune(
     """What steps of tree "auto" take on this machine: measured now, and kept.
 
     `generate` does this by itself when it first needs to; a jitted pipeline hands
-    `tune(...).on_device()` to `generate_tokens`.
+    `tune(...).on_device()` to `generate_tokens`. Of a `Staged` the times are those with
+    guesses; steps without are measured, too, and which pay is logged.
 
     Args:
       model, drafter, tree: as of `generate`.
@@ -294,7 +296,11 @@ def tune(
         sampling=Sampling(temperature=1.0) if sampled else None,
         capacity=context,
     )
-    return tuning.measured_anew(plan.spec, decoding)
+    times = tuning.measured_anew(plan.spec, decoding)
+    alone = tuning.without_stage(plan.spec)
+    if alone is not plan.spec:
+        tuning.stage_pays(plan.spec, times, tuning.measured_anew(alone, decoding))
+    return times
 
 
 def _show_options(function: Any, *more: inspect.Parameter) -> None:

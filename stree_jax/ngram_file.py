@@ -5,6 +5,7 @@ import json
 import math
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.speculation.ngrams import WAYS, NGrams, Table
+from stree_jax.speculation.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
 
 FORMAT, VERSION = "stree-jax-ngrams", 1
 MOST_HEADER = 2**20  # bytes
@@ -37,6 +38,7 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "version": str(VERSION),
         "temperature": repr(float(ngrams.temperature)),
+        "rates": json.dumps(ngrams.rates),
     }
     body = save(tensors, facts)
     facts["sha256"] = _digest(*_split(dst, body))
@@ -103,9 +105,22 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     try:
         tensors = load(body)
         temperature = float(facts["temperature"])
+        rates = _rates(facts.get("rates"))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a table ({error})") from error
-    return _checked(path, tensors, temperature)
+    return replace(_checked(path, tensors, temperature), rates=rates)
+
+
+def _rates(text: str | None) -> tuple[float, ...]:
+    """Of a file; older ones have none. Raises TypeError or ValueError for no rates."""
+    if text is None:
+        return ASSUMED_RATES
+    rates = tuple(float(rate) for rate in json.loads(text))
+    if not rates or not all(
+        0 <= a <= b <= 1 for a, b in zip(rates, (*rates[1:], 1.0), strict=True)
+    ):
+        raise ValueError(f"rates: want growing numbers in 0..1, got {text:.80}")
+    return rates
 
 
 def _foreign(path: Path) -> CheckpointError:

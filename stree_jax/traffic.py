@@ -95,6 +95,7 @@ class Drafting:
       state: a model's.
       passes: [B] int32, of the model, or of the one that asks the table.
       levels: that the table guesses for each of them.
+      contexts: that it looks up for a level; None: the inner nodes of a fixed tree.
     """
 
     stage: str
@@ -102,6 +103,7 @@ class Drafting:
     state: State | None
     passes: Any
     levels: int = 0
+    contexts: int | None = None
 
 
 def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
@@ -111,15 +113,21 @@ def drafting_stages(drafter: Any, drafting: Any) -> list[Drafting]:
     if isinstance(drafting, Looking) and isinstance(drafting.reading, LastHidden):
         return [Drafting("heads", drafter.model, None, drafting.passes)]
     if isinstance(drafting, Looking) and isinstance(drafting.reading, State):
-        return [Drafting("drafter", drafter.model, drafting.reading, drafting.passes)]
+        own = Drafting("drafter", drafter.model, drafting.reading, drafting.passes)
+        stage = drafter.stage
+        if stage is None:
+            return [own]
+        contexts = drafter.width + (stage.ahead - 1) * stage.width
+        table = Drafting("n-gram", stage.ngrams, None, drafting.guessing, 1, contexts)
+        return [own, table]
     if isinstance(drafting, LastHidden):
         return [Drafting("heads", drafter, None, drafting.passes)]
     if not isinstance(drafting, StagedState):
         return []
     own, *_ = drafting_stages(drafter, drafting.reading)
     if isinstance(drafter.guesser, NGrams):
-        table = Drafting("n-gram", drafter.guesser, None, own.passes, drafter.ahead)
-        return [own, table]
+        each = drafter.ahead * (1 if drafter.width == 1 else 2)  # others, apart
+        return [own, Drafting("n-gram", drafter.guesser, None, own.passes, each)]
     inner = drafting_stages(drafter.guesser, drafting.inner)
     return [own, *(replace(d, stage=f"inner {d.stage}") for d in inner)]
 
@@ -140,7 +148,11 @@ def traffic_of(
         if isinstance(d.who, MedusaDrafter):
             stages.append(_heads(d.who, passes, spec))
         elif isinstance(d.who, NGrams):
-            stages.append(_lookups(d.who, passes * d.levels, spec))
+            contexts = d.contexts
+            if contexts is None:
+                (tree,) = spec.policy.menu
+                contexts = getattr(tree, "inner", 1)
+            stages.append(_lookups(d.who, passes * d.levels * contexts))
         elif d.state is not None:
             commits = min(calls, passes)
             stages.append(of_passes(d.stage, d.who, d.state, passes, commits))
@@ -162,10 +174,8 @@ def heads_read(heads: Heads, count: int) -> int:
     return size_of(first)
 
 
-def _lookups(ngrams: NGrams, levels: int, spec: Spec) -> Traffic:
-    """Of guessing so many levels: a lookup for each inner node and context length."""
-    (tree,) = spec.policy.menu
-    count = levels * getattr(tree, "inner", 1)
+def _lookups(ngrams: NGrams, count: int) -> Traffic:
+    """Of looking up so many contexts, each in the tables of all lengths."""
     K = ngrams.common.shape[0]
     bytes_ = sum(4 * (WAYS * t.contexts.shape[1] + 2 * K + 1) for t in ngrams.tables)
     return Traffic("n-gram", count, count * bytes_, 0, 0)

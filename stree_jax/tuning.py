@@ -23,6 +23,7 @@ import numpy as np
 
 from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
+from stree_jax.cost import staged_passes
 from stree_jax.models import Model, ModelConfig, weights_dtype
 from stree_jax.models.heads import heads_dtype
 from stree_jax.models.memory import size_of
@@ -33,6 +34,7 @@ from stree_jax.speculation.adaptive_policy import (
     forced,
 )
 from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.guessed_levels import Stage
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
@@ -45,6 +47,9 @@ SEGMENT_S = 0.04  # of one way in a round, about
 MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
+# Levels that a model drafts below its first when it is asked, or about that, and by how
+# much guessing them must promise to be faster.
+LEVELS, PROMISE = 3, 1.1
 SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
 
 log = logging.getLogger("stree_jax")
@@ -57,7 +62,7 @@ class Measured:
     Attributes:
       by_size: of a step by the nodes of its tree, without a drafting model.
       draft: of a drafting model's first level more; 0 without a model.
-      level: of each level more.
+      level: of each level more; where n-grams guess, of each pass more.
     """
 
     by_size: dict[int, float]
@@ -85,23 +90,60 @@ def with_times(spec: Spec, times: StepTimes) -> Spec:
 def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
     """`spec` with this machine's times, known or measured on copies of `decoding`.
 
-    Where there is no memory for a copy, and among several processes, the times that
-    were assumed stay.
+    N-grams that guess for its model stay where that pays. Where there is no memory for
+    a copy, and among several processes, the times that were assumed stay, and nobody
+    guesses.
 
     Args:
       spare: bytes that there are for a copy; None: as many as there are.
     """
+    alone = without_stage(spec)
     if jax.process_count() > 1:  # each of which would measure something else
-        return spec
+        return alone
     fits = spare is None or size_of(decoding) <= spare
+    ways = [spec] if alone is spec else [spec, alone]
     try:
-        if fits or known(spec, decoding) is not None:
-            return with_times(spec, times_of(spec, decoding).on_device())
+        if fits or all(known(way, decoding) is not None for way in ways):
+            times = [times_of(way, decoding) for way in ways]
+            if alone is not spec and not stage_pays(spec, *times):
+                spec, times = alone, times[1:]
+            return with_times(spec, times[0].on_device())
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
     log.warning("no memory to measure steps in; they are assumed")
-    return spec
+    return alone
+
+
+def without_stage(spec: Spec) -> Spec:
+    """The same decoding, with nobody who guesses for the drafting model."""
+    drafter = spec.drafter
+    if not isinstance(drafter, AdaptiveDrafter) or drafter.stage is None:
+        return spec
+    return replace(spec, drafter=replace(drafter, stage=None))
+
+
+def stage_pays(spec: Spec, staged: Measured, alone: Measured) -> bool:
+    """Whether a model's levels take less time where n-grams guess them; it is logged.
+
+    A pass that reads guesses takes longer, and is one for as many levels as the
+    n-grams' rate promises.
+    """
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    stage = spec.drafter.stage
+    assert stage is not None
+    asked = stage.ngrams.rates, stage.ahead, stage.width
+    levels = LEVELS / staged_passes(LEVELS, *asked)
+    pays = levels * alone.level > PROMISE * staged.level
+    log.info(
+        "n-grams %s for the drafter: %.2f ms a pass with guesses and %.2f without, "
+        "%.2f levels a pass expected",
+        "guess" if pays else "do not guess",
+        1e3 * staged.level,
+        1e3 * alone.level,
+        levels,
+    )
+    return pays
 
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:
@@ -148,6 +190,7 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
         # Attention goes over all of a cache; the text that is looked up is as long.
         f"room {max(room, SMALL_ROOM).bit_length()}",
         *([] if target.mesh is None else [f"mesh {dict(target.mesh.shape)}"]),
+        *([] if drafter.stage is None else [_stage(drafter.stage)]),
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     shape = f"{facts[6]}, {facts[7]}, {weights_dtype(target.params)}"
@@ -159,6 +202,11 @@ def _model(model: Model | MedusaDrafter) -> str:
         c = replace(model.heads.config, accuracy=())
         return f"{c} {heads_dtype(model.heads.params)}"
     return f"{_config(model.config)} {weights_dtype(model.params)}"
+
+
+def _stage(stage: Stage) -> str:
+    """Of the n-grams, how they are asked; what they say does not change a pass."""
+    return f"{stage.ngrams}, {stage.ahead} x {stage.width} guesses"
 
 
 @cache

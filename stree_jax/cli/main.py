@@ -380,14 +380,13 @@ def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
     from stree_jax.speculation.ngrams import NGrams
-    from stree_jax.speculation.staged_drafter import Staged
 
     pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead
     target, drafter = load_pair(*pair, mesh_asked(args))
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")
-    if isinstance(drafter, NGrams | Staged):
-        raise ValueError("--ngrams: they fill fixed trees; only tree auto is tuned")
+    if isinstance(drafter, NGrams):
+        raise ValueError("--drafter: n-grams alone fill fixed trees; auto is tuned")
     times = tune(
         target,
         drafter,
@@ -400,5 +399,5 @@ def run_tune(args: argparse.Namespace) -> None:
         print(f"a tree of {size} nodes: {1e3 * seconds:.3f} ms a step")
     if times.draft:
         print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
-        print(f"each level more: {1e3 * times.level:.3f} ms")
+        print(f"each pass for more levels: {1e3 * times.level:.3f} ms")
     print(f"CPU kernels: {cpu_kernels.describe()}")

@@ -298,6 +298,10 @@ def figures(
     several = {"samples": samples} if len(samples) > 1 else samples[0]
     return {
         **several,
+        "traffic": [
+            {"stage": t.stage, "passes": t.passes, "bytes": t.total()}
+            for t in result.traffic
+        ],
         "tokens_per_s": tokens_per_s(result, before),
         "prefill_s": result.prefill_s,
         "decode_s": result.decode_s,
@@ -415,7 +419,9 @@ def explained(tokenizer: "Tokenizer", result: Generation, colours: bool) -> str:
     usual = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
     there = sorted(usual | set(origins))
     names = ", ".join(mark(ORIGINS[o], ORIGINS[o], colours) for o in there)
-    return f"{marked}\n[by {names}]"
+    passes = ", ".join(f"{stage.stage} {stage.passes}" for stage in result.traffic)
+    stages = f"\n[passes and lookups: {passes}]" if len(result.traffic) > 2 else ""
+    return f"{marked}\n[by {names}]{stages}"
 
 
 def mark(text: str, origin: str, colours: bool) -> str:

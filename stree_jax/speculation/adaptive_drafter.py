@@ -8,6 +8,7 @@ Letters: B rows, W nodes of a model's level, M its most levels.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from stree_jax.models import Model, State, read_text
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.best_first import (
-    GoOn,
+    Grown,
+    Guesser,
+    Worth,
     best_first,
     by_depth,
     by_model,
@@ -26,6 +29,7 @@ from stree_jax.speculation.best_first import (
 )
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.guessed_levels import Stage, by_stage, goes_on, room_ahead
 from stree_jax.speculation.lookup import (
     History,
     add_to_history,
@@ -56,12 +60,14 @@ class Looking:
       reading: the model's state, behind the text or after all of it; the heads'; None:
         lookup alone.
       passes: [B] int32, of the model or the heads since the prompts were read.
+      guessing: [B] int32, those of them that read guesses of a stage, too.
       draft: the largest tree; the next one is its first nodes.
     """
 
     history: History
     reading: State | LastHidden | None
     passes: jax.Array
+    guessing: jax.Array
     draft: Draft
 
 
@@ -74,12 +80,14 @@ class AdaptiveDrafter:
         one whose levels cost nothing after the first.
       width, depth: W and M, of the model's levels.
       largest: tree that is asked for; a looked-up continuation is as deep.
+      stage: guesses the model's levels, so that some need no pass; None: nobody does.
     """
 
     model: Model | MedusaDrafter | None
     width: int = struct.field(pytree_node=False, default=3)
     depth: int = struct.field(pytree_node=False, default=8)
     largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
+    stage: Stage | None = None
 
     def init(self, prompts: Prompts, past: DraftState | None) -> Looking:
         reading: State | LastHidden | None = None
@@ -93,6 +101,7 @@ class AdaptiveDrafter:
             history=begin_history(prompts),
             reading=reading,
             passes=jnp.zeros_like(prompts.lengths),
+            guessing=jnp.zeros_like(prompts.lengths),
             draft=no_tree(prompts.lengths.shape[0], self.largest),
         )
 
@@ -117,16 +126,20 @@ class AdaptiveDrafter:
         dist: Distribution,
         rule: Rule,
         probability: jax.Array,
-        go_on: GoOn,
+        worth: Worth,
     ) -> tuple[Looking, Pool, jax.Array, jax.Array]:
         """The model's candidates, in the room that `look` left.
 
         Returns:
-          the state; the pool; how many levels the model has drafted, [] int32; their
-          nodes' values [B, M, W].
+          the state; the pool; how many passes the model's levels took, [] int32, that
+          which read the text included; their nodes' values [B, M, W].
         """
         batch, shape = root.shape[0], (self.width, self.depth)
         reading = state.reading
+
+        def go_on(grown: Grown) -> jax.Array:
+            return worth(grown.levels, grown.frontier.value)
+
         if isinstance(self.model, MedusaDrafter):
             assert isinstance(reading, LastHidden)
             logits, passes = self.model.logits(reading, self.depth), jnp.int32(1)
@@ -139,14 +152,44 @@ class AdaptiveDrafter:
             at_root, reading, passes = catch_up(*asked)
             guesser = by_model(self.model, reading, at_root)
             start = nothing_grown(self.model, batch, *shape)
-        own, levels = best_first(guesser, root, dist, rule, probability, start, go_on)
+            if self.stage is not None:
+                go_on = partial(goes_on, worth)
+                guesser, start = self._through_stage(
+                    state, at_root, reading, dist, rule, worth
+                )
+        grown = best_first(guesser, root, dist, rule, probability, start, go_on)
+        own, more = grown.pool, jnp.int32(0)
         if isinstance(self.model, Model):
-            passes = passes + levels - 1  # the root was read with the text
+            more = grown.passes - 1  # the root was read with the text
         count = pool.tokens.shape[1] - own.tokens.shape[1]
         found = jax.tree.map(lambda x: x[:, :count], pool)
         values = own.value.reshape(-1, self.depth, self.width)
-        state = replace(state, reading=reading, passes=state.passes + passes)
-        return state, merged(found, own), levels, values
+        state = replace(state, reading=reading, passes=state.passes + passes + more)
+        if self.stage is not None:
+            state = replace(state, guessing=state.guessing + more)
+        return state, merged(found, own), grown.passes, values
+
+    def _through_stage(
+        self,
+        state: Looking,
+        at_root: jax.Array,
+        reading: State,
+        dist: Distribution,
+        rule: Rule,
+        worth: Worth,
+    ) -> tuple[Guesser, Grown]:
+        """The model with its stage, and where both begin.
+
+        Args:
+          at_root: [B, 1, d] float32, of the model; `reading` is its state then.
+        """
+        assert isinstance(self.model, Model) and self.stage is not None
+        text = state.history.tokens, state.history.length
+        asked = self.stage, text, dist, rule, worth
+        guesser = by_stage(self.model, reading, at_root, *asked)
+        batch, room = at_root.shape[0], self.stage.room
+        start = nothing_grown(self.model, batch, self.width, self.depth, room)
+        return guesser, replace(start, ahead=room_ahead(self.model, batch, self.stage))
 
     def propose(
         self,

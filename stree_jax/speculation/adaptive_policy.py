@@ -43,7 +43,7 @@ class StepTimes:
     Attributes:
       verify: [K] float32, a step by the nodes of its tree, without a drafting model.
       draft: [] float32, of a model's first level, the reading of new text included.
-      level: [] float32, of each level more.
+      level: [] float32, of each pass for levels more.
     """
 
     verify: jax.Array
@@ -216,13 +216,14 @@ class AdaptivePolicy:
         rows = max(self.tree.size - self.tree.sizes[1], 1)
         slope = (times.verify[-1] - times.verify[1]) / rows
 
-        def worth(levels: jax.Array, frontier: jax.Array) -> jax.Array:
+        def worth(
+            levels: jax.Array, frontier: jax.Array, passes: float = 1.0, /
+        ) -> jax.Array:
             value = frontier * running[:, None]
             added = jnp.maximum(value * learnt.growth - rate * slope, 0.0)
             added = self._of_rows(added.sum(axis=1))
-            return jnp.where(
-                force.size == FREE, added > rate * times.level, levels < force.levels
-            )
+            dear = rate * times.level * passes
+            return jnp.where(force.size == FREE, added > dear, levels < force.levels)
 
         def once(carry: tuple) -> tuple:
             _, looking, pool, *_ = carry
@@ -232,9 +233,9 @@ class AdaptivePolicy:
         shape = root.shape[0], drafter.depth, drafter.width
         nothing = jnp.int32(0), jnp.zeros(shape, jnp.float32)
         start = wanted, looking, pool, *nothing
-        _, looking, pool, levels, values = lax.while_loop(lambda c: c[0], once, start)
-        more = jnp.maximum(levels - 1, 0).astype(jnp.float32)
-        spent = jnp.where(levels > 0, times.draft + more * times.level, 0.0)
+        _, looking, pool, passes, values = lax.while_loop(lambda c: c[0], once, start)
+        more = jnp.maximum(passes - 1, 0).astype(jnp.float32)
+        spent = jnp.where(passes > 0, times.draft + more * times.level, 0.0)
         learnt = self._note_model(learnt, values, running, spent)
         return learnt, looking, pool, spent
 

@@ -9,6 +9,7 @@ V tokens of the vocabulary, d width of hidden states, K taps of a convolution.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,20 @@ from stree_jax.speculation.calibration import model_kind
 from stree_jax.speculation.lookup import History
 from stree_jax.speculation.pool import Pool, no_candidates, path_powers
 
-GoOn = Callable[[jax.Array, jax.Array], jax.Array]
-"""Whether another level is worth it: from the levels there are, [] int32, and the
-values [B, W] of the last one's nodes; bool []."""
+
+class Worth(Protocol):
+    """Whether another level is worth it."""
+
+    def __call__(
+        self, levels: jax.Array, value: jax.Array, passes: float = 1.0, /
+    ) -> jax.Array:
+        """Bool [], from the levels there are, [] int32.
+
+        Args:
+          value: [B, W] float32, of the last level's nodes that it would go on from.
+          passes: of the model that it takes.
+        """
+        ...
 
 
 def catch_up(
@@ -78,6 +90,9 @@ class Grown:
       records: of the candidates, of the model.
       frontier: the last level, or the root.
       levels: [] int32, how many there are.
+      passes: [] int32, that they took; of the root, that which read the text.
+      ahead: what was read below the frontier of the last pass, if a stage guesses;
+        `nodes` and `records` have room for it behind the candidates.
     """
 
     pool: Pool
@@ -85,6 +100,25 @@ class Grown:
     records: Records
     frontier: "Frontier"
     levels: jax.Array
+    passes: jax.Array
+    ahead: "Ahead | None" = None
+
+
+@struct.dataclass
+class Ahead:
+    """Guesses that were read with a frontier, G of them.
+
+    Attributes:
+      tokens: [B, G] int32.
+      path: [B, G] uint32.
+      exists: [B, G] bool.
+      logits: [B, G, V] float32, after each.
+    """
+
+    tokens: jax.Array
+    path: jax.Array
+    exists: jax.Array
+    logits: jax.Array
 
 
 @struct.dataclass
@@ -113,14 +147,15 @@ def best_first(
     rule: Rule,
     probability: jax.Array,
     start: Grown,
-    go_on: GoOn,
-) -> tuple[Pool, jax.Array]:
-    """Candidates below the roots [B], and how many levels there are of them.
+    go_on: Callable[[Grown], jax.Array],
+) -> Grown:
+    """Candidates below the roots [B].
 
     Args:
       guesser: says what may come next.
       probability: [Z] float32, of nodes by kind.
       start: `nothing_grown`, of W nodes a level.
+      go_on: whether another level is worth it, bool [].
     """
     batch, W = start.frontier.value.shape
     C, taps = start.pool.tokens.shape[1], start.frontier.window.shape[2]
@@ -165,12 +200,14 @@ def best_first(
             path=of_parent(above.path) + number,
         )
 
+        beyond = (0, 0), (0, 0), (0, grown.nodes.mask.shape[2] - C)
+
         def write(table: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.broadcast_to(new, (batch, W, *table.shape[2:]))
             return lax.dynamic_update_slice_in_dim(table, new, d * W, axis=1)
 
         nodes = Nodes(
-            mask=write(grown.nodes.mask, level.mask),
+            mask=write(grown.nodes.mask, jnp.pad(level.mask, beyond)),
             depth=write(grown.nodes.depth, d),
             window=write(grown.nodes.window, level.window),
         )
@@ -180,19 +217,18 @@ def best_first(
             value=write(pool.value, level.value),
             kind=write(pool.kind, of(kind)),
             path=write(pool.path, level.path),
+            guessed=pool.guessed,
         )
-        return Grown(pool, nodes, grown.records, level, d + 1)
+        return replace(grown, pool=pool, nodes=nodes, frontier=level, levels=d + 1)
 
     def level(grown: Grown) -> Grown:
         logits, grown = guesser(grown)
         return add(grown, logits)
 
     def wanted(grown: Grown) -> jax.Array:
-        more = go_on(grown.levels, grown.frontier.value)
-        return (grown.levels == 0) | ((grown.levels < depth) & more)
+        return (grown.levels == 0) | ((grown.levels < depth) & go_on(grown))
 
-    grown = lax.while_loop(wanted, level, start)
-    return grown.pool, grown.levels
+    return lax.while_loop(wanted, level, start)
 
 
 Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
@@ -226,7 +262,7 @@ def by_model(model: Model, state: State, at_root: jax.Array) -> Guesser:
         shape = *grown.frontier.value.shape, at_root.shape[2]
         start = grown.levels > 0, jnp.broadcast_to(at_root, shape), grown
         _, hidden, grown = lax.while_loop(lambda carry: carry[0], run, start)
-        return logits_of(model, hidden), grown
+        return logits_of(model, hidden), replace(grown, passes=grown.passes + 1)
 
     return guess
 
@@ -242,21 +278,26 @@ def by_depth(logits: jax.Array, alike: bool) -> Guesser:
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         own = lax.dynamic_index_in_dim(logits, grown.levels, axis=1)
         shape = own.shape[0], 1 if alike else grown.frontier.value.shape[1]
+        grown = replace(grown, passes=grown.passes + 1)
         return jnp.broadcast_to(own, (*shape, own.shape[2])), grown
 
     return guess
 
 
-def nothing_grown(model: Model | None, batch: int, width: int, depth: int) -> Grown:
+def nothing_grown(
+    model: Model | None, batch: int, width: int, depth: int, ahead: int = 0
+) -> Grown:
     """The root, and room for `depth` levels of `width` candidates.
 
     Args:
       model: that reads them; None: nobody does.
+      ahead: G, guesses that are read with a level.
     """
     W, C, taps = width, width * depth, 1 if model is None else model.config.conv_taps
     records: Records = ()
     if model is not None:
-        records = init_records(model.config, batch, C, param_dtype(model.params))
+        room = batch, C + ahead, param_dtype(model.params)
+        records = init_records(model.config, *room)
     last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # of the window after the root
     once = jnp.where(jnp.arange(W, dtype=jnp.int32) == 0, 1.0, 0.0)[None]
     root = Frontier(
@@ -269,11 +310,12 @@ def nothing_grown(model: Model | None, batch: int, width: int, depth: int) -> Gr
     return Grown(
         pool=no_candidates(batch, C),
         nodes=Nodes(
-            mask=jnp.zeros((batch, C, C), bool),
-            depth=jnp.zeros((batch, C), jnp.int32),
-            window=jnp.zeros((batch, C, taps), jnp.int32),
+            mask=jnp.zeros((batch, C + ahead, C + ahead), bool),
+            depth=jnp.zeros((batch, C + ahead), jnp.int32),
+            window=jnp.zeros((batch, C + ahead, taps), jnp.int32),
         ),
         records=records,
         frontier=root,
         levels=jnp.int32(0),
+        passes=jnp.int32(0),
     )

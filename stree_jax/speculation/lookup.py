@@ -139,6 +139,7 @@ def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
         value=flat(jnp.where(own, value, 0.0)),
         kind=flat(kind),
         path=flat(path),
+        guessed=jnp.zeros((batch, W * M), bool),
     )
 
 

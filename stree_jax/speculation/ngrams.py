@@ -29,6 +29,8 @@ from stree_jax.speculation.stage import Task, first_unknown, make_task
 from stree_jax.speculation.tree import Topology
 
 WAYS = 4  # neighbouring slots that a context may be in
+# How often they guess right, where nobody has measured it.
+ASSUMED_RATES = (0.45, 0.55, 0.6, 0.65)
 EMPTY = -1  # token of a slot, or of a context before the text begins
 
 
@@ -63,12 +65,15 @@ class NGrams:
       common: [K] int32, the likeliest tokens of `unigram`.
       tables: of contexts of 1 .. n - 1 tokens.
       temperature: of the sampling that was counted.
+      rates: how often the drafter's likeliest token is among the first 1, 2, ..
+        guesses, in text that was not counted.
     """
 
     unigram: jax.Array
     common: jax.Array
     tables: tuple[Table, ...]
     temperature: float = struct.field(pytree_node=False, default=1.0)
+    rates: tuple[float, ...] = struct.field(pytree_node=False, default=ASSUMED_RATES)
 
     @classmethod
     def of(
@@ -83,10 +88,21 @@ class NGrams:
         return cls(unigram, common, tables, temperature)
 
     def init(self, prompts: Prompts, past: DraftState | None) -> "Tail":
+        return self.tail(prompts.token_ids, prompts.lengths)
+
+    def tail(self, text: jax.Array, lengths: jax.Array) -> "Tail":
+        """The end of texts [B, S], so long [B]."""
         c = self.order - 1
-        back = prompts.lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
-        tokens = jnp.take_along_axis(prompts.token_ids, jnp.maximum(back, 0), axis=1)
+        back = lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
+        tokens = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
         return Tail(jnp.where(back >= 0, tokens, EMPTY))
+
+    def scale(self, dist: Distribution) -> jax.Array:
+        """[B, 1, 1] float32, of log P, where texts are drawn at another temperature."""
+        if dist.sampling is None:
+            return jnp.ones((1, 1, 1), jnp.float32)
+        own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
+        return (self.temperature / own)[:, None, None]
 
     def propose(
         self,
@@ -132,21 +148,11 @@ class NGrams:
         ahead: int,
     ) -> Draft:
         """Fill `ahead` levels below the depth `above` [] int32."""
-        tree, dist, T = task.tree, task.dist, task.tree.size
-        windows = tree_nodes(tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
-        scale = jnp.ones((1, 1, 1), jnp.float32)
-        if dist.sampling is not None:
-            own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
-            scale = (self.temperature / own)[:, None, None]
+        tree, T = task.tree, task.tree.size
         for depth in (above + j for j in range(ahead)):
             nodes = task.levels.inner[jnp.minimum(depth, tree.depth - 1)]
             nodes = jnp.where(depth < tree.depth, nodes, T)
-            text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
-            contexts = text[:, windows[jnp.minimum(nodes, T - 1)]]
-            noise = None
-            if task.noise is not None:
-                noise = task.noise[:, jnp.minimum(depth, tree.depth - 1)]
-            children = likeliest(self, contexts, tree.children, scale, noise)
+            children = self._after(tail, draft, nodes, task, tree.children)
             tokens, written = by_slot(children, nodes, tree, task.levels)
             written = written[None] & ~known
             assert draft.origin is not None  # of `Task.empty`
@@ -154,6 +160,39 @@ class NGrams:
             tokens = jnp.where(written, tokens, draft.tokens)
             draft = replace(draft, tokens=tokens, origin=origin)
         return draft
+
+    def others(
+        self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
+    ) -> jax.Array:
+        """What nodes may be beside what they were filled with.
+
+        Args:
+          nodes: [Q] int32, below known ones; T: none.
+
+        Returns:
+          the likeliest other tokens [B, Q, count] int32.
+        """
+        node = jnp.minimum(nodes, task.tree.size - 1)
+        most = task.tree.children + count
+        asked = tail, draft, task.parents[node], task, most
+        place = jnp.arange(count, dtype=jnp.int32)[None]
+        own = task.levels.rank[node][:, None]
+        place = place + (place >= own).astype(jnp.int32)  # without its own
+        return jnp.take_along_axis(self._after(*asked), place[None], axis=2)
+
+    def _after(
+        self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
+    ) -> jax.Array:
+        """The likeliest tokens [B, Q, count] after nodes [Q] of a tree; T: any."""
+        node = jnp.minimum(nodes, task.tree.size - 1)
+        windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
+        text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
+        noise = None
+        if task.noise is not None:
+            depth = jnp.minimum(task.depth[node], task.tree.depth - 1)
+            noise = task.noise[:, depth]
+        scale = self.scale(task.dist)
+        return likeliest(self, text[:, windows[node]], count, scale, noise)
 
     @property
     def num_tokens(self) -> int:
@@ -241,6 +280,26 @@ def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Arra
     return jnp.where(known, result, left + value)
 
 
+def perturbed(
+    ngrams: NGrams, contexts: jax.Array, scale: jax.Array, noise: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`candidates` after contexts [B, Q, n - 1], by what a model would draw by.
+
+    Args:
+      scale: of `NGrams.scale`.
+      noise: [B, Q or 1, V] float32, what the model's draws are perturbed by, or None.
+
+    Returns:
+      tokens [B, Q, N] int32, and log P [B, Q, N] float32, scaled and perturbed.
+    """
+    token, value = candidates(ngrams, contexts)
+    value = value * scale
+    if noise is not None:
+        noise = jnp.broadcast_to(noise, (*token.shape[:2], noise.shape[2]))
+        value = value + jnp.take_along_axis(noise, jnp.maximum(token, 0), axis=2)
+    return token, value
+
+
 def likeliest(
     ngrams: NGrams,
     contexts: jax.Array,
@@ -251,15 +310,9 @@ def likeliest(
     """Tokens [B, Q, count] int32 that a model would draw after contexts [B, Q, n - 1].
 
     Args:
-      scale: [B, 1, 1] float32, of log P, where texts are drawn at another temperature.
-      noise: [B, V] float32, what the model's draws are perturbed by, or None.
+      scale, noise: as of `perturbed`.
     """
-    token, value = candidates(ngrams, contexts)
-    value = value * scale
-    if noise is not None:
-        place = jnp.maximum(token, 0).reshape(token.shape[0], -1)
-        drawn = jnp.take_along_axis(noise, place, axis=1).reshape(token.shape)
-        value = value + drawn
+    token, value = perturbed(ngrams, contexts, scale, noise)
     short = max(count - token.shape[-1], 0)
     _, best = lax.top_k(value, min(count, token.shape[-1]))
     token = jnp.maximum(jnp.take_along_axis(token, best, axis=-1), 0)

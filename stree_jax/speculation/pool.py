@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.speculation.draft import DRAFTER, LOOKUP, TARGET, Draft
+from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
 
@@ -40,6 +40,7 @@ class Pool:
       value: [B, C] float32, 0 for what is no candidate; at most the parent's.
       kind: [B, C] int32, below `KINDS`.
       path: [B, C] uint32, the path's number.
+      guessed: [B, C] bool, whether a model's node was guessed by a stage before.
     """
 
     tokens: jax.Array
@@ -47,6 +48,7 @@ class Pool:
     value: jax.Array
     kind: jax.Array
     path: jax.Array
+    guessed: jax.Array
 
 
 def path_powers(depth: int) -> jax.Array:
@@ -63,10 +65,12 @@ def merged(first: Pool, second: Pool) -> Pool:
     better = jnp.where(same, second.value[..., None], 0.0)
     lifted, by = better.max(axis=1), jnp.argmax(better, axis=1)
     kind = jnp.take_along_axis(second.kind, by, axis=1)
+    guessed = jnp.take_along_axis(second.guessed, by, axis=1)
     first = replace(
         first,
         value=jnp.maximum(first.value, lifted),
         kind=jnp.where(lifted > first.value, kind, first.kind),
+        guessed=jnp.where(lifted > first.value, guessed, first.guessed),
     )
     place = jnp.arange(second.tokens.shape[1], dtype=jnp.int32)[None] + C
     own = jnp.where(known, twin, place) + 1  # where each of the second is to be found
@@ -102,7 +106,8 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
     parents = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
     kind = of(pool.kind, NO_KIND)
-    origin = jnp.where(kind < MODEL_KINDS, DRAFTER, LOOKUP)
+    own = jnp.where(of(pool.guessed, False), NGRAM, DRAFTER)
+    origin = jnp.where(kind < MODEL_KINDS, own, LOOKUP)
 
     def with_root(nodes: jax.Array, first: jax.Array) -> jax.Array:
         return jnp.concatenate([first[:, None], nodes], axis=1)
@@ -146,7 +151,7 @@ def no_candidates(batch: int, count: int) -> Pool:
     """Room for candidates, none of which is one."""
     zeros = jnp.zeros((batch, count), jnp.int32)
     value, path = zeros.astype(jnp.float32), zeros.astype(jnp.uint32)
-    return Pool(zeros, zeros, value, zeros, path)
+    return Pool(zeros, zeros, value, zeros, path, zeros > 0)
 
 
 def joined(first: Pool, second: Pool) -> Pool:

@@ -25,6 +25,7 @@ from stree_jax.speculation.drafter import (
     Drafter,
     NoDrafter,
 )
+from stree_jax.speculation.guessed_levels import Stage
 from stree_jax.speculation.lookup import LookupDrafter
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
@@ -39,6 +40,7 @@ LOOKUP = "lookup"  # the drafter that needs no model
 MTP = "mtp"  # layers of the target itself
 MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"
 HEADS_WIDTH = 5  # their guesses cost nothing after the first, and spread
+GUESSES = 2  # at least, that n-grams make of a model's level, with tree "auto"
 
 
 def make_spec(
@@ -52,8 +54,8 @@ def make_spec(
 
     Args:
       drafter: a model fills static trees, or searches a beam; `Heads` fill static trees
-        that are no deeper than there are heads; `NGrams` fill static trees, and for the
-        model of a `Staged` ("auto" asks that model alone); "lookup" looks the text's
+        that are no deeper than there are heads; `NGrams` fill static trees, and guess
+        for the model of a `Staged`, with tree "auto", too; "lookup" looks the text's
         end up in the text, as does tree "auto" with any; "mtp" fills static trees with
         the target's own layers for it; None drafts nothing.
       times: of steps, for tree "auto"; None: assumed ones.
@@ -93,10 +95,13 @@ def make_spec(
 def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:
     """Who drafts for tree "auto": lookup, and beside it a model or heads."""
     guesser: Model | MedusaDrafter | None = None
-    width, levels = MODEL_WIDTH, MODEL_DEPTH
+    width, levels, stage = MODEL_WIDTH, MODEL_DEPTH, None
     match drafter:
-        case Staged():  # whose model's levels are drafted for as long as they pay
+        case Staged():
             guesser = without_mtp(drafter.model)
+            if isinstance(drafter.guesser, NGrams):
+                ahead = min(drafter.ahead, tree.depth)
+                stage = Stage(drafter.guesser, ahead, max(drafter.width, GUESSES))
         case Model():
             guesser = without_mtp(drafter)
         case Heads():
@@ -113,6 +118,7 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
         width=min(width, target.config.num_tokens),
         depth=min(levels, tree.depth),
         largest=tree.menu[-1],
+        stage=stage,
     )
 
 

@@ -66,19 +66,23 @@ class Task:
         return replace(draft, origin=jnp.zeros(draft.tokens.shape, jnp.uint8))
 
     def draw(
-        self, draft: Draft, logits: jax.Array, nodes: jax.Array
+        self, draft: Draft, logits: jax.Array, nodes: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Children as a model draws them.
 
         Args:
           logits: [B, Q, >= V] float32, after the nodes [Q] int32 (T: none).
+          own: [B, Q] int32, the nodes' tokens; those above are the draft's.
 
         Returns:
           tokens [B, Q, C] int32, and log-probabilities [B, Q, V] of the nodes' own.
         """
         node = jnp.minimum(nodes, self.tree.size - 1)
         depth = self.depth[node]
-        path = draft.tokens[:, draft.layout.paths[0, node]]  # rows are alike
+        above = draft.layout.paths[0, node]  # rows are alike
+        path = jnp.where(
+            above[None] == node[None, :, None], own[..., None], draft.tokens[:, above]
+        )
         z = self.dist.scores(logits, depth[None], path)
         noise = None if self.noise is None else self.noise[:, depth]
         asked = self.rule.drafting, self.dist, z, nodes, noise, self.tree.children
@@ -120,6 +124,16 @@ class Stage(Drafter, Protocol):
 
     def end(self, opened: Opened) -> DraftState:
         """The state after the tree, of which nothing is kept."""
+        ...
+
+
+class Several(Stage, Protocol):
+    """One that can say what a node may be beside its likeliest guess."""
+
+    def others(
+        self, opened: Opened, draft: Draft, nodes: jax.Array, task: Task, count: int
+    ) -> jax.Array:
+        """The likeliest other tokens [B, Q, count] int32 of nodes [Q] (T: none)."""
         ...
 
 

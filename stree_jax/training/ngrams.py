@@ -18,9 +18,20 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from tqdm import tqdm
 
-from stree_jax.models import Model
+from stree_jax.models import (
+    PREFILL_CHUNK,
+    Model,
+    State,
+    extend,
+    init_state,
+    logits_of,
+    param_dtype,
+    whole_blocks,
+)
+from stree_jax.models.argmax import argmax
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.speculation.loop import generate_tokens
 from stree_jax.speculation.ngrams import (
@@ -29,12 +40,14 @@ from stree_jax.speculation.ngrams import (
     NGrams,
     Table,
     first_slot,
+    likeliest,
     log_prob,
 )
 from stree_jax.speculation.tree import chain
 
 DISCOUNTED = 5  # k: larger counts are believed
 ROW = 256  # tokens of a sampled text
+TESTED_ROWS = 16  # texts that guesses are tried on
 AT_ONCE = 2**18  # n-grams that are looked up in one call
 LARGEST_ORDER = 8
 
@@ -98,9 +111,51 @@ def ngrams_of(drafter: Model, recipe: Recipe) -> NGrams:
     """The n-grams of what a drafter says, with a progress bar."""
     drafter = Model(drafter.params, drafter.config)  # whatever else an API's model has
     V, r = drafter.config.num_tokens, recipe
-    texts = sample_text(drafter, r.tokens, r.temperature, r.batch, r.seed)
-    grams = count_grams(np.concatenate(list(texts)), r.order, V)
-    return katz(grams, V, slots=r.slots, keep=r.keep, temperature=r.temperature)
+    more = r.tokens + r.batch * ROW  # a round that is not counted
+    texts = list(sample_text(drafter, more, r.temperature, r.batch, r.seed))
+    grams = count_grams(np.concatenate(texts[:-1]), r.order, V)
+    ngrams = katz(grams, V, slots=r.slots, keep=r.keep, temperature=r.temperature)
+    return replace(ngrams, rates=guess_rates(drafter, ngrams, texts[-1][:TESTED_ROWS]))
+
+
+@jax.jit
+def _ranks(drafter: Model, ngrams: NGrams, text: jax.Array) -> jax.Array:
+    """Place of the drafter's likeliest next token among the guesses after each token.
+
+    Args:
+      text: [R, L] int32, L a multiple of `PREFILL_CHUNK`.
+
+    Returns:
+      [R, L] int32; K where it is no guess.
+    """
+    R, L = text.shape
+    state = init_state(drafter.config, R, whole_blocks(L), param_dtype(drafter.params))
+    count, keep = jnp.full((R,), PREFILL_CHUNK, jnp.int32), ngrams.common.shape[0]
+    scale, c = jnp.ones((1, 1, 1), jnp.float32), ngrams.order - 1
+    before = jnp.pad(text, ((0, 0), (c - 1, 0)), constant_values=EMPTY)
+    contexts = jnp.stack([before[:, k : k + L] for k in range(c)], axis=2)
+
+    def read(state: State, at: jax.Array) -> tuple[State, jax.Array]:
+        tokens, context = (
+            lax.dynamic_slice_in_dim(x, at, PREFILL_CHUNK, axis=1)
+            for x in (text, contexts)
+        )
+        hidden, state = extend(drafter, state, tokens, count)
+        logits = logits_of(drafter, hidden)[..., : ngrams.num_tokens]
+        guesses = likeliest(ngrams, context, keep, scale, None)
+        right = guesses == argmax(logits)[..., None]
+        return state, jnp.where(right.any(-1), jnp.argmax(right, -1), keep)
+
+    _, ranks = lax.scan(read, state, jnp.arange(0, L, PREFILL_CHUNK, dtype=jnp.int32))
+    return jnp.moveaxis(ranks, 0, 1).reshape(R, L)
+
+
+def guess_rates(drafter: Model, ngrams: NGrams, text: np.ndarray) -> tuple[float, ...]:
+    """`NGrams.rates`, from texts [R, L] int32 of the drafter."""
+    whole = text[:, : text.shape[1] // PREFILL_CHUNK * PREFILL_CHUNK]
+    ranks = np.asarray(_ranks(drafter, ngrams, jnp.asarray(whole)))
+    keep = ngrams.common.shape[0]
+    return tuple(round(float((ranks <= k).mean()), 4) for k in range(keep))
 
 
 def sample_text(

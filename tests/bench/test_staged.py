@@ -9,13 +9,13 @@ import pytest
 
 from stree_jax.bench import benchmarks, figures, plots, staged
 from stree_jax.bench.method import Run
-from stree_jax.cost import MeasuredTime, staged_gain
+from stree_jax.cost import MeasuredTime, staged_gain, staged_passes
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import pair_with_words
 
 PROMPTS = {"HumanEval": ["def f(x):"], "GSM8K": ["x = 1"]}
-OPTIONS = staged.Options("chain:3", (1, 2), (0.0, 1.0), 5, 8, 1)
+OPTIONS = staged.Options("chain:3", (1, 2), (1, 2), False, (0.0, 1.0), 5, 8, 1)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,12 @@ def test_stages_draft_the_same_in_fewer_passes(report):
         base = rows["speculative"]
         assert rows["plain"]["passes_per_call"] == 0
         assert base["passes_per_call"] == 3  # text, and two levels more
-        for row in (one, two):
+        for row in (one, two, rows["staged, 2 ahead x 2"]):
             assert (row["tau"], row["equal_to_plain"]) == (base["tau"], 1)
             assert row["passes_per_call"] <= 3
+            how = report["guesses"][row["arm"]]
+            expected = staged_passes(3, report["rates"], *how)
+            assert row["passes_predicted"] == expected
         assert rows["n-grams alone"]["equal_to_plain"] == 1
 
 
@@ -91,8 +94,31 @@ def test_the_cost_model_against_arithmetic():
     assert slow == pytest.approx(10 / 11)
     dear = MeasuredTime([1, 2, 3, 4], [1e-3, 1e-3, 2e-3, 3e-3])
     assert staged_gain(10e-3, dear, **shape, passes=3) == pytest.approx(10 / 13)
+    wide = {"depth": 5, "inner": 1, "ahead": 1, "passes": 3, "width": 2}
+    steep = MeasuredTime([1, 3], [1e-3, 2e-3])  # two passes of 3 rows, 2 rows more read
+    assert staged_gain(10e-3, steep, **wide) == pytest.approx(10 / (10 - 4 + 2 * 2 + 1))
     with pytest.raises(ValueError, match="passes: want at least 1"):
         staged_gain(10e-3, seconds, **shape, passes=0.5)
+
+
+def test_passes_of_a_chain_against_draws():
+    """Guesses that are right by chance, as often as they are said to be."""
+    rates, depth, rng = (0.4, 0.5, 0.7), 6, np.random.default_rng(0)
+    for ahead, width in ((1, 1), (2, 1), (2, 3)):
+        passes = []
+        for _ in range(4000):
+            level = count = 0
+            while level < depth:
+                count, level = count + 1, level + 1
+                for _ in range(ahead):
+                    drawn = rng.random()
+                    level += drawn < rates[width - 1]
+                    if drawn >= rates[0]:
+                        break
+            passes.append(count)
+        expected = staged_passes(depth, rates, ahead, width)
+        assert np.mean(passes) == pytest.approx(expected, rel=0.02)
+    assert staged_passes(8, (0.0,), 2) == 8 and staged_passes(9, (1.0,), 2) == 3
 
 
 def test_tables_and_figures(report, tmp_path):
@@ -111,7 +137,7 @@ def test_tables_and_figures(report, tmp_path):
 
 @pytest.mark.parametrize("tree", ["auto", "beam:2x2", "chain:1"])
 def test_trees_that_have_no_levels_to_guess(pair, ngrams, tree):
-    options = replace(OPTIONS, tree=tree)
+    options = replace(OPTIONS, tree=tree, widths=(1,))
     with pytest.raises(ValueError, match="want a fixed one of at least two levels"):
         staged.measure_staged(*pair, ngrams, PROMPTS, options, Run(1))
     assert resolve_tree(tree) is not None

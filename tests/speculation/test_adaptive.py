@@ -267,11 +267,12 @@ def test_levels_are_those_of_a_best_first_search(target, prompts):
             plan.spec.rule,
             jnp.asarray(PRIOR),
             nothing_grown(drafter, len(prompts), width, depth),
-            lambda levels, frontier: jnp.bool_(True),
+            lambda grown: jnp.bool_(True),
         )
 
-    pool, levels = run(begun.state)
-    assert int(levels) == depth
+    grown = run(begun.state)
+    pool = grown.pool
+    assert int(grown.levels) == int(grown.passes) == depth
     for b, ids in enumerate(prompts):
         tokens, parents = np.asarray(pool.tokens[b]), np.asarray(pool.parents[b])
         paths = [()]

@@ -102,16 +102,17 @@ def test_auto_has_the_best_paths_of_guesses_that_go_by_depth():
     limit, none = jnp.full((1,), 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32)
     requests = Requests(limit, None, none, None, None)
     dist = Distribution(requests, jnp.zeros((1,), jnp.int32), None, V)
-    pool, levels = best_first(
+    grown = best_first(
         by_depth(jnp.asarray(logits), True),
         jnp.zeros((1,), jnp.int32),
         dist,
         resolve_rule("naive", Auto()),
         jnp.asarray(PRIOR),
         nothing_grown(None, 1, W, M),
-        lambda levels, frontier: jnp.bool_(True),
+        lambda grown: jnp.bool_(True),
     )
-    assert int(levels) == M
+    assert int(grown.levels) == int(grown.passes) == M
+    pool = grown.pool
     p = np.asarray(jax.nn.softmax(logits[0], axis=-1))
     worth = np.asarray(PRIOR)[np.asarray(model_kind(jnp.asarray(p)))]
     tokens, parents = np.asarray(pool.tokens[0]), np.asarray(pool.parents[0])

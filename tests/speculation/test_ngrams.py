@@ -100,13 +100,13 @@ def test_before_its_begin_a_text_says_nothing(whole):
 def test_the_likeliest_are_those_of_the_whole_vocabulary(whole):
     """With the target's noise and another temperature, too."""
     asked = contexts(60).reshape(3, 20, 2)
-    noise = jax.random.gumbel(jax.random.key(1), (3, V), jnp.float32)
+    noise = jax.random.gumbel(jax.random.key(1), (3, 1, V), jnp.float32)
     scale = jnp.asarray([1.0, 0.5, 2.0], jnp.float32)[:, None, None]
     everything = all_log_probs(whole, asked)
     four = jax.jit(lambda *args: likeliest(*args[:2], 4, *args[2:]))
     for drawn in (None, noise):
         worth = everything * np.asarray(scale)
-        worth = worth if drawn is None else worth + np.asarray(drawn)[:, None]
+        worth = worth if drawn is None else worth + np.asarray(drawn)
         tokens = np.asarray(four(whole, asked, scale, drawn))
         assert tokens.shape == (3, 20, 4)
         found = np.take_along_axis(worth, tokens, axis=-1)

@@ -43,9 +43,17 @@ class Oracle:
     """Guesses `tokens` [steps, B, T], tree after tree."""
 
     tokens: jax.Array
+    beside: jax.Array | None = None  # [steps, B, T], what else they may be
 
     def init(self, prompts, past):
         return jnp.int32(0)
+
+    def others(self, opened, draft, nodes, task, count):
+        """Of odd nodes the first, of even ones the last; the rest are nonsense."""
+        here = self.beside[opened][:, jnp.minimum(nodes, draft.tokens.shape[1] - 1)]
+        place = jnp.where(nodes % 2 == 1, 0, count - 1)[None, :, None]
+        there = jnp.arange(count, dtype=jnp.int32)[None, None] == place
+        return jnp.where(there, here[..., None], 0)
 
     def commit(self, state, news):
         return state + 1
@@ -208,6 +216,58 @@ def test_drafts_are_the_models_own(kind, tree, ahead, rule):
                 assert (guessed == read).all()
         if name == "all":
             assert (passes == tree.depth).all()
+
+
+def passes_of_chains(spoiled, ahead):
+    """Passes of a chain whose likeliest guesses are wrong where `spoiled` [B, M], and
+    whose others are right."""
+    M, level, passes = spoiled.shape[1], 0, 0
+    while level < M:
+        passes, level = passes + 1, level + 1
+        for _ in range(ahead):
+            if level >= M:
+                break
+            stops, level = spoiled[:, level - 1].any(), level + 1
+            if stops:
+                break
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "ahead", "rule"),
+    [("hybrid", "chain:6", 2, "leviathan"), ("ssm", UNEVEN, 2, "recursive")],
+)
+def test_others_take_the_place_of_the_likeliest(kind, tree, ahead, rule):
+    """The same drafts, and a level more where another guess was right.
+
+    Catches an other whose record, token, children or probabilities are the likeliest's,
+    one that stays below a parent that was wrong, and what was read below the likeliest
+    staying below another.
+    """
+    model, tree = tiny(4, layers=KINDS[kind]), resolve_tree(tree)
+    rows = sampling_rows([Sampling(t) for t in (1, 0.7, 2)])
+    rule = resolve_rule(rule, tree)
+    alone, _ = drafts_of(ModelDrafter(model, fill_tree), tree, rows, rule)
+    for name, spoiled in patterns(tree.size).items():
+        guesses = np.where(spoiled, (alone.tokens + 1) % REAL, alone.tokens)
+        oracle = Oracle(jnp.asarray(guesses), jnp.asarray(alone.tokens))
+        who = Staged(model, oracle, ahead, 3)
+        draft, passes = drafts_of(who, tree, rows, rule)
+        for step, here in enumerate(running()):
+            at = (step, np.flatnonzero(here))
+            mine, own = (jax.tree.map(itemgetter(at), d) for d in (draft, alone))
+            assert mine.tokens.tolist() == own.tokens.tolist(), name
+            np.testing.assert_allclose(mine.q, own.q, rtol=0, atol=1e-6)
+            parents = np.asarray(tree.parents).tolist()
+            most = most_passes(parents, spoiled[here], ahead)
+            assert passes[step] <= most, (name, step)
+            if tree.inner == 1 and spoiled[here][:, 1:-1].all(axis=0).tolist() == (
+                spoiled[here][:, 1:-1].any(axis=0).tolist()
+            ):  # rows do not part
+                chains = passes_of_chains(spoiled[here][:, 1:], ahead)
+                assert passes[step] == chains, (name, step)
+        if name == "all":
+            assert (passes < tree.depth).all()
 
 
 AHEAD = (2, 3, 3)  # levels that are asked for, tree by tree

@@ -9,10 +9,8 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling, Staged
-from stree_jax.generation import begin
 from stree_jax.models import Model
 from stree_jax.models.memory import state_bytes
-from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
 from stree_jax.speculation.draft import DRAFTER, NGRAM, STAGE, TARGET
 from stree_jax.speculation.ngrams import WAYS
 from stree_jax.speculation.tree import resolve_tree
@@ -49,6 +47,7 @@ RUNS = {  # tree, ahead, options
     "recursive": ("A", 3, dict(rule="recursive", sampling=PUNISHED)),
     "leviathan": ("chain:4", 2, dict(rule="leviathan", sampling=SAMPLED)),
 }
+WIDE = {"recursive": 3, "leviathan": 2}  # tokens of a node that are guessed, or one
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def runs(target, drafter, ngrams, prompts):
         if name not in found:
             tree, ahead, options = RUNS[name]
             options = dict(max_new_tokens=NEW, tree=tree) | options
-            staged = Staged(drafter, ngrams, ahead)
+            staged = Staged(drafter, ngrams, ahead, WIDE.get(name, 1))
             found[name] = [
                 stree_jax.generate(target, prompts, drafter=who, **options)
                 for who in (drafter, staged)
@@ -269,6 +268,8 @@ def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
         (Staged(drafter, Staged(other, ngrams)), "drafter: its vocabulary"),
         (Staged(drafter, ngrams, 0), "ahead: want 1..15"),
         (Staged(drafter, ngrams, 16), "ahead: want 1..15"),
+        (Staged(drafter, ngrams, width=0), "width: want 1..16"),
+        (Staged(drafter, Staged(drafter), width=2), "width: only n-grams"),
         (Staged("somewhere", ngrams), "drafter: got a string"),
         (Staged(drafter, "lookup"), "guesser: want NGrams, a model or a Staged"),
     ]:
@@ -283,14 +284,6 @@ def test_one_node_is_plain_decoding(target, drafter, ngrams, prompts):
     assert result.tokens == plain.tokens
     assert result.target_calls.tolist() == plain.target_calls.tolist()
     assert (np.concatenate(result.origins) == TARGET).all()
-
-
-def test_auto_asks_the_model_alone(target, drafter, ngrams, prompts):
-    """Which drafts level after level for as long as that pays."""
-    options = dict(max_new_tokens=6, tree="auto:1,4", drafter=Staged(drafter, ngrams))
-    begun, plan = begin(target, prompts, **options)
-    assert isinstance(plan.spec.drafter, AdaptiveDrafter)
-    assert plan.spec.drafter.model.config == drafter.config
 
 
 def test_ngrams_have_no_probabilities_to_test(target, ngrams, prompts):

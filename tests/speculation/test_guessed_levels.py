@@ -1,0 +1,176 @@
+"""Tree "auto" through a stage: the same candidates in fewer passes, the same text."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling, Staged, StepTimes, tuning
+from stree_jax.generation import begin
+from stree_jax.speculation.best_first import (
+    best_first,
+    by_model,
+    catch_up,
+    nothing_grown,
+)
+from stree_jax.speculation.calibration import PRIOR
+from stree_jax.speculation.draft import NGRAM
+from stree_jax.speculation.drafter import Prompts
+from stree_jax.speculation.guessed_levels import (
+    Stage,
+    by_stage,
+    goes_on,
+    room_ahead,
+)
+from stree_jax.speculation.lookup import begin_history
+from stree_jax.speculation.ngrams import WAYS
+from stree_jax.training.ngrams import count_grams, katz
+from tests.speculation.steps import LENGTHS
+from tests.support.tiny import REAL
+
+NEW, TREE, DEPTH = 24, "auto:1,4,8", 6
+TIMES = StepTimes(jnp.array([1.0, 1.01, 1.02]), jnp.float32(0.01), jnp.float32(0.01))
+
+
+def ngrams_of(drafter, prompts, order=5):
+    """Counted in the texts that the drafter writes after the prompts, and in them."""
+    said = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
+    texts = [
+        (ids[-1:] + more)[:NEW] for ids, more in zip(prompts, said.tokens, strict=True)
+    ]
+    return katz(count_grams(np.array(texts), order, REAL), REAL, slots=512, keep=4)
+
+
+@pytest.fixture(scope="module")
+def ngrams(target, prompts):
+    return ngrams_of(target, prompts)
+
+
+def some_value(levels, value, passes=1.0):
+    """Whatever may be accepted is worth a pass, and a level more."""
+    return (value > 0).any()
+
+
+@pytest.fixture(scope="module")
+def grown(target, prompts, ngrams):
+    """Candidates below the prompts: by a model alone, and through stages."""
+    padded = np.zeros((3, max(LENGTHS)), np.int32)
+    for row, ids in zip(padded, prompts, strict=True):
+        row[: len(ids)] = ids
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    history = begin_history(Prompts(jnp.asarray(padded), lengths, 80, 9))
+    begun, plan = begin(target, prompts, max_new_tokens=8)
+    root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
+    dist, rule = begun.distribution(REAL), plan.spec.rule
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def run(state, width, ahead):
+        model = plan.spec.target
+        hidden, state, _ = catch_up(model, state, history, 4)
+        asked = root, dist, rule, jnp.asarray(PRIOR)
+        if ahead == 0:
+            start = nothing_grown(model, len(prompts), width, DEPTH)
+            return best_first(
+                by_model(model, state, hidden),
+                *asked,
+                start,
+                lambda grown: some_value(grown.levels, grown.frontier.value),
+            )
+        stage, text = Stage(ngrams, ahead, width), (history.tokens, history.length)
+        guesser = by_stage(model, state, hidden, stage, text, dist, rule, some_value)
+        start = nothing_grown(model, len(prompts), width, DEPTH, stage.room)
+        start = replace(start, ahead=room_ahead(model, len(prompts), stage))
+        return best_first(guesser, *asked, start, partial(goes_on, some_value))
+
+    return lambda width, ahead: jax.device_get(run(begun.state, width, ahead))
+
+
+@pytest.mark.parametrize(("width", "ahead"), [(1, 1), (1, 2), (3, 2)])
+def test_candidates_are_the_models_own(grown, width, ahead):
+    """Catches records of a guess that are another's, a guess that is taken for a node
+    with other tokens above it, and a level that is read although it was guessed."""
+    alone, staged = grown(width, 0), grown(width, ahead)
+    assert int(alone.passes) == int(alone.levels) == int(staged.levels) == DEPTH
+    for name in ("tokens", "parents", "kind", "path"):
+        mine, own = getattr(staged.pool, name), getattr(alone.pool, name)
+        assert mine.tolist() == own.tolist(), name
+    np.testing.assert_allclose(staged.pool.value, alone.pool.value, rtol=1e-5)
+    assert not alone.pool.guessed.any()
+    if width == 1:  # the n-grams have seen these very texts
+        assert int(staged.passes) == 1 + -(-(DEPTH - 1) // (1 + ahead))
+        level = np.arange(DEPTH)  # of which the last is read by nobody
+        guessed = (level % (1 + ahead) != 0) & (level < DEPTH - 1)
+        assert staged.pool.guessed.tolist() == [guessed.tolist()] * 3
+    else:
+        assert int(staged.passes) <= DEPTH
+
+
+SETTINGS = {
+    "greedy": dict(),
+    "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
+    "top_k": dict(
+        rule="naive", sampling=Sampling(temperature=0.8, repetition_penalty=1.3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_plain_decodings(target, prompts, ngrams, name):
+    options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
+    plain = stree_jax.generate(
+        target, prompts, **{k: v for k, v in options.items() if k != "rule"}
+    )
+    who = Staged(target, ngrams, 2)
+    options |= dict(drafter=who, tree=TREE, times=TIMES)
+    result = stree_jax.generate(target, prompts, **options)
+    assert result.tokens == plain.tokens
+    assert [stage.stage for stage in result.traffic] == ["target", "drafter", "n-gram"]
+    _, model, table = result.traffic
+    assert table.passes % (3 + 2) == 0 and table.passes // 5 < model.passes
+    per_lookup = 4 * sum(WAYS * t.contexts.shape[1] + 2 * 4 + 1 for t in ngrams.tables)
+    assert table.weights == table.passes * per_lookup
+    if name == "greedy":  # in whose texts the n-grams were counted
+        assert sum((o == NGRAM).sum() for o in result.origins) > 5
+        alone = stree_jax.generate(target, prompts, **options | dict(drafter=target))
+        assert model.passes < alone.traffic[1].passes
+
+
+@pytest.mark.parametrize(("level", "pays"), [(0.25, True), (2.0, False)])
+def test_ngrams_guess_where_measured_steps_say_that_it_pays(
+    target, prompts, ngrams, level, pays, tmp_path, monkeypatch, caplog
+):
+    """A pass with guesses that takes as long as one without, and one far dearer."""
+    monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "_known", {})
+    asked = []
+
+    def measured(spec, decoding):
+        asked.append(spec.drafter.stage)
+        by_size = {n: 1.0 for n in spec.policy.tree.sizes}
+        return tuning.Measured(
+            by_size, 0.5, 0.25 if spec.drafter.stage is None else level
+        )
+
+    monkeypatch.setattr(tuning, "measured", measured)
+    who = Staged(target, ngrams, 2)
+    begun, plan = begin(target, prompts, max_new_tokens=3, drafter=who, tree=TREE)
+    assert begin(target, prompts, max_new_tokens=3, drafter=who)[1].spec.policy.menu
+    with caplog.at_level(logging.INFO, logger="stree_jax"):
+        spec = tuning.timed(plan.spec, begun)
+        again = tuning.timed(plan.spec, begun)
+    assert (spec.drafter.stage is not None) == (again.drafter.stage is not None) == pays
+    assert float(spec.policy.times.level) == (level if pays else 0.25)
+    assert asked == [plan.spec.drafter.stage, None]  # once each, and kept apart
+    said = "n-grams guess" if pays else "n-grams do not guess"
+    assert said in caplog.text
+    memory = tuning.timed(plan.spec, begun, spare=0)  # known, so nothing is measured
+    assert (memory.drafter.stage is not None) == pays and len(asked) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "_known", {})
+        patch.setenv("STREE_JAX_CACHE", "off")
+        assert tuning.timed(plan.spec, begun, spare=0).drafter.stage is None
