@@ -32,8 +32,9 @@ FADE = 0.9  # a step, of the rate of steps with the model
 BEGIN, STAY, DRAFT = 1.1, 1.03, 1.05
 TRIALS, FIRST_WAIT, LONGEST_WAIT = 3, 48, 256  # steps: at first; between later trials
 SURE, HOPELESS = 2, 0.9  # so many trials are enough where they promise but so much
-READ_FOR = 1  # tokens to come for each that a model must read to be tried again
-LONGEST_REST = 7  # plain steps without looking for drafts, where there were none
+# Of greedy and of sampled text, which seldom begins to repeat itself.
+READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
+LONGEST_REST = 3, 15  # plain steps without looking for drafts, where there were none
 FREE = -1  # of `Learnt.force`
 
 
@@ -157,7 +158,7 @@ class AdaptivePolicy:
             asked = drafter, dist, rule, probability, d.root, running
             rate = (self._by_size(pool.value, running) / self.times.verify).max()
             left = d.requests.max_new_tokens - d.length
-            pays = (running > 0) & (left >= READ_FOR * drafter.unread(looking))
+            pays = (running > 0) & (left >= READ_FOR[sampled] * drafter.unread(looking))
             pays = any_row(pays, self.rows)
             learnt, wanted = self._wants_model(learnt, rate, pays)
             learnt, looking, pool, spent = self._with_model(
@@ -288,7 +289,8 @@ class AdaptivePolicy:
         free = learnt.force.size == FREE
         choice = jnp.where(free, jnp.argmax(rates), learnt.force.size).astype(jnp.int32)
         idle = free & (choice == 0) & ~learnt.modelling
-        resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, LONGEST_REST), 0)
+        longest = LONGEST_REST[d.requests.sampling is not None]
+        resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, longest), 0)
         learnt = replace(
             learnt,
             resting=resting.astype(jnp.int32),

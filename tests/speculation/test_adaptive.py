@@ -369,3 +369,24 @@ def test_a_model_is_not_tried_again_for_less_than_it_must_read(
     at = replace(at, requests=requests, policy=policy, choice=jnp.int32(OPEN))
     at = loop.advance_jit(plan.spec, at, jnp.int32(1))
     assert bool((at.drafting.passes > 0).all()) is asked
+
+
+@pytest.mark.parametrize(("sampling", "longest"), [(None, 3), (Sampling(1.0), 15)])
+def test_it_rests_longer_where_text_is_drawn(target, prompts, sampling, longest):
+    """Drafts that never pay are looked for after 0, 1, 3 .. plain steps."""
+    dear = times([1.0, 100.0, 200.0])
+    at, plan = begin(
+        target,
+        prompts,
+        max_new_tokens=60,
+        stop_tokens=(),
+        drafter="lookup",
+        tree=TREE,
+        times=dear,
+        sampling=sampling,
+    )
+    rests = []
+    for steps in (1, 1, 2, 4):
+        at = loop.advance_jit(plan.spec, at, jnp.int32(steps))
+        rests.append(int(at.policy.resting))
+    assert rests == [min(2**n - 1, longest) for n in (1, 2, 3, 4)]
