@@ -362,7 +362,8 @@ def test_a_model_is_not_tried_again_for_less_than_it_must_read(
     at = loop.advance_jit(plan.spec, at, jnp.int32(7))
     adaptive = plan.spec.drafter
     assert adaptive.unread(at.drafting).tolist() == [8, 8, 8]
-    requests = replace(requests, max_new_tokens=at.length + jnp.asarray(left))
+    left = jnp.asarray(left, jnp.int32)
+    requests = replace(at.requests, max_new_tokens=at.length + left)
     policy = replace(
         at.policy, rest=jnp.int32(0), modelling=jnp.bool_(False), wait=jnp.int32(0)
     )
