@@ -110,6 +110,13 @@ class AdaptiveDrafter:
         """Whether the target's hidden states are asked for."""
         return isinstance(self.model, MedusaDrafter)
 
+    def unread(self, state: Looking) -> jax.Array:
+        """Tokens [B] int32 that the model must read before it drafts; of heads 0."""
+        if isinstance(self.model, Model):
+            assert isinstance(state.reading, State)
+            return state.history.length - state.reading.length
+        return jnp.zeros_like(state.history.length)
+
     def look(self, state: Looking, probability: jax.Array) -> Pool:
         """Candidates from the text, and room for the model's behind them."""
         found = look_up(state.history, probability, self.largest.depth)
@@ -199,12 +206,12 @@ class AdaptiveDrafter:
         dist: Distribution,
         rule: Rule,
     ) -> tuple[Draft, Looking]:
+        if tree.size == 1:
+            return only_root(root), state
         # A draft that stayed as it is would be the same throughout the loop over steps
         # of one size. XLA would take the work on it, such as the first layer's product,
         # out of every size's loop, to be done at each step whatever its size.
         used_up = replace(state, draft=jax.tree.map(jnp.zeros_like, state.draft))
-        if tree.size == 1:
-            return only_root(root), used_up
         assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
         return first_nodes(state.draft, tree), used_up
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.models.shards import over_rows
+from stree_jax.models.shards import any_row, over_rows
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter, Looking
 from stree_jax.speculation.calibration import Counts, count, no_counts
@@ -32,7 +32,9 @@ FADE = 0.9  # a step, of the rate of steps with the model
 BEGIN, STAY, DRAFT = 1.1, 1.03, 1.05
 TRIALS, FIRST_WAIT, LONGEST_WAIT = 3, 48, 256  # steps: at first; between later trials
 SURE, HOPELESS = 2, 0.9  # so many trials are enough where they promise but so much
-LONGEST_REST = 3  # plain steps without looking for drafts, where there were none
+# Of greedy and of sampled text, which seldom begins to repeat itself.
+READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
+LONGEST_REST = 3, 15  # plain steps without looking for drafts, where there were none
 FREE = -1  # of `Learnt.force`
 
 
@@ -155,7 +157,10 @@ class AdaptivePolicy:
             dist = d.distribution(num_tokens)
             asked = drafter, dist, rule, probability, d.root, running
             rate = (self._by_size(pool.value, running) / self.times.verify).max()
-            learnt, wanted = self._wants_model(learnt, rate)
+            left = d.requests.max_new_tokens - d.length
+            pays = (running > 0) & (left >= READ_FOR[sampled] * drafter.unread(looking))
+            pays = any_row(pays, self.rows)
+            learnt, wanted = self._wants_model(learnt, rate, pays)
             learnt, looking, pool, spent = self._with_model(
                 asked, learnt, looking, pool, wanted, rate
             )
@@ -174,11 +179,16 @@ class AdaptivePolicy:
         """The sum over all rows of x [B, ...]."""
         return over_rows(x.sum(axis=0), self.rows)
 
-    def _wants_model(self, learnt: Learnt, rate: jax.Array) -> tuple[Learnt, jax.Array]:
+    def _wants_model(
+        self, learnt: Learnt, rate: jax.Array, pays: jax.Array
+    ) -> tuple[Learnt, jax.Array]:
         """Whether to ask the model, where `rate` [] tokens a second can be had without.
 
         As long as it has not been tried for `TRIALS` steps (`SURE`, if that was
         hopeless), and later in every `patience`-th step, whatever it gained so far.
+
+        Args:
+          pays: [] bool, whether enough text is to come for what it must read first.
         """
         own = learnt.gain / jnp.maximum(learnt.seconds, 1e-30)
         margin = jnp.where(learnt.modelling, STAY, BEGIN)
@@ -186,7 +196,7 @@ class AdaptivePolicy:
         hopeless = tried & (own < HOPELESS * rate)
         trying = learnt.modelling & (learnt.wait > 0) & ~hopeless
         faster = own > margin * rate
-        due = ~learnt.modelling & (learnt.wait <= 0)
+        due = ~learnt.modelling & (learnt.wait <= 0) & pays
         wanted = trying | faster | due
         patience = jnp.where(
             faster, FIRST_WAIT, jnp.where(due, 2 * learnt.patience, learnt.patience)
@@ -280,7 +290,8 @@ class AdaptivePolicy:
         free = learnt.force.size == FREE
         choice = jnp.where(free, jnp.argmax(rates), learnt.force.size).astype(jnp.int32)
         idle = free & (choice == 0) & ~learnt.modelling
-        resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, LONGEST_REST), 0)
+        longest = LONGEST_REST[d.requests.sampling is not None]
+        resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, longest), 0)
         learnt = replace(
             learnt,
             resting=resting.astype(jnp.int32),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from stree_jax.models import (
     Model,
@@ -117,11 +118,16 @@ def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
 
 
 def in_room(pending: Pending, room: Pending) -> Pending:
-    """`pending`, padded to the nodes and the path that `room` has room for."""
+    """`pending` in the arrays of `room`, which may have room for more nodes.
 
-    def padded(new: jax.Array, old: jax.Array) -> jax.Array:
-        more = old.shape[1] - new.shape[1]
-        return jnp.pad(new, ((0, 0), (0, more)) + ((0, 0),) * (new.ndim - 2))
+    Written over the first nodes; what stays behind them is on no path. Padding would
+    write all of them anew.
+    """
 
-    records = jax.tree.map(padded, pending.records, room.records)
-    return Pending(records, padded(pending.path, room.path), pending.length)
+    def written(new: jax.Array, old: jax.Array) -> jax.Array:
+        if new.shape == old.shape:
+            return new
+        return lax.dynamic_update_slice_in_dim(old, new, 0, axis=1)
+
+    records = jax.tree.map(written, pending.records, room.records)
+    return Pending(records, written(pending.path, room.path), pending.length)
