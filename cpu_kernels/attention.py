@@ -7,7 +7,7 @@ the same bits whatever rows of the batch, threads and capacity there are, and wh
 other queries, up to six of a head of keys, or from seven on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import native_call
+from stree_jax.cpu_kernels.native_call import MoreRows, native_call
 
 MOST_WIDE = 512  # channels of a head
 
@@ -50,20 +50,15 @@ def tree_attention(
     allowed = level()
     if allowed is None:
         raise ValueError("tree_attention: there are no compiled kernels")
-    (out,) = _call(float(scale), definition, allowed, *arrays)
-    return out
-
-
-def _call(
-    scale: float, definition: Callable[..., Any], level: int, *arrays: jax.Array
-) -> list[jax.Array]:
-    return native_call(
+    kernel = Kernel(float(scale))
+    (out,) = native_call(
         *arrays,
-        kernel=Kernel(scale),
+        kernel=kernel,
         definition=definition,
-        batched=Batched(scale),
-        level=level,
+        batched=MoreRows(kernel),
+        level=allowed,
     )
+    return out
 
 
 @dataclass(frozen=True)
@@ -76,27 +71,3 @@ class Kernel:
         shape = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
         call = jax.ffi.ffi_call("stree_attention", shape)
         return call(*arrays, scale=np.float32(self.scale), level=np.int64(level))
-
-
-@dataclass(frozen=True)
-class Batched:
-    """More rows of one batch."""
-
-    scale: float
-
-    def __call__(
-        self,
-        arrays: Sequence[jax.Array],
-        has_axis: Sequence[bool],
-        definition: Callable[..., Any],
-        level: int,
-    ) -> list[jax.Array]:
-        size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
-
-        def merged(z: jax.Array, has: bool) -> jax.Array:
-            z = z if has else jnp.broadcast_to(z[None], (size, *z.shape))
-            return z.reshape(-1, *z.shape[2:])
-
-        rows = map(merged, arrays, has_axis)
-        (out,) = _call(self.scale, definition, level, *rows)
-        return [out.reshape(size, -1, *out.shape[1:])]

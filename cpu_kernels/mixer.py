@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import native_call
+from stree_jax.cpu_kernels.native_call import MoreRows, native_call
 
 MOST_NODES = 64
 MOST_TAPS = 16
@@ -111,23 +111,15 @@ def mixer_pass(
     allowed = level()
     if allowed is None:
         raise ValueError("mixer_pass: there are no compiled kernels")
-    y, *kept = _call(options, definition, allowed, zxbcdt, *weights, *memory, *tree)
-    return y, MixerMemory(*kept)
-
-
-def _call(
-    options: MixerOptions,
-    definition: Callable[..., Any],
-    level: int,
-    *arrays: jax.Array,
-) -> list[jax.Array]:
-    return native_call(
-        *arrays,
-        kernel=Kernel(options),
+    kernel = Kernel(options)
+    y, *kept = native_call(
+        *(zxbcdt, *weights, *memory, *tree),
+        kernel=kernel,
         definition=definition,
-        batched=Batched(options),
-        level=level,
+        batched=MoreRows(kernel, SHARED),
+        level=allowed,
     )
+    return y, MixerMemory(*kept)
 
 
 @dataclass(frozen=True)
@@ -185,33 +177,3 @@ def parted(
         MixerMemory(*parts[1]),
         MixerTree(*parts[2]),
     )
-
-
-@dataclass(frozen=True)
-class Batched:
-    """More rows of one batch; the definition where weights or queries differ."""
-
-    options: MixerOptions
-
-    def __call__(
-        self,
-        arrays: Sequence[jax.Array],
-        has_axis: Sequence[bool],
-        definition: Callable[..., Any],
-        level: int,
-    ) -> Any:
-        of = parted(has_axis)
-        if any(of[1]) or of[3].rows:
-            axes = [0 if has else None for has in has_axis]
-            return jax.vmap(definition, axes)(*arrays)
-        size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
-
-        def merged(place: int, z: jax.Array) -> jax.Array:
-            if place in SHARED:
-                return z
-            z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
-            return z.reshape(-1, *z.shape[2:])
-
-        every = (merged(place, z) for place, z in enumerate(arrays))
-        outs = _call(self.options, definition, level, *every)
-        return [z.reshape(size, -1, *z.shape[1:]) for z in outs]

@@ -8,6 +8,7 @@ Derivatives are always the definition's.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -44,6 +45,53 @@ def native_call(
     return _native_call.bind(
         *args, kernel=kernel, definition=definition, batched=batched, level=level
     )
+
+
+@dataclass(frozen=True)
+class MoreRows:
+    """`Batched` of a kernel whose arrays, but for `shared` ones, have rows first.
+
+    They become more rows of one call. The definition runs where a shared array differs
+    by row, or there would be more than `most`.
+
+    Attributes:
+      kernel: as of `native_call`.
+      shared: places among its arrays.
+      most: rows of a call, None for any number.
+    """
+
+    kernel: Function
+    shared: tuple[int, ...] = ()
+    most: int | None = None
+
+    def __call__(
+        self,
+        arrays: Sequence[jax.Array],
+        has_axis: Sequence[bool],
+        definition: Function,
+        level: int,
+    ) -> Any:
+        size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
+
+        def merged(place: int, z: jax.Array) -> jax.Array:
+            if place in self.shared:
+                return z
+            z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
+            return z.reshape(-1, *z.shape[2:])
+
+        every = [merged(place, z) for place, z in enumerate(arrays)]
+        too_many = self.most is not None and every[0].shape[0] > self.most
+        if too_many or any(has_axis[place] for place in self.shared):
+            axes = [0 if has else None for has in has_axis]
+            return jax.vmap(definition, axes)(*arrays)
+        outs = native_call(
+            *every,
+            kernel=self.kernel,
+            definition=definition,
+            batched=self,
+            level=level,
+        )
+        return [z.reshape(size, -1, *z.shape[1:]) for z in outs]
 
 
 def _kernel(*args: Any, kernel: Function, level: int, **_: Any) -> list[jax.Array]:

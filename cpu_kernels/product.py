@@ -10,14 +10,14 @@ A row's result has the same bits whatever rows stand beside it and however many 
 there are; with other instructions it may have others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import native_call
+from stree_jax.cpu_kernels.native_call import MoreRows, native_call
 
 MOST_ROWS = 64  # of a product that is bound by reading its weight
 MOST_INT8 = 2**16  # columns of a group of int8, whose sums fit in int32
@@ -84,7 +84,7 @@ def _checked(
         *(rows.astype(jnp.float32), weight, *scale),
         kernel=_call,
         definition=definition,
-        batched=_batched,
+        batched=MoreRows(_call, (1, 2)[: 1 + len(scale)], MOST_ROWS),
         level=allowed,
     )
     return out
@@ -96,24 +96,3 @@ def _call(
     shape = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
     target = "stree_product_int8" if scale else "stree_product"
     return jax.ffi.ffi_call(target, shape)(rows, weight, *scale, level=np.int64(level))
-
-
-def _batched(
-    args: Sequence[jax.Array],
-    has_axis: Sequence[bool],
-    definition: Definition,
-    level: int,
-) -> jax.Array:
-    """All rows at once where the weight is the same, the definition's otherwise."""
-    rows, *weight = args
-    batch, t, k = rows.shape if has_axis[0] else (1, *rows.shape)
-    if any(has_axis[1:]) or batch * t > MOST_ROWS:
-        return jax.vmap(definition, [0 if has else None for has in has_axis])(*args)
-    (out,) = native_call(
-        *(rows.reshape(batch * t, k), *weight),
-        kernel=_call,
-        definition=definition,
-        batched=_batched,
-        level=level,
-    )
-    return out.reshape(batch, t, -1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import native_call
+from stree_jax.cpu_kernels.native_call import MoreRows, native_call
 
 MOST_NODES = 64
 PLACE_OF_D = 12  # among the arrays; the only one without an axis B
@@ -45,7 +45,11 @@ def replay_tree_scan(
     if allowed is None:
         raise ValueError("replay_tree_scan: there are no compiled kernels")
     y, h = native_call(
-        *arrays, kernel=_call, definition=definition, batched=_batched, level=allowed
+        *arrays,
+        kernel=_call,
+        definition=definition,
+        batched=MoreRows(_call, (PLACE_OF_D,)),
+        level=allowed,
     )
     return y, h
 
@@ -70,30 +74,3 @@ def _call(*arrays: jax.Array, level: int) -> Sequence[jax.Array]:
         input_output_aliases={0: 1},
     )
     return call(h0, *last, *path, *now, level=np.int64(level))
-
-
-def _batched(
-    arrays: Sequence[jax.Array],
-    has_axis: Sequence[bool],
-    definition: Callable[..., Any],
-    level: int,
-) -> list[jax.Array]:
-    """More rows of one batch, but for a D that differs."""
-    if has_axis[PLACE_OF_D]:
-        return jax.vmap(definition, [0 if has else None for has in has_axis])(*arrays)
-    size = next(z.shape[0] for z, has in zip(arrays, has_axis, strict=True) if has)
-
-    def merged(place: int, z: jax.Array) -> jax.Array:
-        if place == PLACE_OF_D:
-            return z
-        z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
-        return z.reshape(-1, *z.shape[2:])
-
-    outs = native_call(
-        *(merged(place, z) for place, z in enumerate(arrays)),
-        kernel=_call,
-        definition=definition,
-        batched=_batched,
-        level=level,
-    )
-    return [z.reshape(size, -1, *z.shape[1:]) for z in outs]

@@ -62,8 +62,8 @@ def test_products_of_any_size(level, kind, monkeypatch):
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(level, kind, monkeypatch):
     use(monkeypatch, level)
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((ROWS, 165)), jnp.float32)
-    weight = weight_of(kind, rng, 35, 165)
+    x = jnp.asarray(rng.standard_normal((ROWS, 805)), jnp.float32)
+    weight = weight_of(kind, rng, 35, 805)
 
     @jax.jit
     def run(x, weight):
