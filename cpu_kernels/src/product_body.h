@@ -18,10 +18,14 @@ TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
 struct Ahead {
   const char* from;
   int lines;  // of 64 bytes, a step
+  bool once;  // one block reads them: they need not push others out of the outer caches
 
   TARGET inline void fetch(int64_t step) const {
     const char* line = from + step * lines * 64;
-    for (int i = 0; i < lines; i++, line += 64) __builtin_prefetch(line, 0, 3);
+    if (once)
+      for (int i = 0; i < lines; i++, line += 64) __builtin_prefetch(line, 0, 0);
+    else
+      for (int i = 0; i < lines; i++, line += 64) __builtin_prefetch(line, 0, 3);
   }
 };
 
@@ -72,7 +76,7 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
     const int64_t first = b * t / blocks, last = (b + 1) * t / blocks;
     const auto* x = rows + first * row_stride;
     float* y = out + first * stride;
-    const Ahead ahead{next + b * steps * each * 64, each};
+    const Ahead ahead{next + b * steps * each * 64, each, blocks == 1};
     switch (last - first) {
 #define STREE_BLOCK(R)                                                               \
   case R:                                                                            \
