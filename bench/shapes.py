@@ -11,6 +11,7 @@ import numpy as np
 
 from stree_jax.bench.prompts import Prompt
 from stree_jax.checkpoint import Model
+from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
     AttentionConfig,
     LayerKind,
@@ -225,7 +226,14 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
     params = rest(first)
     for i, (kind, key) in enumerate(zip(config.layers, keys, strict=True)):
         params[f"layers_{i}"] = layers(key)[kinds.index(kind)]
-    return Model(params=params, config=config)
+    return as_loaded(Model(params=params, config=config))
+
+
+def as_loaded(model: Model) -> Model:
+    """The model, its weights where `load` puts a model's: on large pages."""
+    if moving := to_large_pages(jax.tree.leaves(jax.block_until_ready(model.params))):
+        moving.join()
+    return model
 
 
 def random_pair(target: str, drafter: str, dtype: Any) -> tuple[Model, Model]:

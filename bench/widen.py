@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.bench.shapes import as_loaded
 from stree_jax.checkpoint import Model
 from stree_jax.models import (
     INT8,
@@ -76,7 +77,7 @@ def widened(model: Model, factor: int) -> Model:
         return new
 
     params = jax.tree_util.tree_map_with_path(place, shapes, model.params)
-    return replace(model, params=params, config=config)
+    return as_loaded(replace(model, params=params, config=config))
 
 
 def widened_heads(heads: Heads, factor: int) -> Heads:

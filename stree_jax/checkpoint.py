@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 from flax import struct
 from jax.sharding import Mesh
 
@@ -30,6 +31,7 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
+from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import param_shapes, weights_dtype
 from stree_jax.models.memory import state_bytes, weight_bytes
 from stree_jax.models.placement import cut_for
@@ -143,6 +145,8 @@ def load(
         if mesh is not None:
             cut = cut_for(config, mesh, checkpoint.dtype, whole)
         params = checkpoint.read(mesh=mesh, cut=cut)
+    if mesh is None:
+        to_large_pages(jax.tree.leaves(params))
     tokenizer = read_tokenizer(directory, warnings.warn)
     return Model(params, config, tokenizer, mesh=mesh, cut=cut)
 

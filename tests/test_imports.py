@@ -34,7 +34,11 @@ MAY_IMPORT = {
     "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
     "stree_jax.models": {"stree_jax.pallas_kernels", "stree_jax.cpu_kernels"},
     "stree_jax.convert": {"stree_jax.models"},
-    "stree_jax.checkpoint": {"stree_jax.models", "stree_jax.convert"},
+    "stree_jax.checkpoint": {
+        "stree_jax.models",
+        "stree_jax.convert",
+        "stree_jax.cpu_kernels",
+    },
     "stree_jax.sampling": {"stree_jax.models"},
     "stree_jax.speculation": {"stree_jax.models", "stree_jax.sampling"},
     "stree_jax.training": {
