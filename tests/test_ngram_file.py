@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import chex
@@ -12,6 +13,7 @@ from safetensors.numpy import load, save, save_file
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.ngram_file import _digest, _split, load_ngrams, save_ngrams
+from stree_jax.speculation.ngrams import ASSUMED_RATES
 from stree_jax.training.ngrams import count_grams, katz
 
 V = 9
@@ -160,6 +162,21 @@ def test_a_temperature_that_is_none_is_refused(body, file, temperature):
     tensors, facts = parts(body)
     file.write_bytes(sealed(tensors, {**facts, "temperature": temperature}))
     refused(file)
+
+
+@pytest.mark.parametrize("rates", ["[]", "[0.6, 0.5]", "[1.2]", "[NaN]", '["a"]', "7"])
+def test_rates_that_are_none_are_refused(body, file, rates):
+    tensors, facts = parts(body)
+    file.write_bytes(sealed(tensors, {**facts, "rates": rates}))
+    assert "not a table" in refused(file)
+
+
+def test_older_files_have_assumed_rates(table, body, file):
+    save_ngrams(replace(table, rates=(0.25, 0.5)), file)
+    assert load_ngrams(file).rates == (0.25, 0.5)
+    tensors, facts = parts(body)
+    file.write_bytes(sealed(tensors, {k: facts[k] for k in facts if k != "rates"}))
+    assert load_ngrams(file).rates == ASSUMED_RATES
 
 
 def test_another_version_is_named(body, file):

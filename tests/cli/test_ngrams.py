@@ -75,6 +75,15 @@ def test_the_recipe_is_the_whole_of_a_table(folder, capsys, tmp_path):
         assert all(np.array_equal(a, b) for a, b in pairs) is same
 
 
+def test_steps_with_guesses_and_without_are_tuned(folder, capsys):
+    words = ["--drafter", folder / "drafter", "--ngrams", folder / "n.safetensors"]
+    more = ["--model", folder / "target", "--tree", "auto:1,4"]
+    code, out, err = run(capsys, "tune", *more, *words)
+    assert code == 0 and "each pass for more levels: " in out
+    (said,) = [line for line in err.splitlines() if "n-grams" in line]
+    assert "guess for the drafter: " in said and " levels a pass expected" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
