@@ -98,7 +98,7 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
-MAPS = 20_000  # of 65,530 that Linux allows; a module adds some thousands
+MAPS = 8_000  # of 65,530 that Linux allows; a module adds some hundreds, and memory
 
 
 def memory_maps():
