@@ -98,7 +98,7 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
-MAPS = 8_000  # of 65,530 that Linux allows; a module adds some hundreds, and memory
+MAPS = 20_000  # of 65,530 that Linux allows; a module adds some thousands
 
 
 def memory_maps():
