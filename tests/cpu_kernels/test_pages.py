@@ -1,5 +1,6 @@
 """Weights are moved to large pages where the system has them; their numbers stay."""
 
+import platform
 import re
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def test_large_arrays_move_and_stay_what_they_are():
     thread.join()
     assert x.unsafe_buffer_pointer() == address
     np.testing.assert_array_equal(x, before)
-    if large_kb(x) == 0:
+    if tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
         pytest.skip("this kernel moves no pages when it is asked to")
     assert large_kb(x) >= 12 * 1024  # all but its ends
 
