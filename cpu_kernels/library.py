@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 VARIABLE = "STREE_JAX_CPU_KERNELS"
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}  # as src/levels.cc counts them
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}  # as src/levels.cc counts them
 TARGETS = (
     "stree_product",
     "stree_product_int8",
@@ -23,8 +23,8 @@ class Library(NamedTuple):
     """The kernels of this installation.
 
     Attributes:
-      instructions: what the machine has of "portable", "avx2" and "avx512", and besides
-        it "bf16" and "vnni"; None where there are no kernels.
+      instructions: the most that the machine has of `LEVELS`, and besides it "bf16" and
+        "vnni"; None where there are no kernels.
       absent: why there are none, None if there are.
     """
 

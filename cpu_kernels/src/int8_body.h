@@ -34,32 +34,37 @@ TARGET int64_t int8_packed_bytes(const Product& p) {
   return Quantised<L>(p, nullptr).bytes;
 }
 
+// A group of a row as q, of which `padded` are written, and its scale.
+template <class Row>
+TARGET inline float quantised(const float* from, int64_t size, int64_t padded, Row* q) {
+  uint32_t bits = 0;  // of the largest magnitude; infinity and NaN come last
+  for (int64_t j = 0; j < size; j++) {
+    uint32_t magnitude;
+    __builtin_memcpy(&magnitude, from + j, 4);
+    magnitude &= 0x7FFFFFFF;
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  float most;
+  __builtin_memcpy(&most, &bits, 4);
+  const bool finite = bits < 0x7F800000, counts = finite && most >= LEAST;
+  if (counts) {
+    const float inverse = 127.0f / most;
+    // Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even.
+    for (int64_t j = 0; j < size; j++)
+      q[j] = static_cast<Row>(
+          static_cast<int32_t>((from[j] * inverse + 12582912.0f) - 12582912.0f));
+  }
+  for (int64_t j = counts ? size : 0; j < padded; j++) q[j] = 0;
+  return counts ? most / 127.0f : finite ? 0.0f : __builtin_nanf("");
+}
+
 template <class L>
 TARGET void int8_pack(const Product& p, void* packed) {
   const Quantised<L> rows(p, packed);
   constexpr int part = L::step / L::lanes;
   for (int64_t i = 0; i < p.t * p.groups; i++) {
-    const float* from = p.rows + i * rows.size;
     typename L::Row* to = rows.q + i * rows.padded;
-    uint32_t bits = 0;  // of the largest magnitude; infinity and NaN come last
-    for (int64_t j = 0; j < rows.size; j++) {
-      uint32_t magnitude;
-      __builtin_memcpy(&magnitude, from + j, 4);
-      magnitude &= 0x7FFFFFFF;
-      bits = magnitude > bits ? magnitude : bits;
-    }
-    float most;
-    __builtin_memcpy(&most, &bits, 4);
-    const bool finite = bits < 0x7F800000, counts = finite && most >= LEAST;
-    rows.scale[i] = counts ? most / 127.0f : finite ? 0.0f : __builtin_nanf("");
-    if (counts) {
-      const float inverse = 127.0f / most;
-      // Adding and taking away 1.5 * 2^23 rounds to the nearest, ties to even.
-      for (int64_t j = 0; j < rows.size; j++)
-        to[j] = static_cast<typename L::Row>(
-            static_cast<int32_t>((from[j] * inverse + 12582912.0f) - 12582912.0f));
-    }
-    for (int64_t j = counts ? rows.size : 0; j < rows.padded; j++) to[j] = 0;
+    rows.scale[i] = quantised(p.rows + i * rows.size, rows.size, rows.padded, to);
     for (int lane = 0; lane < L::lanes; lane++) {
       int32_t sum = 0;
       for (int64_t s = 0; s < rows.padded; s += L::step)
@@ -195,5 +200,5 @@ TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
 
 template <class L>
 constexpr ProductKernel int8_kernel() {
-  return {int8_packed_bytes<L>, int8_pack<L>, int8_columns<L>};
+  return {int8_packed_bytes<L>, int8_pack<L>, int8_columns<L>, COLUMNS};
 }

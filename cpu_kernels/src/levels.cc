@@ -5,8 +5,38 @@
 
 #include "work.h"
 
+#if STREE_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace stree {
 namespace {
+
+bool made_by_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// Whether there are tiles, and the kernel keeps them for this process, which has to ask.
+bool has_amx() {
+#if STREE_AMX
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25;
+  if ((d & (bf16 | tile | int8)) != (bf16 | tile | int8)) return false;
+  constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
+  static const bool given = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+  return given;
+#else
+  return false;
+#endif
+}
 
 int64_t instructions() {
 #if defined(__x86_64__)
@@ -15,7 +45,10 @@ int64_t instructions() {
   const bool all =
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return all ? 2 : 1;
+  if (!all) return 1;
+  const bool dots =
+      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  return dots && has_amx() ? 3 : 2;
 #else
   return 0;
 #endif
@@ -23,7 +56,7 @@ int64_t instructions() {
 
 bool has_bf16() {
 #if defined(__x86_64__)
-  return instructions() == 2 && __builtin_cpu_supports("avx512bf16");
+  return instructions() >= 2 && __builtin_cpu_supports("avx512bf16");
 #else
   return false;
 #endif
@@ -31,7 +64,7 @@ bool has_bf16() {
 
 bool has_vnni() {
 #if defined(__x86_64__)
-  return instructions() == 2 && __builtin_cpu_supports("avx512vnni");
+  return instructions() >= 2 && __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif
@@ -47,6 +80,12 @@ Kernels chosen(int64_t level) {
       kernels.attention_bfloat16 = avx512_bf16_attention();
     }
     kernels.int8 = has_vnni() ? avx512_vnni() : avx2().int8;
+#if STREE_AMX
+    if (level == 3) {
+      kernels.bfloat16 = amx_bfloat16();
+      kernels.int8 = amx_int8();
+    }
+#endif
     return kernels;
   }
   if (level == 1) return avx2();
@@ -56,15 +95,17 @@ Kernels chosen(int64_t level) {
 
 }  // namespace
 
+const bool weights_pass_outer_caches = made_by_amd();
+
 const Kernels& kernels_of(int64_t level) {
-  static const Kernels levels[] = {chosen(0), chosen(1), chosen(2)};
-  return levels[std::clamp<int64_t>(level, 0, 2)];
+  static const Kernels levels[] = {chosen(0), chosen(1), chosen(2), chosen(3)};
+  return levels[std::clamp<int64_t>(level, 0, 3)];
 }
 
-// "portable", "avx2" or "avx512", and what this machine has besides.
+// "portable", "avx2", "avx512" or "amx", and what this machine has besides.
 const char* instruction_names() {
   static const std::string name = [] {
-    const char* const names[] = {"portable", "avx2", "avx512"};
+    const char* const names[] = {"portable", "avx2", "avx512", "amx"};
     std::string text = names[instructions()];
     if (has_bf16()) text += " bf16";
     if (has_vnni()) text += " vnni";

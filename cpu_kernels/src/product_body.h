@@ -72,11 +72,12 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
   const int64_t steps = k / L::step ? k / L::step : 1;
   const int64_t lines = COLUMNS * k * static_cast<int64_t>(sizeof(*weight)) / 64;
   const int each = static_cast<int>((lines + blocks * steps - 1) / (blocks * steps));
+  const bool once = blocks == 1 && weights_pass_outer_caches;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t first = b * t / blocks, last = (b + 1) * t / blocks;
     const auto* x = rows + first * row_stride;
     float* y = out + first * stride;
-    const Ahead ahead{next + b * steps * each * 64, each, blocks == 1};
+    const Ahead ahead{next + b * steps * each * 64, each, once};
     switch (last - first) {
 #define STREE_BLOCK(R)                                                               \
   case R:                                                                            \
@@ -135,7 +136,7 @@ TARGET void product_columns(const Product& p, const void* packed, int64_t begin,
 
 template <class L>
 constexpr ProductKernel product_kernel() {
-  return {product_packed_bytes<L>, product_pack<L>, product_columns<L>};
+  return {product_packed_bytes<L>, product_pack<L>, product_columns<L>, COLUMNS};
 }
 
 // A float as bfloat16, to the nearest, ties to even; NaN stays NaN.

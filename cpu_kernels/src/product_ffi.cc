@@ -17,10 +17,10 @@ ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product
     kernel.pack(p, packed);
   }
   const int64_t most = std::max<int64_t>(1, p.m * row_bytes / PART_BYTES);
-  const int64_t parts = std::min(most, PARTS_A_THREAD * pool.num_threads());
-  const int64_t blocks = (p.m + 3) / 4;  // of columns, so that no part has a rest
+  const int64_t n = kernel.together, blocks = (p.m + n - 1) / n;  // no part has a rest
+  const int64_t parts = std::min({most, PARTS_A_THREAD * pool.num_threads(), blocks});
   share(pool, parts, [&](int64_t part) {
-    const int64_t begin = blocks * part / parts * 4, end = blocks * (part + 1) / parts * 4;
+    const int64_t begin = blocks * part / parts * n, end = blocks * (part + 1) / parts * n;
     kernel.columns(p, packed, begin, std::min(end, p.m));
   });
   return ffi::Error::Success();

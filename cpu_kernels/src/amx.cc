@@ -1,0 +1,368 @@
+// AMX: sums of products of whole tiles, as Intel has them from Sapphire Rapids on.
+//
+// A tile has 16 rows of 64 bytes. A tile of weights is 16 rows of the weight as they lie
+// in memory. A tile of the product's rows holds, 4 bytes at a time, what 16 of them have
+// there: line j has their bytes 4 j to 4 j + 3. Sums then have a line for each row of the
+// weight and a column for each row of the product, and are turned when they are stored.
+//
+// An element's sum goes through k in order, whatever else is in its tile.
+#include "kernels.h"
+#if STREE_AMX
+#include <immintrin.h>
+
+#define TARGET                                                                       \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")))
+
+namespace stree {
+namespace {
+
+#include "product_body.h"
+#include "avx512_lanes.h"
+#include "int8_body.h"
+
+constexpr int TILE = 16, LINE = 64, TILE_BYTES = TILE * LINE;
+constexpr int PANEL = 2 * TILE;  // rows of the weight that are gone through together
+constexpr int MOST_BLOCKS = 2;   // of 16 of the product's rows, likewise
+// Registers: sums of tile i of weights and block j of rows, those weights, those rows.
+constexpr int sums_of(int i, int j) { return 2 * i + j; }
+constexpr int weights_of(int i) { return 4 + i; }
+constexpr int rows_of(int j) { return 6 + j; }
+
+// The compilers' own functions do not say that a tile is read from memory.
+template <int N>
+TARGET inline void load(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+TARGET inline void store(void* to) {
+  const int64_t stride = LINE;
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(N) : "memory");
+}
+template <int N>
+TARGET inline void clear() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(N));
+}
+
+struct Bfloat16Tiles {
+  static constexpr int size = 2;  // bytes of a number
+  template <int S, int W, int R>
+  TARGET static inline void dot() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(S), "i"(W), "i"(R));
+  }
+};
+
+struct Int8Tiles {
+  static constexpr int size = 1;
+  template <int S, int W, int R>
+  TARGET static inline void dot() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(S), "i"(W), "i"(R));
+  }
+};
+
+// All tiles of this thread are whole ones for as long as this lives.
+class WholeTiles {
+ public:
+  WholeTiles() {
+    alignas(LINE) Shape shape{};
+    shape.palette = 1;
+    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE, shape.rows[i] = TILE;
+    asm volatile("ldtilecfg %0" : : "m"(shape));
+  }
+  ~WholeTiles() { asm volatile("tilerelease"); }
+
+ private:
+  struct Shape {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  };
+};
+
+// As `Ahead`, into the outer caches: a panel is more than the innermost has room for.
+struct FarAhead {
+  const char* from;
+  int lines;  // a step
+
+  TARGET inline void fetch(int64_t step) const {
+    const char* line = from + step * lines * LINE;
+    for (int i = 0; i < lines; i++, line += LINE) __builtin_prefetch(line, 0, 2);
+  }
+};
+
+// Some rows of a weight, and how many bytes of each are in question.
+struct Weights {
+  const char* from;
+  int64_t stride, bytes;
+  int count;
+};
+
+// Tile `s` along the rows of the weight; what is not there is 0.
+template <int N>
+TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
+  const char* from = w.from + first * w.stride + s * LINE;
+  const int64_t rest = w.bytes - s * LINE;
+  if (rest >= LINE && w.count >= first + TILE) return load<N>(from, w.stride);
+  alignas(LINE) char tile[TILE][LINE];
+  const __mmask64 mask = rest >= LINE ? ~0ull : (1ull << rest) - 1;
+  for (int r = 0; r < TILE; r++) {
+    const bool here = first + r < w.count;
+    const __m512i line = here ? _mm512_maskz_loadu_epi8(mask, from + r * w.stride)
+                              : _mm512_setzero_si512();
+    _mm512_store_si512(tile[r], line);
+  }
+  load<N>(tile, LINE);
+}
+
+// Sums of a panel of weights and `BLOCKS` blocks of rows, whose tiles are `apart`.
+template <class D, int BLOCKS>
+TARGET inline void sum_tiles(const Weights& w, const char* rows, int64_t apart,
+                             FarAhead ahead) {
+  clear<sums_of(0, 0)>(), clear<sums_of(1, 0)>();
+  if constexpr (BLOCKS > 1) clear<sums_of(0, 1)>(), clear<sums_of(1, 1)>();
+  const int64_t steps = (w.bytes + LINE - 1) / LINE;
+  for (int64_t s = 0; s < steps; s++, rows += TILE_BYTES) {
+    ahead.fetch(s);
+    load<rows_of(0)>(rows, LINE);
+    load_weights<weights_of(0)>(w, 0, s);
+    D::template dot<sums_of(0, 0), weights_of(0), rows_of(0)>();
+    load_weights<weights_of(1)>(w, TILE, s);
+    D::template dot<sums_of(1, 0), weights_of(1), rows_of(0)>();
+    if constexpr (BLOCKS > 1) {
+      load<rows_of(1)>(rows + apart, LINE);
+      D::template dot<sums_of(0, 1), weights_of(0), rows_of(1)>();
+      D::template dot<sums_of(1, 1), weights_of(1), rows_of(1)>();
+    }
+  }
+}
+
+struct Sums16 {
+  alignas(LINE) float of[2][MOST_BLOCKS][TILE][TILE];  // or int32_t
+};
+
+template <int BLOCKS>
+TARGET inline void store_tiles(Sums16& sums) {
+  store<sums_of(0, 0)>(sums.of[0][0]), store<sums_of(1, 0)>(sums.of[1][0]);
+  if constexpr (BLOCKS > 1)
+    store<sums_of(0, 1)>(sums.of[0][1]), store<sums_of(1, 1)>(sums.of[1][1]);
+}
+
+// To out[r * m + c] of `t` rows and `count` columns.
+TARGET void turn_out(const Sums16& sums, float* out, int64_t m, int64_t t, int count) {
+  for (int i = 0; i * TILE < count; i++) {
+    const int here = count - i * TILE;
+    const __mmask16 mask = here >= TILE ? 0xFFFF : (1u << here) - 1;
+    for (int j = 0; j * TILE < t; j++) {
+      __m512 x[TILE];
+      for (int r = 0; r < TILE; r++) x[r] = _mm512_load_ps(sums.of[i][j][r]);
+      turn_block(x);
+      float* to = out + j * TILE * m + i * TILE;
+      for (int r = 0; r < TILE && j * TILE + r < t; r++)
+        _mm512_mask_storeu_ps(to + r * m, mask, x[r]);
+    }
+  }
+}
+
+// Sixteen lines of 64 bytes as a tile.
+TARGET inline void put_tile(char* to, __m512 (&lines)[TILE]) {
+  turn_block(lines);
+  for (int i = 0; i < TILE; i++) _mm512_store_ps(to + i * LINE, lines[i]);
+}
+
+TARGET inline int64_t blocks_of(int64_t t) { return (t + TILE - 1) / TILE; }
+
+// What of the weight is read next, in equal parts during the steps of `passes` over it.
+TARGET inline FarAhead ahead_of(const char* next, int64_t bytes, int64_t steps, int64_t pass,
+                             int64_t passes) {
+  const int64_t lines = PANEL * bytes / LINE, all = passes * steps;
+  const int each = static_cast<int>((lines + all - 1) / all);
+  return {next + pass * steps * each * LINE, each};
+}
+
+// `panel(column, count, block, blocks, ahead)` for all panels of columns, of one or two
+// blocks of rows at a time.
+template <class Panel>
+TARGET inline void for_panels(const Product& p, int64_t bytes, int64_t steps,
+                              int64_t begin, int64_t end, const Panel& panel) {
+  const WholeTiles tiles;
+  const int64_t blocks = blocks_of(p.t), passes = (blocks + 1) / MOST_BLOCKS;
+  for (int64_t c = begin; c < end; c += PANEL) {
+    const int count = static_cast<int>(end - c < PANEL ? end - c : PANEL);
+    const char* next = static_cast<const char*>(p.weight) + (c + PANEL) * bytes;
+    for (int64_t pass = 0; pass < passes; pass++) {
+      const int64_t block = pass * MOST_BLOCKS, left = blocks - block;
+      panel(c, count, block, left, ahead_of(next, bytes, steps, pass, passes));
+    }
+  }
+}
+
+// Rows in bfloat16: tiles [blocks, steps].
+namespace half {
+
+TARGET inline int64_t steps_of(const Product& p) { return (2 * p.k + LINE - 1) / LINE; }
+
+TARGET int64_t packed_bytes(const Product& p) {
+  return blocks_of(p.t) * steps_of(p) * TILE_BYTES;
+}
+
+TARGET inline __m512 rounded(const float* from, int64_t count) {
+  const auto some = [](int64_t n) TARGET {
+    return static_cast<__mmask16>(n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1);
+  };
+  const __m512 low = _mm512_maskz_loadu_ps(some(count), from);
+  const __m512 high = _mm512_maskz_loadu_ps(some(count - 16), from + 16);
+  return (__m512)_mm512_cvtne2ps_pbh(high, low);
+}
+
+TARGET void pack(const Product& p, void* packed) {
+  auto* to = static_cast<char*>(packed);
+  for (int64_t block = 0; block < blocks_of(p.t); block++)
+    for (int64_t s = 0; s < steps_of(p); s++, to += TILE_BYTES) {
+      __m512 lines[TILE];
+      for (int r = 0; r < TILE; r++) {
+        const int64_t row = block * TILE + r, at = s * LINE / 2;
+        lines[r] = row < p.t ? rounded(p.rows + row * p.k + at, p.k - at)
+                             : _mm512_setzero_ps();
+      }
+      put_tile(to, lines);
+    }
+}
+
+TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
+  const int64_t steps = steps_of(p), apart = steps * TILE_BYTES, bytes = 2 * p.k;
+  const auto panel = [&](int64_t c, int count, int64_t block, int64_t left,
+                         FarAhead ahead) TARGET {
+    const Weights w{static_cast<const char*>(p.weight) + c * bytes, bytes, bytes, count};
+    const char* rows = static_cast<const char*>(packed) + block * apart;
+    const int64_t first = block * TILE;
+    Sums16 sums;
+    if (left > 1) {
+      sum_tiles<Bfloat16Tiles, 2>(w, rows, apart, ahead);
+      store_tiles<2>(sums);
+    } else {
+      sum_tiles<Bfloat16Tiles, 1>(w, rows, apart, ahead);
+      store_tiles<1>(sums);
+    }
+    const int64_t t = p.t - first < 2 * TILE ? p.t - first : 2 * TILE;
+    turn_out(sums, p.out + first * p.m + c, p.m, t, count);
+  };
+  for_panels(p, bytes, steps, begin, end, panel);
+}
+
+}  // namespace half
+
+// Rows in int8, quantised by group as int8_body.h does it: tiles [blocks, groups, steps],
+// their scales [blocks, groups, 16], and room to quantise 16 rows of a group.
+namespace byte {
+
+struct Packed {
+  char* tiles;
+  float* scales;
+  int8_t* room;
+  int64_t size, steps, padded, bytes;
+
+  TARGET Packed(const Product& p, void* packed) {
+    size = p.k / p.groups, steps = (size + LINE - 1) / LINE, padded = steps * LINE;
+    const int64_t groups = blocks_of(p.t) * p.groups;
+    tiles = static_cast<char*>(packed);
+    bytes = groups * steps * TILE_BYTES;
+    scales = reinterpret_cast<float*>(tiles + bytes);
+    bytes += groups * LINE;
+    room = reinterpret_cast<int8_t*>(tiles + bytes);
+    bytes += TILE * padded;
+  }
+};
+
+TARGET int64_t packed_bytes(const Product& p) { return Packed(p, nullptr).bytes; }
+
+TARGET void pack(const Product& p, void* packed) {
+  const Packed rows(p, packed);
+  char* to = rows.tiles;
+  float* scale = rows.scales;
+  for (int64_t block = 0; block < blocks_of(p.t); block++)
+    for (int64_t g = 0; g < p.groups; g++, scale += TILE) {
+      for (int r = 0; r < TILE; r++) {
+        const int64_t row = block * TILE + r;
+        int8_t* q = rows.room + r * rows.padded;
+        const float* from = p.rows + row * p.k + g * rows.size;
+        scale[r] = quantised(from, row < p.t ? rows.size : 0, rows.padded, q);
+      }
+      for (int64_t s = 0; s < rows.steps; s++, to += TILE_BYTES) {
+        __m512 lines[TILE];
+        for (int r = 0; r < TILE; r++)
+          lines[r] = _mm512_loadu_ps(rows.room + r * rows.padded + s * LINE);
+        put_tile(to, lines);
+      }
+    }
+}
+
+// totals += sums of a group of columns, scaled.
+template <int BLOCKS>
+TARGET inline void add_scaled(Sums16& totals, const Sums16& sums, const float* row_scales,
+                              int64_t apart, const float* scales, int64_t groups,
+                              int count) {
+  for (int j = 0; j < BLOCKS; j++) {
+    const __m512 of_rows = _mm512_loadu_ps(row_scales + j * apart);
+    for (int i = 0; i < 2; i++)
+      for (int r = 0; r < TILE; r++) {
+        const int m = i * TILE + r;
+        const float scale = scales[(m < count ? m : count - 1) * groups];
+        const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(sums.of[i][j][r]));
+        float* total = totals.of[i][j][r];
+        const __m512 scaled = _mm512_mul_ps(of_rows, _mm512_set1_ps(scale));
+        _mm512_store_ps(total, _mm512_fmadd_ps(sum, scaled, _mm512_load_ps(total)));
+      }
+  }
+}
+
+template <int BLOCKS>
+TARGET void panel_of(const Product& p, const Packed& rows, int64_t c, int count,
+                     int64_t block, FarAhead ahead) {
+  const int64_t apart = p.groups * rows.steps * TILE_BYTES, first = block * TILE;
+  const char* weight = static_cast<const char*>(p.weight) + c * p.k;
+  Sums16 totals, sums;
+  for (int i = 0; i < 2; i++)
+    for (int j = 0; j < BLOCKS; j++)
+      for (int r = 0; r < TILE; r++)
+        _mm512_store_ps(totals.of[i][j][r], _mm512_setzero_ps());
+  for (int64_t g = 0; g < p.groups; g++) {
+    const Weights w{weight + g * rows.size, p.k, rows.size, count};
+    const char* tiles = rows.tiles + block * apart + g * rows.steps * TILE_BYTES;
+    sum_tiles<Int8Tiles, BLOCKS>(w, tiles, apart, ahead);
+    store_tiles<BLOCKS>(sums);
+    ahead.from += rows.steps * ahead.lines * LINE;
+    add_scaled<BLOCKS>(totals, sums, rows.scales + (block * p.groups + g) * TILE,
+                       p.groups * TILE, p.scale + c * p.groups + g, p.groups, count);
+  }
+  const int64_t t = p.t - first < BLOCKS * TILE ? p.t - first : BLOCKS * TILE;
+  turn_out(totals, p.out + first * p.m + c, p.m, t, count);
+}
+
+TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
+  const Packed rows(p, const_cast<void*>(packed));  // of which nothing is written
+  const auto panel = [&](int64_t c, int count, int64_t block, int64_t left,
+                         FarAhead ahead) TARGET {
+    if (left > 1)
+      panel_of<2>(p, rows, c, count, block, ahead);
+    else
+      panel_of<1>(p, rows, c, count, block, ahead);
+  };
+  for_panels(p, p.k, p.groups * rows.steps, begin, end, panel);
+}
+
+}  // namespace byte
+}  // namespace
+
+const ProductKernel& amx_bfloat16() {
+  static constexpr ProductKernel kernel = {half::packed_bytes, half::pack, half::columns,
+                                           PANEL};
+  return kernel;
+}
+
+const ProductKernel& amx_int8() {
+  static constexpr ProductKernel kernel = {byte::packed_bytes, byte::pack, byte::columns,
+                                           PANEL};
+  return kernel;
+}
+
+}  // namespace stree
+#endif
