@@ -122,6 +122,14 @@ def test_the_text_is_plain_decodings(target, prompts, ngrams, name):
         assert model.passes < alone.traffic[1].passes
 
 
+def test_more_guesses_than_the_ngrams_have_tokens(target, prompts):
+    options, plain = plain_of(target, prompts, "greedy")
+    text = count_grams(np.array([prompts[-1]]), 2, REAL)
+    who = Staged(target, katz(text, REAL, slots=64, keep=1), 2, 16)
+    options |= dict(drafter=who, tree=TREE, times=times())
+    assert stree_jax.generate(target, prompts, **options).tokens == plain
+
+
 @pytest.mark.parametrize(("level", "pays"), [(0.25, True), (2.0, False)])
 def test_ngrams_guess_where_measured_steps_say_that_it_pays(
     target, prompts, ngrams, level, pays, tmp_path, monkeypatch, caplog
