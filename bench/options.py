@@ -80,6 +80,9 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ngrams", metavar="FILE", help=stage)
     ahead = "with --ngrams: levels of the tree that they guess at a time; default 2"
     p.add_argument("--ahead", type=int, help=ahead)
+    width = "with --ngrams: tokens that they guess of a node, default 1; with tree "
+    width += "auto of a level, at least 2"
+    p.add_argument("--width", type=int, help=width)
     p.add_argument(
         "--tree",
         help="auto (chosen at every step), A..E, chain:N, binary:L, cartesian:4x2x2, "

@@ -12,7 +12,7 @@ from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.specs import LOOKUP, MTP
-from stree_jax.speculation.staged_drafter import AHEAD, Staged
+from stree_jax.speculation.staged_drafter import AHEAD, WIDTH, Staged
 
 DEMO, AUTO, NO_DRAFTER = "demo", "auto", "none"
 
@@ -23,6 +23,7 @@ def load_pair(
     dtype: str,
     ngrams: str | None = None,
     ahead: int | None = None,
+    width: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Model, Model | Heads | NGrams | Staged | str | None]:
     """The target and what drafts for it: a model, heads, n-grams, stages, a name, or
@@ -37,12 +38,15 @@ def load_pair(
       dtype: "float32", "bfloat16" or "int8".
       ngrams: a file of n-grams that guess for the drafter, or None.
       ahead: levels that they guess; None: as many as is usual.
+      width: tokens of a node that they guess, likewise.
       mesh: the devices that the target is cut over; a drafting model is whole on each.
     """
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
     if ngrams is None and ahead is not None:
         raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
+    if ngrams is None and width is not None:
+        raise ValueError("--width: tokens that n-grams guess; add --ngrams FILE")
     if ngrams is not None and drafter in (LOOKUP, MTP, NO_DRAFTER):
         raise ValueError(
             "--ngrams: they guess for a drafting model; give one with --drafter "
@@ -66,7 +70,8 @@ def load_pair(
     drafting = load(name, dtype=dtype, mesh=mesh, whole=mesh is not None)
     if table is None:
         return model, drafting
-    return model, Staged(drafting, table, AHEAD if ahead is None else ahead)
+    ahead = AHEAD if ahead is None else ahead
+    return model, Staged(drafting, table, ahead, WIDTH if width is None else width)
 
 
 def pair_configs(

@@ -381,7 +381,7 @@ def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.pair import load_pair
     from stree_jax.speculation.ngrams import NGrams
 
-    pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead
+    pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
     target, drafter = load_pair(*pair, mesh_asked(args))
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")

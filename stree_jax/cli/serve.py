@@ -155,9 +155,8 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     limit = None if args.memory is None else bytes_named(args.memory)
     check_weights(args, limit)
     with waiting(f"reading {args.model}"):
-        model, drafter = load_pair(
-            args.model, args.drafter, args.dtype, args.ngrams, args.ahead
-        )
+        pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
+        model, drafter = load_pair(*pair)
     if args.logprobs > model.config.num_tokens:
         raise ValueError(f"--logprobs: there are {model.config.num_tokens} tokens")
     if (args.rule or "").partition("/")[0] == "typical":

@@ -62,7 +62,7 @@ def load_models(
         name = best.drafter if best.drafter in ("none", LOOKUP) else name
         heads = best.heads or None
     with waiting(f"reading {args.model}"):
-        pair = args.model, name, args.dtype, args.ngrams, args.ahead
+        pair = args.model, name, args.dtype, args.ngrams, args.ahead, args.width
         target, drafter = load_pair(*pair, mesh_asked(args))
     if isinstance(drafter, Heads) and heads is not None:
         drafter = first_heads(drafter, heads)

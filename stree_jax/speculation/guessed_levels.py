@@ -231,7 +231,9 @@ def _guessed_level(
     tokens, chance = perturbed(ngrams, above.context, ngrams.scale(dist), noise)
     chance = jax.nn.softmax(chance, axis=-1)  # of these few
     value = (above.value[..., None] * chance).reshape(batch, -1)
-    value, chosen = lax.top_k(value, width)
+    most = min(width, value.shape[1])  # a short list is filled up with impossible ones
+    short = ((0, 0), (0, width - most))
+    value, chosen = (jnp.pad(best, short) for best in lax.top_k(value, most))
     parent = (chosen // tokens.shape[2]).astype(jnp.int32)
     token = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)
     token = jnp.maximum(token, 0)

@@ -189,6 +189,7 @@ def test_the_work_of_other_heads_is_refused(folder, capsys, tmp_path):
     [
         (["--ngrams", "N"], "they guess for a model, and these are heads"),
         (["--ahead", "2"], "--ahead: levels that n-grams guess"),
+        (["--width", "2"], "--width: tokens that n-grams guess"),
         (["--tree", "beam:2x2"], "heads fill a fixed tree"),
         (["--tree", "E"], "5 levels want as many heads, and there are 2"),
         (["--tree", "sparse:0"], "sparse:N wants N in 2..1024, got '0'"),

@@ -56,6 +56,13 @@ def test_ngrams_guess_for_a_drafter_and_draft_alone(folder, capsys):
     assert together["target_calls"] == alone["target_calls"]
     names = set(together["tokens_by_origin"])
     assert {"target", "drafter", "n-gram"} <= names
+    code, out, err = run(capsys, *generate(folder, *pair, *staged, "--width", "2"))
+    wide = json.loads(out)
+    assert code == 0 and wide["equal_to_plain"] is True
+    assert wide["tokens"] == alone["tokens"]
+    for told, lookups in ((together, 1), (wide, 2)):  # another token is another lookup
+        passes = {stage["stage"]: stage["passes"] for stage in told["traffic"]}
+        assert passes["n-gram"] == lookups * passes["drafter"]
     file = ["--drafter", folder / "n.safetensors"]
     code, out, err = run(capsys, *generate(folder, *file))
     assert code == 0 and json.loads(out)["tokens"] == alone["tokens"]
@@ -111,16 +118,25 @@ def test_a_table_that_is_there_is_not_written_over(folder, capsys):
     assert (code, err.count("\n")) == (2, 1) and "exists already" in err
 
 
+@pytest.mark.parametrize("option", ["--ahead", "--width"])
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["tune"], ["serve"]])
+def test_how_ngrams_guess_is_asked_of_ngrams(command, option, capsys):
+    code, out, err = run(capsys, *command, option, "2")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert f"{option}: " in err and "that n-grams guess; add --ngrams FILE" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--ngrams", "N", "--drafter", "lookup"], "they guess for a drafting model"),
         (["--ngrams", "N", "--drafter", "none"], "they guess for a drafting model"),
         (["--ngrams", "N", "--drafter", "N"], "n-grams need no others"),
-        (["--ahead", "2", "--drafter", "D"], "--ahead: levels that n-grams guess"),
         (["--ngrams", "D", "--drafter", "D"], "no such file"),
         (["--ngrams", "T", "--drafter", "D"], "no n-gram table"),
         (["--ngrams", "N", "--drafter", "D", "--ahead", "0"], "ahead: want 1..15"),
+        (["--ngrams", "N", "--drafter", "D", "--width", "0"], "width: want 1..16"),
+        (["--ngrams", "N", "--drafter", "D", "--width", "17"], "width: want 1..16"),
         (["--ngrams", "N", "--drafter", "D", "--tree", "beam:2x2"], "beams and 'auto'"),
         (["--drafter", "N", "--tree", "auto"], "beams and 'auto' want a model"),
         (["--drafter", "N", "--rule", "mss", "--temperature", "1"], "n-grams"),

@@ -10,7 +10,7 @@ import pytest
 from flax import struct
 
 import stree_jax
-from stree_jax import Sampling, StepTimes
+from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import Accepted
@@ -29,42 +29,28 @@ from stree_jax.speculation.best_first import (
 from stree_jax.speculation.calibration import PRIOR, count, no_counts
 from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.drafter import Prompts
 from stree_jax.speculation.layout import tree_layout
-from stree_jax.speculation.lookup import begin_history
 from stree_jax.speculation.tree import Auto, resolve_tree
-from tests.speculation.steps import LENGTHS, decode
+from tests.speculation.auto import (
+    NEW,
+    SETTINGS,
+    TREE,
+    before_a_search,
+    plain_of,
+    times,
+)
+from tests.speculation.steps import decode
 from tests.support.tiny import REAL
-
-NEW, TREE = 24, "auto:1,4,8"
-FLAT = [1.0, 1.01, 1.02]  # a pass over a tree costs what one token does
-
-
-def times(verify=FLAT, draft=0.01, level=0.01):
-    numbers = (verify, draft, level)
-    return StepTimes(*(jnp.asarray(x, jnp.float32) for x in numbers))
-
-
-SETTINGS = {
-    "greedy": dict(),
-    "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
-    "top_k": dict(
-        rule="naive", sampling=Sampling(temperature=0.8, repetition_penalty=1.3)
-    ),
-}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_text_is_plain_decodings(target, drafter, prompts, name):
-    options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
-    plain = stree_jax.generate(
-        target, prompts, **{k: v for k, v in options.items() if k != "rule"}
-    )
+    options, plain = plain_of(target, prompts, name)
     for given in (times(), times([1.0, 3.0, 5.0], 1.0, 1.0)):
         result = stree_jax.generate(
             target, prompts, drafter=drafter, tree=TREE, times=given, **options
         )
-        assert result.tokens == plain.tokens
+        assert result.tokens == plain
         assert (result.calls_by_size.sum(axis=1) == result.target_calls).all()
         assert result.tree_sizes == (1, 4, 8)
 
@@ -248,30 +234,19 @@ def brute_force(model, text, width, depth):
 
 def test_levels_are_those_of_a_best_first_search(target, prompts):
     width, depth = 3, 4
-    padded = np.zeros((3, max(LENGTHS)), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    history = begin_history(Prompts(jnp.asarray(padded), lengths, 80, 9))
-    begun, plan = begin(target, prompts, max_new_tokens=8)
-    root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
-    dist = begun.distribution(REAL)
+    drafter, state, history, asked = before_a_search(target, prompts)
 
     @jax.jit
     def run(state):
-        hidden, state, _ = catch_up(plan.spec.target, state, history, 4)
-        drafter = plan.spec.target
+        hidden, state, _ = catch_up(drafter, state, history, 4)
         return best_first(
             by_model(drafter, state, hidden),
-            root,
-            dist,
-            plan.spec.rule,
-            jnp.asarray(PRIOR),
+            *asked,
             nothing_grown(drafter, len(prompts), width, depth),
             lambda grown: jnp.bool_(True),
         )
 
-    grown = run(begun.state)
+    grown = run(state)
     pool = grown.pool
     assert int(grown.levels) == int(grown.passes) == depth
     for b, ids in enumerate(prompts):

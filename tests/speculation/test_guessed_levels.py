@@ -5,12 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, Staged, StepTimes, tuning
+from stree_jax import Staged, tuning
 from stree_jax.generation import begin
 from stree_jax.speculation.best_first import (
     best_first,
@@ -18,23 +17,26 @@ from stree_jax.speculation.best_first import (
     catch_up,
     nothing_grown,
 )
-from stree_jax.speculation.calibration import PRIOR
 from stree_jax.speculation.draft import NGRAM
-from stree_jax.speculation.drafter import Prompts
 from stree_jax.speculation.guessed_levels import (
     Stage,
     by_stage,
     goes_on,
     room_ahead,
 )
-from stree_jax.speculation.lookup import begin_history
 from stree_jax.speculation.ngrams import WAYS
 from stree_jax.training.ngrams import count_grams, katz
-from tests.speculation.steps import LENGTHS
+from tests.speculation.auto import (
+    NEW,
+    SETTINGS,
+    TREE,
+    before_a_search,
+    plain_of,
+    times,
+)
 from tests.support.tiny import REAL
 
-NEW, TREE, DEPTH = 24, "auto:1,4,8", 6
-TIMES = StepTimes(jnp.array([1.0, 1.01, 1.02]), jnp.float32(0.01), jnp.float32(0.01))
+DEPTH = 6
 
 
 def ngrams_of(drafter, prompts, order=5):
@@ -59,20 +61,12 @@ def some_value(levels, value, passes=1.0):
 @pytest.fixture(scope="module")
 def grown(target, prompts, ngrams):
     """Candidates below the prompts: by a model alone, and through stages."""
-    padded = np.zeros((3, max(LENGTHS)), np.int32)
-    for row, ids in zip(padded, prompts, strict=True):
-        row[: len(ids)] = ids
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    history = begin_history(Prompts(jnp.asarray(padded), lengths, 80, 9))
-    begun, plan = begin(target, prompts, max_new_tokens=8)
-    root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
-    dist, rule = begun.distribution(REAL), plan.spec.rule
+    model, begun, history, asked = before_a_search(target, prompts)
+    _, dist, rule, _ = asked
 
     @partial(jax.jit, static_argnums=(1, 2))
     def run(state, width, ahead):
-        model = plan.spec.target
         hidden, state, _ = catch_up(model, state, history, 4)
-        asked = root, dist, rule, jnp.asarray(PRIOR)
         if ahead == 0:
             start = nothing_grown(model, len(prompts), width, DEPTH)
             return best_first(
@@ -87,7 +81,7 @@ def grown(target, prompts, ngrams):
         start = replace(start, ahead=room_ahead(model, len(prompts), stage))
         return best_first(guesser, *asked, start, partial(goes_on, some_value))
 
-    return lambda width, ahead: jax.device_get(run(begun.state, width, ahead))
+    return lambda width, ahead: jax.device_get(run(begun, width, ahead))
 
 
 @pytest.mark.parametrize(("width", "ahead"), [(1, 1), (1, 2), (3, 2)])
@@ -110,25 +104,13 @@ def test_candidates_are_the_models_own(grown, width, ahead):
         assert int(staged.passes) <= DEPTH
 
 
-SETTINGS = {
-    "greedy": dict(),
-    "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
-    "top_k": dict(
-        rule="naive", sampling=Sampling(temperature=0.8, repetition_penalty=1.3)
-    ),
-}
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_text_is_plain_decodings(target, prompts, ngrams, name):
-    options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
-    plain = stree_jax.generate(
-        target, prompts, **{k: v for k, v in options.items() if k != "rule"}
-    )
+    options, plain = plain_of(target, prompts, name)
     who = Staged(target, ngrams, 2)
-    options |= dict(drafter=who, tree=TREE, times=TIMES)
+    options |= dict(drafter=who, tree=TREE, times=times())
     result = stree_jax.generate(target, prompts, **options)
-    assert result.tokens == plain.tokens
+    assert result.tokens == plain
     assert [stage.stage for stage in result.traffic] == ["target", "drafter", "n-gram"]
     _, model, table = result.traffic
     assert table.passes % (3 + 2) == 0 and table.passes // 5 < model.passes
@@ -138,6 +120,14 @@ def test_the_text_is_plain_decodings(target, prompts, ngrams, name):
         assert sum((o == NGRAM).sum() for o in result.origins) > 5
         alone = stree_jax.generate(target, prompts, **options | dict(drafter=target))
         assert model.passes < alone.traffic[1].passes
+
+
+def test_more_guesses_than_the_ngrams_have_tokens(target, prompts):
+    options, plain = plain_of(target, prompts, "greedy")
+    text = count_grams(np.array([prompts[-1]]), 2, REAL)
+    who = Staged(target, katz(text, REAL, slots=64, keep=1), 2, 16)
+    options |= dict(drafter=who, tree=TREE, times=times())
+    assert stree_jax.generate(target, prompts, **options).tokens == plain
 
 
 @pytest.mark.parametrize(("level", "pays"), [(0.25, True), (2.0, False)])

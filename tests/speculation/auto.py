@@ -1,0 +1,42 @@
+"""What tests of tree "auto" share: sizes, times, and ways of decoding."""
+
+import jax.numpy as jnp
+
+import stree_jax
+from stree_jax import Sampling, StepTimes
+from stree_jax.generation import begin
+from stree_jax.speculation.calibration import PRIOR
+from stree_jax.speculation.lookup import begin_history
+from tests.speculation.steps import prompts_of
+from tests.support.tiny import REAL
+
+NEW, TREE = 24, "auto:1,4,8"
+FLAT = [1.0, 1.01, 1.02]  # a pass over a tree costs what one token does
+SETTINGS = {
+    "greedy": dict(),
+    "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
+    "top_k": dict(
+        rule="naive", sampling=Sampling(temperature=0.8, repetition_penalty=1.3)
+    ),
+}
+
+
+def times(verify=FLAT, draft=0.01, level=0.01):
+    numbers = (verify, draft, level)
+    return StepTimes(*(jnp.asarray(x, jnp.float32) for x in numbers))
+
+
+def plain_of(target, prompts, name):
+    """Options of the setting, and the tokens that plain decoding has with them."""
+    options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
+    without = {k: v for k, v in options.items() if k != "rule"}
+    return options, stree_jax.generate(target, prompts, **without).tokens
+
+
+def before_a_search(target, prompts):
+    """A model that drafts, its state, the texts, and what a search below them asks."""
+    begun, plan = begin(target, prompts, max_new_tokens=8)
+    history = begin_history(prompts_of(prompts, news_width=9, capacity=80))
+    root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
+    asked = root, begun.distribution(REAL), plan.spec.rule, jnp.asarray(PRIOR)
+    return plan.spec.target, begun.state, history, asked
