@@ -109,22 +109,21 @@ def _program(**params: Any) -> Callable[..., list[jax.Array]]:
 
 @_native_call.def_impl
 def _run(*args: Any, **params: Any) -> list[jax.Array]:
-    return _program(**params)(*args)
+    with jax.disable_jit(False):  # a kernel is called by programs alone
+        return _program(**params)(*args)
 
 
 @_native_call.def_abstract_eval
-def _shapes(*args: Any, definition: Function, **_: Any) -> list[Any]:
+def _shapes(*args: Any, kernel: Function, level: int, **_: Any) -> list[Any]:
     return _shapes_of(
-        definition, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
+        kernel, level, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
     )
 
 
 @cache
-def _shapes_of(definition: Function, *given: jax.ShapeDtypeStruct) -> list[Any]:
-    """Once for all layers of a kind: a definition takes time to trace."""
-    outs = jax.eval_shape(
-        lambda *args: _definition(*args, definition=definition), *given
-    )
+def _shapes_of(kernel: Function, level: int, *given: jax.ShapeDtypeStruct) -> list[Any]:
+    """As the kernel says: a definition takes longer to trace."""
+    outs = jax.eval_shape(partial(_kernel, kernel=kernel, level=level), *given)
     return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
 
 

@@ -48,6 +48,7 @@ from stree_jax.models.state import (
     State,
     init_state,
 )
+from stree_jax.models.tracing import traced_once
 
 MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
 
@@ -98,6 +99,10 @@ def base_model(model: Model) -> Model:
     return derived(model, model.params, model.config)
 
 
+LayerInput = tuple[jax.Array, Pass[Any], Any, Any]  # h, pass_, state, record
+LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
+
+
 class ResidualLayer(nn.Module):
     """One pre-norm residual layer, h + f(norm(h)), f chosen by `kind`."""
 
@@ -114,7 +119,7 @@ class ResidualLayer(nn.Module):
         state: Any,  # LayerState and LayerRecord of this kind
         record: Any,
         shared: tuple[SharedBlock, jax.Array] | None,
-    ) -> tuple[jax.Array, LayerRecord, LayerState]:
+    ) -> LayerOutput:
         """As all mixers, of the residual stream h [B, Tq, d].
 
         Args:
@@ -173,6 +178,39 @@ def _part(
     return replace(pass_, pending=pending), of(state), own_record
 
 
+@struct.dataclass
+class Unbound:
+    """A module apart from its model, so that modules of a kind are equal, and its
+    parameters."""
+
+    module: Any = struct.field(pytree_node=False)
+    variables: Any
+
+
+def _run(
+    layer: ResidualLayer,
+    block: SharedBlock | None,
+    embedding: jax.Array,
+    *args: *LayerInput,
+) -> LayerOutput:
+    """layer(*args, shared), of which layers that are alike have one trace."""
+    if layer.is_initializing():  # there are no parameters yet
+        return layer(*args, None if block is None else (block, embedding))
+    shared = None if block is None else (Unbound(*block.unbind()), embedding)
+    return _applied(Unbound(*layer.unbind()), shared, *args)
+
+
+@traced_once
+def _applied(
+    layer: Unbound, shared: tuple[Unbound, jax.Array] | None, *args: *LayerInput
+) -> LayerOutput:
+    if shared is None:
+        return layer.module.apply(layer.variables, *args, None)
+    block, embedding = shared
+    bound = block.module.bind(block.variables)
+    return layer.module.apply(layer.variables, *args, (bound, embedding))
+
+
 def through(
     layers: Sequence[ResidualLayer],
     blocks: Sequence[SharedBlock | None],
@@ -191,11 +229,11 @@ def through(
     length = state.length if pending is None else state.length + pending.length
     out_records, out_states, embedding = [], [], h
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
-        shared = None if block is None else (block, embedding)
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
         pass_ = Pass(nodes, rows, last, length)
-        h, record, layer_state = layer(h, pass_, state.layers[i], record, shared)
+        args = (h, pass_, state.layers[i], record)
+        h, record, layer_state = _run(layer, block, embedding, *args)
         out_records.append(record)
         out_states.append(layer_state)
     return h, tuple(out_records), State(tuple(out_states), length)

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models.config import LayerKind, ModelConfig, given
+from stree_jax.models.tracing import traced_once
 from stree_jax.pallas_kernels import (
     ATTENTION_BLOCK,
     Replayed,
@@ -276,11 +277,13 @@ def replayed(pending: LayerPending[MambaRecord]) -> Replayed:
     return Replayed(r.x, r.dt, r.a, r.B, pending.path, pending.length)
 
 
+@traced_once
 def commit_mamba(state: MambaState, pending: LayerPending[MambaRecord]) -> MambaState:
     ssm, xBC = replay(state.ssm, replayed(pending)), pending.record.xBC
     return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
+@traced_once
 def commit_attention(
     state: AttentionState, pending: LayerPending[AttentionRecord], start: jax.Array
 ) -> AttentionState:
