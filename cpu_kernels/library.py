@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax
 
 VARIABLE = "STREE_JAX_CPU_KERNELS"
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}  # as src/levels.cc counts them
+# As src/levels.cc counts them.
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 TARGETS = (
     "stree_product",
     "stree_product_int8",

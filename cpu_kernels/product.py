@@ -1,11 +1,11 @@
 """Products of a few rows with a weight, which is read once: `src/product_body.h`, and
 `src/amx.cc` by tiles.
 
-| weight | rows become | sums | instructions |
+| weight | rows become | sums | by |
 | --- | --- | --- | --- |
 | float32 [m, k] | float32 | float32 | FMA |
 | bfloat16 [m, k] | bfloat16, to the nearest | float32 | AMX, AVX512-BF16, or FMA |
-| int8 [m, k], scales float32 [m, G] | int8, scaled by group | int32, float32 | AMX, VNNI |
+| int8 [m, k], scales [m, G] | int8, scaled by group | int32, float32 | AMX, VNNI |
 
 A row's result has the same bits whatever rows stand beside it and however many threads
 there are; with other instructions it may have others.
