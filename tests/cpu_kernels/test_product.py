@@ -13,8 +13,8 @@ from tests.support.reference import assert_near
 pytestmark = built
 ROWS = 64
 TOLERANCE = 1e-6  # of float32 sums over k; the largest here is 515
-# k and m: below a step, with a rest, whole blocks, one column.
-SIZES = [(1, 1), (5, 3), (64, 8), (77, 131), (515, 9), (96, 1030)]
+# k and m: below a step, with a rest, whole blocks, one column, whole tiles.
+SIZES = [(1, 1), (5, 3), (64, 8), (77, 131), (515, 9), (96, 1030), (256, 32)]
 # Columns that share a scale of int8, as a fraction of k; or a dtype.
 KINDS = ["float32", "bfloat16", "int8", "int8 groups"]
 
@@ -23,7 +23,7 @@ def weight_of(kind, rng, m, k):
     weight = jnp.asarray(rng.standard_normal((m, k)), jnp.float32)
     if not kind.startswith("int8"):
         return weight.astype(kind)
-    divisors = [n for n in (96, 64, 32, 11, 5, 1) if k % n == 0 and n < k]
+    divisors = [n for n in (128, 96, 64, 32, 11, 5, 1) if k % n == 0 and n < k]
     return quantize(weight, divisors[0] if "groups" in kind and divisors else None)
 
 
@@ -46,7 +46,7 @@ def test_products_of_any_size(level, kind, monkeypatch):
     rng = np.random.default_rng(len(kind))
     cases = [
         (jnp.asarray(rng.standard_normal((t, k)), jnp.float32), k, m)
-        for t, (k, m) in zip((3, 7, 16, 5, 64, 2), SIZES, strict=True)
+        for t, (k, m) in zip((3, 7, 16, 5, 64, 2, 33), SIZES, strict=True)
     ]
     weights = [weight_of(kind, rng, m, k) for _, k, m in cases]
     run = jax.jit(lambda xs, ws: [linear(*args) for args in zip(xs, ws, strict=True)])
