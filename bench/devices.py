@@ -5,6 +5,7 @@ shapes need no weights, and a CPU can stand for as many devices as one likes
 (JAX_NUM_CPU_DEVICES).
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -225,7 +226,13 @@ def _among(line: str) -> int:
     if listed:
         return len(listed[1].split(","))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    return int(counted[1]) if counted else jax.device_count()
+    if counted:
+        return int(counted[1])
+    named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
+    if named:  # from jax 0.11 on
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    return jax.device_count()
 
 
 def devices_table(report: Mapping[str, Any]) -> str:

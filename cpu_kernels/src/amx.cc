@@ -184,7 +184,8 @@ template <class Panel>
 TARGET inline void for_panels(const Product& p, int64_t bytes, int64_t steps,
                               int64_t begin, int64_t end, const Panel& panel) {
   const WholeTiles tiles;
-  const int64_t blocks = blocks_of(p.t), passes = (blocks + 1) / MOST_BLOCKS;
+  const int64_t blocks = blocks_of(p.t);
+  const int64_t passes = (blocks + MOST_BLOCKS - 1) / MOST_BLOCKS;
   for (int64_t c = begin; c < end; c += PANEL) {
     const int count = static_cast<int>(end - c < PANEL ? end - c : PANEL);
     const char* next = static_cast<const char*>(p.weight) + (c + PANEL) * bytes;

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stree_jax.bench.devices import Exchange, exchanges
 from stree_jax.cli.main import main
 from stree_jax.devices import axes_named, make_mesh
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
@@ -134,6 +135,18 @@ def test_what_a_step_exchanges(facts):
     }
     assert {among for *_, among in told["exchanges"]} == {4}
     assert told["conditions"] == 2
+
+
+@pytest.mark.parametrize(
+    "groups",
+    ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "mesh['data'=2,'model'=4] {'model'}"],
+)
+def test_who_exchanges_however_it_is_written(groups):
+    """By jax 0.10 as lists or counts, by jax 0.11 as axes of a mesh."""
+    line = (
+        f"  %sum = f32[4,2]{{1,0}} all-reduce(%x), replica_groups={groups}, to_apply=%f"
+    )
+    assert exchanges(f"body {{\n{line}\n}}\n") == [Exchange("all-reduce", 1, 32, 4)]
 
 
 def test_what_a_device_holds(facts):
