@@ -21,7 +21,7 @@ demo: .venv/.core
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
-# In ten to thirteen minutes: all but what tests/long.txt names.
+# In about ten minutes: all but what tests/long.txt names.
 test: .venv/.test
 	sed 's/^/--deselect=/' tests/long.txt > .venv/but-long.txt
 	$(PYTEST) @.venv/but-long.txt
