@@ -1,6 +1,7 @@
 """Imports run one way, and no module hides behind a name: read from the sources."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,24 @@ def test_no_test_module_is_imported():
             )
             where = f"{file.relative_to(ROOT)}:{line}"
             assert not ours, f"{where} imports {module}"
+
+
+def test_what_programs_import_is_there():
+    """They are run by hand, and seldom: one of them could not begin, unseen."""
+    programs = [file for file in TESTS if '__name__ == "__main__"' in file.read_text()]
+    rooms = {file.parent for file in programs} - {ROOT / "tests"}
+    files = {*programs, *(file for room in rooms for file in room.glob("*.py"))}
+    for file in sorted(files):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            if node.module.split(".")[0] != "stree_jax":
+                continue
+            names = {alias.name for alias in node.names}
+            submodules = {name for name in names if f"{node.module}.{name}" in FILES}
+            missing = {
+                name
+                for name in names - submodules
+                if not hasattr(importlib.import_module(node.module), name)
+            }
+            assert not missing, f"{file.relative_to(ROOT)}: {node.module} has {missing}"

@@ -8,11 +8,16 @@ import numpy as np
 import stree_jax
 from stree_jax import Sampling, Tree, chain, make_tree
 from stree_jax.models import PREFILL_CHUNK
-from stree_jax.speculation.accept import UNBIASED
+from stree_jax.speculation.accept import ACCEPTANCES
 from tests.support.tiny import REAL, STOP, perturbed, tiny
 
 PLAIN, GREEDY = "plain", "greedy"  # no drafter; no sampling
-RULES = [f"{rule}/{draws}" for rule, kinds in UNBIASED.items() for draws in kinds]
+RULES = [
+    f"{rule}/{draws}"
+    for rule, acceptance in ACCEPTANCES.items()
+    if acceptance.promise != "nothing"
+    for draws in acceptance.unbiased
+]
 KINDS = [*RULES, GREEDY, PLAIN]
 MOST_PROMPTS, MOST_SAMPLES, LONGEST, MOST_NEW = 8, 2, 70, 40
 SHORT = PREFILL_CHUNK + 1  # prompts up to here are read as one chunk
