@@ -31,6 +31,7 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
+from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import param_shapes, weights_dtype
 from stree_jax.models.memory import state_bytes, weight_bytes
@@ -126,8 +127,10 @@ def load(
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
-      ValueError: as `shard`, before a weight is read.
+      ValueError: as `shard`, or for a STREE_JAX_CPU_KERNELS that is none, before a
+        weight is read.
     """
+    level()  # not the fault of a file, which it would be told of
     directory = resolve(path_or_hub_id)
     cut = WHOLE
     if is_ours(directory):

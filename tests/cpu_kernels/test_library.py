@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import stree_jax
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import library as module
 from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, Library
@@ -31,6 +32,8 @@ def test_a_wrong_name_is_refused(monkeypatch):
     use(monkeypatch, "avx1024")
     with pytest.raises(ValueError, match=f"{VARIABLE}=avx1024: unknown; known are off"):
         cpu_kernels.level()
+    with pytest.raises(ValueError, match=f"^{VARIABLE}=avx1024"):  # no file's fault
+        stree_jax.load("demo")
 
 
 def test_instructions_that_are_not_there_are_refused(monkeypatch):
