@@ -155,7 +155,11 @@ def begin(
         spec, spare = fitted(limit, start, keep_past, *asked)
         if times is not None and isinstance(spec.policy, AdaptivePolicy):
             spec = tuning.with_times(spec, times)
-    return start.begun(spec), Plan(
+    at_first = spec
+    if times is None and model.mesh is None:
+        sizes = start.rows, start.text_room(spec), sampling is not None
+        at_first = tuning.with_known(spec, *sizes)
+    return start.begun(at_first), Plan(
         model=model,
         spec=spec,
         text=[row for row in text for _ in range(n)],

@@ -80,6 +80,11 @@ class Start:
         least = cache_capacity(self.width(depth), self.room, depth, resumed=resumed)
         return whole_blocks(max(least, self.capacity))
 
+    def text_room(self, spec: Spec) -> int:
+        """Tokens of text that there is room for; see `lookup.begin_history`."""
+        depth = deepest(spec.policy)
+        return max(self.width(depth), self.caches(depth))
+
     def begun(self, spec: Spec) -> Decoding:
         """Read the texts."""
         padded = np.zeros((len(self.text), self.width(deepest(spec.policy))), np.int32)

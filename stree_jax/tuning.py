@@ -32,6 +32,7 @@ from stree_jax.speculation.adaptive_policy import (
     AdaptivePolicy,
     StepTimes,
     forced,
+    step_times,
 )
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.guessed_levels import Stage
@@ -71,8 +72,7 @@ class Measured:
 
     def on_device(self) -> StepTimes:
         """What `generate_tokens` and `generate` take as `times`."""
-        values = (list(self.by_size.values()), self.draft, self.level)
-        return StepTimes(*(jnp.asarray(v, jnp.float32) for v in values))
+        return step_times(list(self.by_size.values()), self.draft, self.level)
 
 
 Way = tuple[int, int]  # a size's place in the menu, and levels of the model
@@ -152,10 +152,21 @@ def times_of(spec: Spec, decoding: Decoding) -> Measured:
     return measured_anew(spec, decoding) if times is None else times
 
 
+def with_known(spec: Spec, rows: int, room: int, sampled: bool) -> Spec:
+    """The same decoding, with this machine's times if they were ever measured."""
+    if not isinstance(spec.policy, AdaptivePolicy):
+        return spec
+    times = _kept(spec, key_of(spec, rows, room, sampled))
+    return spec if times is None else with_times(spec, times.on_device())
+
+
 def known(spec: Spec, decoding: Decoding) -> Measured | None:
     """This machine's times, if they were ever measured; arrays may be abstract."""
+    return _kept(spec, key_of(spec, *_facts(decoding)))
+
+
+def _kept(spec: Spec, key: str) -> Measured | None:
     assert isinstance(spec.policy, AdaptivePolicy)
-    key = key_of(spec, decoding)
     times = _known.get(key) or _read().get(key)
     if times is None or tuple(times.by_size) != spec.policy.tree.sizes:
         return None
@@ -165,18 +176,24 @@ def known(spec: Spec, decoding: Decoding) -> Measured | None:
 
 def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
     """This machine's times, kept for this process and others in place of older ones."""
-    key, times = key_of(spec, decoding), measured(spec, decoding)
+    key, times = key_of(spec, *_facts(decoding)), measured(spec, decoding)
     _write(key, times)
     _known[key] = times
     return times
 
 
-def key_of(spec: Spec, decoding: Decoding) -> str:
+def _facts(decoding: Decoding) -> tuple[int, int, bool]:
+    """Rows, room for text, and whether any is drawn: what times depend on."""
+    room = decoding.drafting.history.tokens.shape[1]
+    sampled = decoding.requests.sampling is not None
+    return decoding.tokens.shape[0], room, sampled
+
+
+def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
     """What the times depend on, in a few words and a hash."""
     assert isinstance(spec.policy, AdaptivePolicy)
     drafter, target = spec.drafter, spec.target
     assert isinstance(drafter, AdaptiveDrafter)
-    tokens, room = decoding.tokens, decoding.drafting.history.tokens.shape[1]
     facts = [
         __version__,
         jax.__version__,
@@ -185,8 +202,8 @@ def key_of(spec: Spec, decoding: Decoding) -> str:
         str(spec.policy.tree.sizes),
         _model(target),
         "lookup" if drafter.model is None else _model(drafter.model),
-        f"batch {tokens.shape[0]}",
-        "greedy" if decoding.requests.sampling is None else "sampled",
+        f"batch {rows}",
+        "sampled" if sampled else "greedy",
         # Attention goes over all of a cache; the text that is looked up is as long.
         f"room {max(room, SMALL_ROOM).bit_length()}",
         *([] if target.mesh is None else [f"mesh {dict(target.mesh.shape)}"]),

@@ -121,7 +121,7 @@ def test_an_odd_file_is_measured_over(target, folder, measured, text):
     begun, plan = begin(
         target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE, capacity=500
     )
-    key = tuning.key_of(plan.spec, begun)
+    key = tuning.key_of(plan.spec, *tuning._facts(begun))
     folder.mkdir()
     (folder / "steps.json").write_text(text.replace("KEY", key))
     times_of(target)

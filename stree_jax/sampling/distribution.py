@@ -16,6 +16,7 @@ from jax import lax
 
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
+from stree_jax.sampling.threefry import fold_in, gumbel
 
 # What a random number is for: each purpose has a stream of its own.
 NOISE, DRAFT, ACCEPT = 0, 1, 2
@@ -126,7 +127,7 @@ class Distribution:
         assert self.sampling is not None  # greedy rows draw nothing
 
         def one(key: jax.Array, place: jax.Array) -> jax.Array:
-            return jax.random.fold_in(jax.random.fold_in(key, purpose), place)
+            return fold_in(fold_in(key, purpose), place)
 
         return jax.vmap(one)(self.sampling.key, self.output_place + depth)
 
@@ -145,9 +146,9 @@ class Distribution:
         most probable tokens.
         """
         assert self.sampling is not None
-        shape = (self.num_tokens,)
-        draw = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))
-        noise = draw(keys.reshape(-1)).reshape(*keys.shape, *shape)
+        V = self.num_tokens
+        draw = jax.vmap(lambda key: gumbel(key, V))
+        noise = draw(keys.reshape(-1)).reshape(*keys.shape, V)
         greedy = self.sampling.greedy.reshape(-1, *[1] * (noise.ndim - 1))
         return jnp.where(greedy, 0.0, noise)
 

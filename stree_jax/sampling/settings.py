@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -81,6 +82,7 @@ def row_key(key: jax.Array, seed: jax.Array, sample: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, seed), sample)
 
 
+@partial(jax.jit, static_argnames=("samples",))
 def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
     """Keys [B * samples] of the rows with these seeds [B]."""
     numbers = jnp.arange(samples, dtype=jnp.int32)

@@ -13,8 +13,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
-from stree_jax.models import Model, State, read_text
+from stree_jax.models import (
+    Model,
+    State,
+    grow,
+    init_state,
+    param_dtype,
+    read_text,
+)
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.best_first import (
@@ -95,8 +103,7 @@ class AdaptiveDrafter:
             case MedusaDrafter():
                 reading = self.model.init(prompts, past)
             case Model():
-                text = prompts.token_ids, prompts.lengths, prompts.capacity
-                reading = read_text(self.model, *text, model_state(past))
+                reading = _read(self.model, prompts, model_state(past))
         return Looking(
             history=begin_history(prompts),
             reading=reading,
@@ -220,6 +227,23 @@ class AdaptiveDrafter:
             assert isinstance(state.reading, LastHidden)
             state = replace(state, reading=self.model.commit(state.reading, news))
         return replace(state, history=add_to_history(state.history, news))
+
+
+def _read(model: Model, prompts: Prompts, past: State | None) -> State:
+    """After the prompts, or before them if they are not to be read now."""
+    text, capacity = (prompts.token_ids, prompts.lengths), prompts.capacity
+    if prompts.read is None:
+        return read_text(model, *text, capacity, past)
+    if past is None:
+        batch, dtype = prompts.lengths.shape[0], param_dtype(model.params)
+        past = init_state(model.config, batch, capacity, dtype)
+
+    def once(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+        return jnp.bool_(False), read_text(model, *text, capacity, carry[1])
+
+    start = prompts.read, grow(past, capacity)
+    # A loop that runs once, if at all: a conditional would copy the state.
+    return lax.while_loop(lambda carry: carry[0], once, start)[1]
 
 
 def to_keep(drafting: DraftState) -> DraftState:

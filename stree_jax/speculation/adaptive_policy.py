@@ -9,10 +9,12 @@ that level's gain is worth its time; while it is not asked, it is tried now and 
 Letters: B rows, K sizes, W nodes of a model's level.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -32,6 +34,9 @@ FADE = 0.9  # a step, of the rate of steps with the model
 BEGIN, STAY, DRAFT = 1.1, 1.03, 1.05
 TRIALS, FIRST_WAIT, LONGEST_WAIT = 3, 48, 256  # steps: at first; between later trials
 SURE, HOPELESS = 2, 0.9  # so many trials are enough where they promise but so much
+# Of greedy and of sampled text, how often a good model's draft is right: if that were
+# not enough to be faster here, a model is not tried at first.
+USUAL = 0.8, 0.7
 # Of greedy and of sampled text, which seldom begins to repeat itself.
 READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
 LONGEST_REST = 3, 15  # plain steps without looking for drafts, where there were none
@@ -53,12 +58,18 @@ class StepTimes:
     level: jax.Array
 
 
+def step_times(verify: Sequence[float], draft: float, level: float) -> StepTimes:
+    """Of numbers; a list of them would go to the device one by one."""
+    values = (np.asarray(t, np.float32) for t in (verify, draft, level))
+    return StepTimes(*map(jnp.asarray, values))
+
+
 def assumed_times(tree: Auto, with_model: bool) -> StepTimes:
     """Of a machine that nothing is known of: where a pass costs little more than one
     token, and a drafter a tenth of its target."""
     verify = [1.0 + 0.03 * (n - 1) for n in tree.sizes]
     draft = 0.1 if with_model else 0.0
-    return StepTimes(*(jnp.asarray(t, jnp.float32) for t in (verify, draft, draft)))
+    return step_times(verify, draft, draft)
 
 
 @struct.dataclass
@@ -141,6 +152,22 @@ class AdaptivePolicy:
             force=forced(FREE, 0),
         )
 
+    def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array:
+        """Where a model would make steps faster if it were right as often as is usual.
+
+        A path of L levels gains 1 + usual + ... + usual^L.
+        """
+        assert isinstance(drafter, AdaptiveDrafter)
+        if drafter.stage is not None:  # which was found to pay
+            return jnp.bool_(True)
+        times, usual, rates = self.times, USUAL[sampled], []
+        for levels in range(1, min(drafter.depth, self.tree.size - 1) + 1):
+            size = next(k for k, n in enumerate(self.tree.sizes) if n > levels)
+            gain = sum(usual**i for i in range(levels + 1))
+            seconds = times.verify[size] + times.draft + (levels - 1) * times.level
+            rates.append(gain / seconds)
+        return jnp.stack(rates).max() * times.verify[0] > BEGIN
+
     def choose(
         self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
     ) -> Decoding:
@@ -160,7 +187,8 @@ class AdaptivePolicy:
             left = d.requests.max_new_tokens - d.length
             pays = (running > 0) & (left >= READ_FOR[sampled] * drafter.unread(looking))
             pays = any_row(pays, self.rows)
-            learnt, wanted = self._wants_model(learnt, rate, pays)
+            promising = self.reads_prompts(drafter, sampled)
+            learnt, wanted = self._wants_model(learnt, rate, pays, promising)
             learnt, looking, pool, spent = self._with_model(
                 asked, learnt, looking, pool, wanted, rate
             )
@@ -180,21 +208,24 @@ class AdaptivePolicy:
         return over_rows(x.sum(axis=0), self.rows)
 
     def _wants_model(
-        self, learnt: Learnt, rate: jax.Array, pays: jax.Array
+        self, learnt: Learnt, rate: jax.Array, pays: jax.Array, promising: jax.Array
     ) -> tuple[Learnt, jax.Array]:
         """Whether to ask the model, where `rate` [] tokens a second can be had without.
 
         As long as it has not been tried for `TRIALS` steps (`SURE`, if that was
-        hopeless), and later in every `patience`-th step, whatever it gained so far.
+        hopeless), if it is promising; and later in every `patience`-th step, whatever
+        it gained so far.
 
         Args:
           pays: [] bool, whether enough text is to come for what it must read first.
+          promising: [] bool, of `reads_prompts`.
         """
         own = learnt.gain / jnp.maximum(learnt.seconds, 1e-30)
         margin = jnp.where(learnt.modelling, STAY, BEGIN)
         tried = learnt.wait <= TRIALS - SURE
         hopeless = tried & (own < HOPELESS * rate)
         trying = learnt.modelling & (learnt.wait > 0) & ~hopeless
+        trying &= promising | (learnt.wait < TRIALS)  # or tried before
         faster = own > margin * rate
         due = ~learnt.modelling & (learnt.wait <= 0) & pays
         wanted = trying | faster | due

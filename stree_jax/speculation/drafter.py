@@ -26,12 +26,14 @@ class Prompts:
       lengths: [Bp] int32, at least 1.
       capacity: tokens of text that there has to be room for.
       news_width: most tokens that one `Drafter.commit` brings.
+      read: bool [], of `Policy.reads_prompts`; None: yes.
     """
 
     token_ids: jax.Array
     lengths: jax.Array
     capacity: int = struct.field(pytree_node=False)
     news_width: int = struct.field(pytree_node=False)
+    read: jax.Array | None = None
 
 
 @struct.dataclass

@@ -122,7 +122,8 @@ def _begin(
     max_new_tokens, capacity, samples, top_logprobs = sizes
     target, menu, M = spec.target, spec.policy.menu, deepest(spec.policy)
     read, drafted = (None, None) if past is None else past
-    prompts = Prompts(token_ids, lengths, capacity, M + 1)
+    read_first = spec.policy.reads_prompts(spec.drafter, requests.sampling is not None)
+    prompts = Prompts(token_ids, lengths, capacity, M + 1, read_first)
     hear, heard = None, spec.drafter.init(prompts, drafted)
     if getattr(spec.drafter, "hears_prompts", False):
         hear = partial(_tell, spec.drafter)

@@ -27,6 +27,7 @@ from stree_jax.models import (
     read_text,
 )
 from stree_jax.sampling.distribution import DRAFT, Distribution
+from stree_jax.sampling.threefry import fold_in
 from stree_jax.speculation.accept import Drafting, Rule
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import News, Prompts
@@ -306,7 +307,7 @@ def draw_children(
     if drafting == "coupled":
         assert noise is not None  # who calls has it
         return lax.top_k(z + noise, count)[1]
-    by_node = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    by_node = jax.vmap(fold_in, in_axes=(None, 0))
     step = dist.keys(DRAFT, jnp.int32(0))
     keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, I]
     if drafting == "iid":

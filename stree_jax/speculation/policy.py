@@ -28,6 +28,13 @@ class Policy(Protocol):
 
     def init(self, batch: int) -> PolicyState: ...
 
+    def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
+        """Whether a drafting model is to read the prompts first, bool []; None: it is.
+
+        One that does not reads them when it is asked.
+        """
+        ...
+
     def choose(
         self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int
     ) -> Decoding:
@@ -65,6 +72,9 @@ class FixedTree:
         return (self.tree,)
 
     def init(self, batch: int) -> None:
+        return None
+
+    def reads_prompts(self, drafter: Drafter, sampled: bool) -> None:
         return None
 
     def choose(
