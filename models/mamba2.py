@@ -36,6 +36,7 @@ from stree_jax.pallas_kernels import (
 )
 
 CHUNK = 64  # tokens per chunk of a causal scan
+FEW = 16  # tokens that the kernel for CPUs takes of plain text: more go by chunks
 
 
 class Mamba2Mixer(nn.Module):
@@ -99,6 +100,8 @@ def mixed(
     nodes, pending = pass_.nodes, pass_.pending
     last = record if pending is None else pending.record
     alone = c.x_heads is None and norm_parts == 1
+    if last is None and zxbcdt.shape[1] <= FEW:
+        last = no_record(c, state)
     if last is None or not alone or nodes.scan not in ("tree", "chain"):
         return equations(c, zxbcdt, weights, pass_, state, record, norm_parts)
     zeros, none = partial(jnp.zeros, dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
@@ -117,11 +120,26 @@ def mixed(
     )
     if mixer_unsupported(memory, tree, options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
-    definition = Definition(c, nodes.scan, pending is not None)
+    definition = Definition(c, nodes.scan, record is None)
     args = zxbcdt, weights, memory, tree
     with jax.named_scope("mixer"):
         y, new = mixer_pass(*args, options=options, definition=definition)
     return y, MambaRecord(*new[2:]), MambaState(*new[:2])
+
+
+def no_record(c: MambaConfig, state: MambaState) -> MambaRecord:
+    """What the kernel takes for records of a last tree where there was none."""
+
+    def zeros(*shape: int, dtype: Any = state.conv.dtype) -> jax.Array:
+        return jnp.zeros((state.ssm.shape[0], 1, *shape), dtype)
+
+    return MambaRecord(
+        x=zeros(c.num_heads, c.head_dim),
+        dt=zeros(c.num_heads, dtype=jnp.float32),
+        a=zeros(c.num_heads, dtype=jnp.float32),
+        B=zeros(c.n_groups, c.d_state),
+        xBC=zeros(c.d_xBC),
+    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +148,7 @@ class Definition:
 
     config: MambaConfig
     scan: Scan
-    replays: bool  # the records are those of the last tree
+    replays: bool  # the records are those of the last tree, or there was none
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         zxbcdt, weights, memory, tree = parted(arrays)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models import MambaConfig, tree_nodes
+from stree_jax.models import MambaConfig, chain_nodes, tree_nodes
 from stree_jax.models.mamba2 import MixerWeights, equations, mixed
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.state import LayerPending, MambaRecord, MambaState
@@ -93,6 +93,17 @@ def replaying(function, c):
     return run
 
 
+def reading(function, c):
+    """Of a case: a tree run from the state as it is, no path before it."""
+
+    @jax.jit
+    def run(case):
+        pass_ = Pass(case.nodes, None, None, case.length)
+        return function(c, case.zxbcdt, case.weights, pass_, case.state, None)
+
+    return run
+
+
 def adding(function, c, rows):
     """Of a case: nodes of these rows added to the records of a tree's others."""
     rows = jnp.array(rows, jnp.int32)
@@ -133,6 +144,23 @@ def solved(name, dtype):
 
 
 ROWS = [1, 4, 6]  # the last is no node
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_reads_plain_text_too(name, dtype):
+    """Few tokens after a state with nothing to replay; more go by chunks."""
+    c = CONFIGS[name]
+    texts = {
+        T: case(c, T=T, dtype=dtype)._replace(nodes=chain_nodes(BATCH, T, 4))
+        for T in (5, 17)
+    }
+    ours = reading(mixed, c).lower(texts[5])
+    assert "stree_mixer" in ours.as_text()
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, "off")
+        agree(ours.compile()(texts[5]), reading(equations, c)(texts[5]), dtype)
+    assert "stree_mixer" not in reading(mixed, c).lower(texts[17]).as_text()
 
 
 @each_level

@@ -44,6 +44,9 @@ class Turns:
     def init(self, batch):
         return jnp.int32(0)
 
+    def reads_prompts(self, drafter, sampled):
+        return None
+
     def choose(self, decoding, drafter, rule, num_tokens):
         order = jnp.asarray(self.order, jnp.int32)
         return replace(decoding, choice=order[decoding.policy % len(self.order)])
