@@ -11,6 +11,7 @@ Letters: B rows, K sizes, W nodes of a model's level.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter, Looking
 from stree_jax.speculation.calibration import Counts, count, no_counts
 from stree_jax.speculation.decoding import OPEN, RUNNING, Decoding
-from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.pool import Pool, best_tree, gains
 from stree_jax.speculation.tree import Auto, Budget
@@ -96,7 +97,9 @@ class Learnt:
     Attributes:
       counts: how often nodes of each kind were right.
       gain, seconds: [] float32, of steps with the model and what it drafted by itself,
-        faded.
+        as expected, faded.
+      came, took: the same, as it came: tokens of the target and of the model's nodes.
+      asked: [] float32, seconds of the model in the step that was chosen; 0: none.
       growth: [] float32, value of a model's level by that of the level above, faded.
       modelling: [] bool, whether the model is asked at every step.
       wait, patience: [] int32, steps until the model is tried again, and after that.
@@ -109,6 +112,9 @@ class Learnt:
     counts: Counts
     gain: jax.Array
     seconds: jax.Array
+    came: jax.Array
+    took: jax.Array
+    asked: jax.Array
     growth: jax.Array
     modelling: jax.Array
     wait: jax.Array
@@ -142,6 +148,9 @@ class AdaptivePolicy:
             counts=no_counts(),
             gain=jnp.float32(0),
             seconds=jnp.float32(0),
+            came=jnp.float32(0),
+            took=jnp.float32(0),
+            asked=jnp.float32(0),
             growth=jnp.float32(0.7),
             modelling=jnp.bool_(True),
             wait=jnp.int32(TRIALS),
@@ -221,6 +230,8 @@ class AdaptivePolicy:
           promising: [] bool, of `reads_prompts`.
         """
         own = learnt.gain / jnp.maximum(learnt.seconds, 1e-30)
+        # A model may be better than it believes, until that was counted.
+        own = jnp.maximum(own, learnt.came / jnp.maximum(learnt.took, 1e-30))
         margin = jnp.where(learnt.modelling, STAY, BEGIN)
         tried = learnt.wait <= TRIALS - SURE
         hopeless = tried & (own < HOPELESS * rate)
@@ -328,6 +339,7 @@ class AdaptivePolicy:
             resting=resting.astype(jnp.int32),
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
+            asked=spent,
             expected=learnt.expected + running * by_row[:, choice],
         )
         return replace(d, choice=choice, policy=learnt)
@@ -335,6 +347,7 @@ class AdaptivePolicy:
     def update(
         self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
     ) -> tuple[Learnt, jax.Array]:
+        state = self._note_step(state, choice, draft, accepted)
         if draft.kind is not None:
             counts = count(state.counts, draft, accepted, self.rows)
             state = replace(state, counts=counts)
@@ -347,6 +360,26 @@ class AdaptivePolicy:
             expected=state.expected + more,
         )
         return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
+
+    def _note_step(
+        self, learnt: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
+    ) -> Learnt:
+        """What a step with the model brought, but for what was looked up."""
+        came = (accepted.length > 0).astype(jnp.float32)
+        if draft.origin is not None:
+            origin = jnp.take_along_axis(draft.origin, accepted.path, axis=1)
+            place = jnp.arange(origin.shape[1], dtype=jnp.int32)[None]
+            own = (origin == DRAFTER) | (origin == NGRAM)
+            own &= place < accepted.length[:, None]
+            came = came + own.sum(axis=1).astype(jnp.float32)
+        seconds = self.times.verify[choice] + learnt.asked
+        noted = replace(
+            learnt,
+            came=FADE * learnt.came + self._of_rows(came),
+            took=FADE * learnt.took + seconds,
+        )
+        noted = jax.tree.map(partial(jnp.where, learnt.asked > 0), noted, learnt)
+        return replace(noted, asked=jnp.float32(0))
 
 
 def _growth(before: jax.Array, by_level: jax.Array, roots: jax.Array) -> jax.Array:

@@ -210,6 +210,31 @@ def test_a_model_is_tried_if_it_could_pay_and_left_if_it_does_not(
     assert (right > wrong).all()
 
 
+def test_a_model_is_judged_by_what_came_too(target, prompts):
+    """Tokens of the target and of the model, in steps with it, not those looked up."""
+    given = times(draft=0.5, level=0.25)
+    at, plan = begin(
+        target, prompts, max_new_tokens=40, drafter=target, tree=TREE, times=given
+    )
+    brought = np.zeros(2, np.float32)
+    for _ in range(4):
+        before = at.length
+        at = loop.advance_jit(plan.spec, jax.tree.map(jnp.copy, at), jnp.int32(1))
+        place = np.arange(at.tokens.shape[1])[None]
+        new = (place >= before[:, None]) & (place < at.length[:, None])
+        brought = 0.9 * brought + [(new & (at.origin == o)).sum() for o in (0, 1)]
+        np.testing.assert_allclose(at.policy.came, brought.sum(), rtol=1e-5)
+        assert at.policy.took > 1 and at.policy.asked == 0
+    assert brought[1] > 3
+    low = replace(at.policy, gain=jnp.float32(0.5), seconds=jnp.float32(1))
+    low = replace(low, modelling=jnp.bool_(True), wait=jnp.int32(0))
+    pays = jnp.bool_(True), jnp.bool_(True)
+    for took, asked in ((0.5, True), (2.0, False)):
+        tried = replace(low, came=jnp.float32(1), took=jnp.float32(took))
+        wanted = plan.spec.policy._wants_model(tried, jnp.float32(1), *pays)[1]
+        assert bool(wanted) is asked
+
+
 def test_times_are_data_and_choices_compile_nothing(target, drafter, prompts):
     begun, plan = begin(
         target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
