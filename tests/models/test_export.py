@@ -21,6 +21,7 @@ from stree_jax.models import (
     logits_of,
 )
 from tests.models.configs import CONFIGS
+from tests.support.native import use
 
 CONFIG = replace(CONFIGS["two mixers a layer"], layers=("parallel",))
 
@@ -36,8 +37,12 @@ def run(model, state, tokens, nodes):
     return logits_of(model, hidden), pending, state
 
 
-def test_an_exported_program_computes_the_same(tmp_path):
-    """Also in another process, which registers the types by importing the package."""
+def test_an_exported_program_computes_the_same(tmp_path, monkeypatch):
+    """Also in another process, which registers the types by importing the package.
+
+    To the bit where there are no compiled kernels: an exported program has none.
+    """
+    use(monkeypatch, "off")
     pytest.importorskip("flatbuffers", reason="jax.export writes with flatbuffers")
     made = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0), jnp.float32))
     params = jax.tree.map(lambda p: np.full(p.shape, 0.1, p.dtype), made)
