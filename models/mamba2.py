@@ -23,7 +23,13 @@ from stree_jax.models.linear import as_row, linear, linear_summed, scaled
 from stree_jax.models.nodes import Nodes, Pass, Scan
 from stree_jax.models.norm import gated_norm
 from stree_jax.models.params import declare, mamba_params
-from stree_jax.models.state import LayerPending, MambaRecord, MambaState, replayed
+from stree_jax.models.state import (
+    LayerPending,
+    MambaRecord,
+    MambaState,
+    empty_record,
+    replayed,
+)
 from stree_jax.pallas_kernels import (
     ScanInputs,
     chunk_scan,
@@ -101,7 +107,8 @@ def mixed(
     last = record if pending is None else pending.record
     alone = c.x_heads is None and norm_parts == 1
     if last is None and zxbcdt.shape[1] <= FEW:
-        last = no_record(c, state)
+        # The kernel replays a last tree; where there was none, no node of an empty one.
+        last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
     if last is None or not alone or nodes.scan not in ("tree", "chain"):
         return equations(c, zxbcdt, weights, pass_, state, record, norm_parts)
     zeros, none = partial(jnp.zeros, dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
@@ -125,21 +132,6 @@ def mixed(
     with jax.named_scope("mixer"):
         y, new = mixer_pass(*args, options=options, definition=definition)
     return y, MambaRecord(*new[2:]), MambaState(*new[:2])
-
-
-def no_record(c: MambaConfig, state: MambaState) -> MambaRecord:
-    """What the kernel takes for records of a last tree where there was none."""
-
-    def zeros(*shape: int, dtype: Any = state.conv.dtype) -> jax.Array:
-        return jnp.zeros((state.ssm.shape[0], 1, *shape), dtype)
-
-    return MambaRecord(
-        x=zeros(c.num_heads, c.head_dim),
-        dt=zeros(c.num_heads, dtype=jnp.float32),
-        a=zeros(c.num_heads, dtype=jnp.float32),
-        B=zeros(c.n_groups, c.d_state),
-        xBC=zeros(c.d_xBC),
-    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.models.config import LayerKind, ModelConfig, given
+from stree_jax.models.config import LayerKind, MambaConfig, ModelConfig, given
 from stree_jax.models.tracing import traced_once
 from stree_jax.pallas_kernels import (
     ATTENTION_BLOCK,
@@ -183,6 +183,21 @@ def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> St
     return State(tuple(layer(kind) for kind in config.layers), length)
 
 
+def empty_record(c: MambaConfig, batch: int, nodes: int, dtype: Any) -> MambaRecord:
+    """Of a Mamba2 mixer, for `nodes` tokens."""
+
+    def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.zeros((batch, nodes, *shape), dtype)
+
+    return MambaRecord(
+        x=zeros(c.num_heads, c.head_dim),
+        dt=zeros(c.num_heads, dtype=jnp.float32),
+        a=zeros(c.num_heads, dtype=jnp.float32),
+        B=zeros(c.n_groups if c.x_heads is None else c.num_heads, c.d_state),
+        xBC=zeros(c.d_xBC),
+    )
+
+
 def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Records:
     """Empty records for `nodes` tokens, to be filled level by level."""
 
@@ -190,15 +205,7 @@ def init_records(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> Rec
         return jnp.zeros((batch, nodes, *shape), dtype)
 
     def mamba() -> MambaRecord:
-        c = given(config.mamba)
-        groups = c.n_groups if c.x_heads is None else c.num_heads
-        return MambaRecord(
-            x=zeros(c.num_heads, c.head_dim),
-            dt=zeros(c.num_heads, dtype=jnp.float32),
-            a=zeros(c.num_heads, dtype=jnp.float32),
-            B=zeros(groups, c.d_state),
-            xBC=zeros(c.d_xBC),
-        )
+        return empty_record(given(config.mamba), batch, nodes, dtype)
 
     def attention() -> AttentionRecord:
         c = given(config.attention)
