@@ -17,3 +17,9 @@ from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
 from stree_jax.cpu_kernels.product import skinny_product as skinny_product
 from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8
 from stree_jax.cpu_kernels.product import unsupported as unsupported
+from stree_jax.cpu_kernels.trees import best_nodes as best_nodes
+from stree_jax.cpu_kernels.trees import look_up as look_up
+from stree_jax.cpu_kernels.trees import merged as merged
+from stree_jax.cpu_kernels.trees import next_level as next_level
+from stree_jax.cpu_kernels.trees import tree_layout as tree_layout
+from stree_jax.cpu_kernels.trees import tree_nodes as tree_nodes

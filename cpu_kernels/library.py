@@ -17,6 +17,12 @@ TARGETS = (
     "stree_scan",
     "stree_mixer",
     "stree_attention",
+    "stree_tree_nodes",
+    "stree_tree_layout",
+    "stree_look_up",
+    "stree_merged",
+    "stree_best_nodes",
+    "stree_next_level",
 )
 
 

@@ -4,12 +4,14 @@
 a child of the committed context (one for a tree, several for a forest).
 """
 
+from functools import cache, partial
 from typing import Any, Generic, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.models.state import LayerPending, Record
 
 # How SSM layers go through nodes: "tree", any mask, at once; "chain", one chain in row
@@ -104,6 +106,20 @@ def tree_nodes(parents: jax.Array, conv_taps: int) -> Nodes:
       parents: [B, T] int32, see the module's docstring.
       conv_taps: K.
     """
+    tables = cpu_kernels.tree_nodes(parents, conv_taps, _tables(conv_taps))
+    mask, depth, window = tables
+    return Nodes(mask, depth, window)
+
+
+@cache
+def _tables(conv_taps: int) -> Any:
+    return partial(_tree_tables, conv_taps=conv_taps)
+
+
+def _tree_tables(
+    parents: jax.Array, conv_taps: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mask, depth and window of `tree_nodes`."""
     T = parents.shape[1]
     lineage = ancestors(parents, T)  # [B, T, T]
     rows = jnp.arange(T, dtype=jnp.int32).reshape(1, 1, 1, T)
@@ -115,7 +131,7 @@ def tree_nodes(parents: jax.Array, conv_taps: int) -> Nodes:
     nearest = ancestors(parents, conv_taps)
     # The k-th ancestor; past the root, the (k - depth)-th last committed token.
     window = jnp.where(nearest >= 0, K1 + nearest, K1 - (back - depth[..., None]))
-    return Nodes(mask, depth, window[..., ::-1])
+    return mask, depth, window[..., ::-1]
 
 
 def chain_nodes(batch: int, T: int, conv_taps: int, scan: Scan = "chain") -> Nodes:

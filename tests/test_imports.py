@@ -41,7 +41,11 @@ MAY_IMPORT = {
         "stree_jax.cpu_kernels",
     },
     "stree_jax.sampling": {"stree_jax.models"},
-    "stree_jax.speculation": {"stree_jax.models", "stree_jax.sampling"},
+    "stree_jax.speculation": {
+        "stree_jax.models",
+        "stree_jax.sampling",
+        "stree_jax.cpu_kernels",
+    },
     "stree_jax.training": {
         "stree_jax.models",
         "stree_jax.convert",

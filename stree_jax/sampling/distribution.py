@@ -30,8 +30,8 @@ class Edges:
       distance: [B, Q, V] float32, by how much a logit (or, where the mass of top-p
         decides, a probability) would have to change: above 0 for tokens that are kept,
         below 0 for the others, infinite without filters.
-      unfiltered: [B, Q, V] float32, log-probabilities as if all tokens had been kept,
-        normalised over those that were.
+      unfiltered: [B, Q, V] float32, scores as if all tokens had been kept; normalised,
+        if at all, over those that were.
     """
 
     distance: jax.Array
@@ -60,7 +60,12 @@ class Distribution:
         return self.requests.sampling
 
     def scores(
-        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None = None
+        self,
+        logits: jax.Array,
+        depth: jax.Array,
+        path: jax.Array | None = None,
+        *,
+        normalised: bool = True,
     ) -> jax.Array:
         """What the token after each of Q nodes is chosen by.
 
@@ -71,6 +76,7 @@ class Distribution:
           logits: [B, Q, >= V] float32.
           depth: [B, Q] (or [1, Q]) int32, of the nodes; the root's is 0.
           path: [B, Q, D] int32, tokens above and at each node; None: `seen` has them.
+          normalised: False where only differences count: the largest may then be 0.
 
         Returns:
           [B, Q, V] float32, -inf for tokens that are out of the question.
@@ -78,17 +84,26 @@ class Distribution:
         logits = self._allowed(logits, depth)
         if self.sampling is None:
             return logits
-        z = tempered(self.sampling, logits, self._seen(path))
-        return log_probs(self.sampling, z)
+        z = filtered(self.sampling, tempered(self.sampling, logits, self._seen(path)))
+        return jax.nn.log_softmax(z, axis=-1) if normalised else z
 
     def scores_and_edges(
-        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None = None
+        self,
+        logits: jax.Array,
+        depth: jax.Array,
+        path: jax.Array | None = None,
+        *,
+        normalised: bool = True,
     ) -> tuple[jax.Array, Edges]:
         """`scores` of rows that are sampled, and how near the filters' edges are."""
         assert self.sampling is not None  # a greedy batch has no filters
         logits = self._allowed(logits, depth)
         z = tempered(self.sampling, logits, self._seen(path))
-        return log_probs_and_edges(self.sampling, z)
+        kept, distance = filtered_and_distance(self.sampling, z)
+        if not normalised:
+            return kept, Edges(distance, z)
+        total = jax.nn.logsumexp(kept, axis=-1, keepdims=True)
+        return jax.nn.log_softmax(kept, axis=-1), Edges(distance, z - total)
 
     def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:
         """Logits [B, Q, V], -inf for stop tokens before `min_new_tokens`."""
@@ -176,37 +191,31 @@ def tempered(
     return z / _by_row(jnp.where(sampling.greedy, 1.0, sampling.temperature))
 
 
-def log_probs(sampling: SamplingRows, z: jax.Array) -> jax.Array:
-    """Log-probabilities that the next token is drawn from, of `tempered` logits.
+def filtered(sampling: SamplingRows, z: jax.Array) -> jax.Array:
+    """`tempered` logits [B, Q, V], -inf for tokens that are filtered out.
 
-    A greedy row has those of temperature 1; its token is their argmax.
-
-    Returns:
-      [B, Q, V] float32, normalised; -inf for tokens that are filtered out.
+    A greedy row's token is their argmax.
     """
 
-    def filtered(z: jax.Array) -> jax.Array:
+    def kept(z: jax.Array) -> jax.Array:
         return jnp.where(_filters(sampling, z)[0], z, -jnp.inf)
 
-    z = lax.cond(_any_filter(sampling), filtered, lambda z: z, z)
-    return jax.nn.log_softmax(z, axis=-1)
+    return lax.cond(_any_filter(sampling), kept, lambda z: z, z)
 
 
-def log_probs_and_edges(
+def filtered_and_distance(
     sampling: SamplingRows, z: jax.Array
-) -> tuple[jax.Array, Edges]:
-    """`log_probs`, and how near to another set of tokens the filters were."""
+) -> tuple[jax.Array, jax.Array]:
+    """`filtered`, and `Edges.distance`."""
 
-    def filtered(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def some(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         kept, distance = _filters(sampling, z)
         return jnp.where(kept, z, -jnp.inf), distance
 
     def whole(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         return z, jnp.full_like(z, jnp.inf)
 
-    kept, distance = lax.cond(_any_filter(sampling), filtered, whole, z)
-    total = jax.nn.logsumexp(kept, axis=-1, keepdims=True)
-    return jax.nn.log_softmax(kept, axis=-1), Edges(distance, z - total)
+    return lax.cond(_any_filter(sampling), some, whole, z)
 
 
 def _any_filter(sampling: SamplingRows) -> jax.Array:
@@ -303,7 +312,7 @@ def choice_margin(
     let in one that stands above it.
 
     Args:
-      scores: [B, V] float32, log-probabilities with their noise.
+      scores: [B, V] float32, with their noise; only differences count.
       edges: of [B, 1, V], before the noise [B, V].
       token: [B] int32, argmax of scores.
 

@@ -362,7 +362,8 @@ def accept_path(
 
     def down(carry: tuple) -> tuple:
         depth, node, walking, dist, out = carry
-        z, edges = dist.scores_and_edges(logits[b, node][:, None], depth[None, None])
+        asked = logits[b, node][:, None], depth[None, None]
+        z, edges = dist.scores_and_edges(*asked, normalised=rule.needs_q)
         z = z[:, 0]
         children = layout.children[b, node]
         exists = children < T

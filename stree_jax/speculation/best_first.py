@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax import cpu_kernels
 from stree_jax.models import (
     Model,
     Nodes,
@@ -29,9 +30,15 @@ from stree_jax.models import (
 )
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.calibration import model_kind
+from stree_jax.speculation.calibration import LOGIT_STEP, model_kind
 from stree_jax.speculation.lookup import History
-from stree_jax.speculation.pool import Pool, no_candidates, path_powers
+from stree_jax.speculation.pool import (
+    MODEL_KINDS,
+    PRIME,
+    Pool,
+    no_candidates,
+    path_powers,
+)
 
 
 class Worth(Protocol):
@@ -158,9 +165,7 @@ def best_first(
       go_on: whether another level is worth it, bool [].
     """
     batch, W = start.frontier.value.shape
-    C, taps = start.pool.tokens.shape[1], start.frontier.window.shape[2]
-    depth = C // W
-    powers = path_powers(depth)
+    depth = start.pool.tokens.shape[1] // W
 
     def add(grown: Grown, logits: jax.Array) -> Grown:
         """The next level, children of the frontier, from logits [B, W or 1, V]."""
@@ -168,58 +173,12 @@ def best_first(
         Q = logits.shape[1]
         depths = jnp.broadcast_to(d, (1, Q))
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
-        scores = dist.scores(logits, depths, text[:, :Q])
+        scores = dist.scores(logits, depths, text[:, :Q], normalised=False)
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + dist.noise(d)[:, None]
         best, guess = lax.top_k(scores, W)
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        below = jnp.broadcast_to(best - total, (batch, W, W))
-        guess = jnp.broadcast_to(guess, (batch, W, W))
-        kind = model_kind(jnp.exp(below))
-        value = above.value[..., None] * probability[kind]
-        value, chosen = lax.top_k(value.reshape(batch, -1), W)
-        parent = (chosen // W).astype(jnp.int32)
-
-        def of(table: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(table.reshape(batch, -1), chosen, axis=1)
-
-        def of_parent(table: jax.Array) -> jax.Array:
-            index = parent.reshape(batch, W, *[1] * (table.ndim - 2))
-            return jnp.take_along_axis(table, index, axis=1)
-
-        token = of(guess).astype(jnp.int32)
-        rows = d * W + jnp.arange(W, dtype=jnp.int32)
-        itself = rows[:, None] == jnp.arange(C, dtype=jnp.int32)[None]  # [W, C]
-        number = (token + 1).astype(jnp.uint32) * powers[d]
-        own = jnp.broadcast_to(rows[None, :, None] + taps - 1, (batch, W, 1))
-        level = Frontier(
-            rows=rows,
-            mask=of_parent(above.mask) | itself[None],
-            window=jnp.concatenate([of_parent(above.window)[..., 1:], own], axis=2),
-            value=value,
-            path=of_parent(above.path) + number,
-        )
-
-        beyond = (0, 0), (0, 0), (0, grown.nodes.mask.shape[2] - C)
-
-        def write(table: jax.Array, new: jax.Array) -> jax.Array:
-            new = jnp.broadcast_to(new, (batch, W, *table.shape[2:]))
-            return lax.dynamic_update_slice_in_dim(table, new, d * W, axis=1)
-
-        nodes = Nodes(
-            mask=write(grown.nodes.mask, jnp.pad(level.mask, beyond)),
-            depth=write(grown.nodes.depth, d),
-            window=write(grown.nodes.window, level.window),
-        )
-        pool = Pool(
-            tokens=write(pool.tokens, token),
-            parents=write(pool.parents, above.rows[parent] + 1),
-            value=write(pool.value, level.value),
-            kind=write(pool.kind, of(kind)),
-            path=write(pool.path, level.path),
-            guessed=pool.guessed,
-        )
-        return replace(grown, pool=pool, nodes=nodes, frontier=level, levels=d + 1)
+        return with_level(grown, best, guess, total, probability)
 
     def level(grown: Grown) -> Grown:
         logits, grown = guesser(grown)
@@ -229,6 +188,91 @@ def best_first(
         return (grown.levels == 0) | ((grown.levels < depth) & go_on(grown))
 
     return lax.while_loop(wanted, level, start)
+
+
+def with_level(
+    grown: Grown,
+    best: jax.Array,
+    guess: jax.Array,
+    total: jax.Array,
+    probability: jax.Array,
+) -> Grown:
+    """The next level: the W children of the frontier of most value.
+
+    Args:
+      best, guess: [B, W or 1, W] float32 and int32, the best scores after the
+        frontier's nodes, and their tokens.
+      total: [B, W or 1, 1] float32, what a score is the logarithm over.
+      probability: [Z] float32, of nodes by kind.
+    """
+    pool, nodes, above, d = grown.pool, grown.nodes, grown.frontier, grown.levels
+    W = best.shape[2]
+    tables = cpu_kernels.next_level(
+        *(best, guess.astype(jnp.int32), total, d[None], probability),
+        *(above.mask, above.window, above.value, above.path),
+        *(pool.tokens, pool.parents, pool.value, pool.kind, pool.path),
+        *(nodes.mask, nodes.depth, nodes.window),
+        prime=PRIME,
+        step=LOGIT_STEP,
+        model_kinds=MODEL_KINDS,
+        definition=_next_level,
+    )
+    mask, window, value, path = tables[:4]
+    tokens, parents, values, kinds, paths = tables[4:9]
+    node_mask, depth, node_window = tables[9:]
+    rows = d * W + jnp.arange(W, dtype=jnp.int32)
+    return replace(
+        grown,
+        frontier=Frontier(rows, mask, window, value, path),
+        pool=Pool(tokens, parents, values, kinds, paths, pool.guessed),
+        nodes=replace(nodes, mask=node_mask, depth=depth, window=node_window),
+        levels=d + 1,
+    )
+
+
+def _next_level(
+    best: jax.Array,
+    guess: jax.Array,
+    total: jax.Array,
+    level: jax.Array,
+    probability: jax.Array,
+    *before: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The arrays `before` after another level, see `cpu_kernels.next_level`."""
+    mask, window, value, path, *tables = before
+    (batch, W, C), taps, d = mask.shape, window.shape[2], level[0]
+    shape = batch, W, W
+    kind = model_kind(jnp.exp(jnp.broadcast_to(best - total, shape)))
+    worth = value[..., None] * probability[kind]
+    worth, chosen = lax.top_k(worth.reshape(batch, -1), W)
+    parent = (chosen // W).astype(jnp.int32)
+
+    def of(table: jax.Array) -> jax.Array:
+        table = jnp.broadcast_to(table, shape).reshape(batch, -1)
+        return jnp.take_along_axis(table, chosen, axis=1)
+
+    def of_parent(table: jax.Array) -> jax.Array:
+        index = parent.reshape(batch, W, *[1] * (table.ndim - 2))
+        return jnp.take_along_axis(table, index, axis=1)
+
+    token = of(guess)
+    rows = d * W + jnp.arange(W, dtype=jnp.int32)
+    itself = rows[:, None] == jnp.arange(C, dtype=jnp.int32)[None]  # [W, C]
+    own = jnp.broadcast_to(rows[None, :, None] + taps - 1, (batch, W, 1))
+    mask = of_parent(mask) | itself[None]
+    window = jnp.concatenate([of_parent(window)[..., 1:], own], axis=2)
+    number = (token + 1).astype(jnp.uint32) * path_powers(C // W)[d]
+    path = of_parent(path) + number
+    above = jnp.where(d > 0, (d - 1) * W + parent + 1, 0)
+
+    def write(table: jax.Array, new: jax.Array) -> jax.Array:
+        new = jnp.broadcast_to(new, (batch, W, *table.shape[2:]))
+        return lax.dynamic_update_slice_in_dim(table, new, d * W, axis=1)
+
+    wide = jnp.pad(mask, ((0, 0), (0, 0), (0, tables[5].shape[2] - C)))
+    news = token, above, worth, of(kind), path, wide, d, window
+    written = (write(table, new) for table, new in zip(tables, news, strict=True))
+    return mask, window, worth, path, *written
 
 
 Guesser = Callable[[Grown], tuple[jax.Array, Grown]]

@@ -4,10 +4,14 @@ Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (th
 children), C most children.
 """
 
+from functools import cache, partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.models import Nodes, tree_nodes
 from stree_jax.models.nodes import ancestors
 from stree_jax.speculation.tree import Topology, Tree
@@ -51,10 +55,24 @@ def _count_before(same: jax.Array) -> jax.Array:
 
 def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
     """The layout of trees with `parents` [B, T], whose sizes `tree` gives."""
-    T, M = tree.size, tree.depth
+    asked = tree.depth, max(tree.children, 1)
+    tables = cpu_kernels.tree_layout(parents, *asked, definition=_walks(*asked))
+    return Layout(parents, *tables)
+
+
+@cache
+def _walks(depth: int, children: int) -> Any:
+    return partial(_layout_tables, M=depth, C=children)
+
+
+def _layout_tables(
+    parents: jax.Array, M: int, C: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Depth, paths and children of `tree_layout`."""
+    T = parents.shape[1]
     node = jnp.arange(T, dtype=jnp.int32)
 
-    def of_one(parents: jax.Array) -> Layout:
+    def of_one(parents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         lineage = ancestors(parents[None], M + 1)[0]
         depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
         back = depth[:, None] - jnp.arange(M + 1, dtype=jnp.int32)[None]
@@ -62,9 +80,8 @@ def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
         paths = jnp.where(back >= 0, paths, 0)
         rank = _count_before(parents[:, None] == parents[None])
         place = jnp.where(parents < 0, T, parents), rank
-        children = jnp.full((T, max(tree.children, 1)), T, jnp.int32)
-        children = children.at[place].set(node, mode="drop")
-        return Layout(parents, depth, paths, children)
+        children = jnp.full((T, C), T, jnp.int32)
+        return depth, paths, children.at[place].set(node, mode="drop")
 
     return jax.vmap(of_one)(parents)
 

@@ -7,16 +7,26 @@ recent. What followed there is drafted, several such continuations merged into o
 Letters: B rows, S room for text, W places, M tokens of a continuation.
 """
 
+from functools import cache, partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.calibration import LONGEST, PRIOR, lookup_kind
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import DraftState, News, Prompts
-from stree_jax.speculation.pool import Pool, best_tree, path_powers
+from stree_jax.speculation.pool import (
+    MODEL_KINDS,
+    PRIME,
+    Pool,
+    best_tree,
+    path_powers,
+)
 from stree_jax.speculation.tree import Budget, Topology
 
 PLACES = 3  # W
@@ -107,6 +117,31 @@ def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
       probability: [Z] float32, of nodes by kind.
       depth: M.
     """
+    tokens, parents, value, kind, path = cpu_kernels.look_up(
+        history.tokens,
+        history.length,
+        probability,
+        places=PLACES,
+        depth=depth,
+        longest=LONGEST,
+        prime=PRIME,
+        first_kind=MODEL_KINDS,
+        definition=_continuations(depth),
+    )
+    nobody = jnp.zeros(tokens.shape, bool)
+    return Pool(tokens, parents, value, kind, path, nobody)
+
+
+@cache
+def _continuations(depth: int) -> Any:
+    return partial(_candidates, depth=depth)
+
+
+def _candidates(
+    tokens: jax.Array, length: jax.Array, probability: jax.Array, depth: int
+) -> tuple[jax.Array, ...]:
+    """The pool of `look_up`, but for who guessed."""
+    history = History(tokens, length)
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
     step = jnp.arange(M, dtype=jnp.int32)[None, None]
@@ -133,14 +168,8 @@ def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
     def flat(table: jax.Array) -> jax.Array:
         return jnp.broadcast_to(table, (batch, W, M)).reshape(batch, W * M)
 
-    return Pool(
-        tokens=flat(tokens),
-        parents=flat(parent),
-        value=flat(jnp.where(own, value, 0.0)),
-        kind=flat(kind),
-        path=flat(path),
-        guessed=jnp.zeros((batch, W * M), bool),
-    )
+    worth = jnp.where(own, value, 0.0)
+    return flat(tokens), flat(parent), flat(worth), flat(kind), flat(path)
 
 
 @struct.dataclass

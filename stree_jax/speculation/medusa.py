@@ -106,7 +106,8 @@ def fill_by_depth(
         if not drawn_alike(dist, rule):
             z = jnp.broadcast_to(z, (z.shape[0], tree.inner, z.shape[2]))
             return draw_level(draft, z, depth, tree, levels, dist, rule), None
-        scores, noise = dist.scores(z, depth[None, None]), None
+        scores = dist.scores(z, depth[None, None], normalised=rule.needs_q)
+        noise = None
         if dist.sampling is not None and rule.drafting == "coupled":
             noise = dist.noise(depth)[:, None]
         above, shape = levels.inner[depth], (z.shape[0], tree.inner, tree.children)

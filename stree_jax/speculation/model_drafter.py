@@ -257,7 +257,8 @@ def draw_level(
     above = levels.inner[depth, : logits.shape[1]]
     paths = draft.layout.paths[0, jnp.minimum(above, tree.size - 1)]  # rows are alike
     depths = jnp.broadcast_to(depth, (1, above.shape[0]))
-    z = dist.scores(logits, depths, draft.tokens[:, paths])
+    text = draft.tokens[:, paths]
+    z = dist.scores(logits, depths, text, normalised=rule.needs_q)
     noise = None
     if dist.sampling is not None and rule.drafting == "coupled":
         noise = dist.noise(depth)[:, None]
@@ -298,7 +299,7 @@ def draw_children(
       drafting: "top_k", the most probable; "iid", independent draws;
         "without_replacement", draws by the largest Gumbel-perturbed log-probabilities;
         "coupled", the same with the noise that the target will choose by.
-      z: [B, I, V] float32, log-probabilities (any logits if all rows are greedy).
+      z: [B, I, V] float32, scores of which only differences count.
       above: [I] int32, the nodes.
       noise: [B, I or 1, V] float32, if coupled, after each of the nodes.
     """

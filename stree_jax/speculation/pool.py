@@ -9,12 +9,15 @@ Letters: B rows, C candidates, T nodes of a tree, K sizes.
 """
 
 from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax import cpu_kernels
 from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
@@ -58,6 +61,13 @@ def path_powers(depth: int) -> jax.Array:
 
 def merged(first: Pool, second: Pool) -> Pool:
     """Both pools as one; a path that both have is the first's, and worth the more."""
+    pools = jax.tree.leaves((first, second))
+    return Pool(*cpu_kernels.merged(*pools, definition=_merged))
+
+
+def _merged(*pools: jax.Array) -> Pool:
+    """`merged`, of the first's arrays and the second's."""
+    first, second = Pool(*pools[:6]), Pool(*pools[6:])
     C = first.tokens.shape[1]
     same = second.path[:, :, None] == first.path[:, None]  # [B, C2, C]
     same &= (second.value > 0)[:, :, None] & (first.value > 0)[:, None]
@@ -93,34 +103,61 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     Returns:
       the tree, and the values of its nodes [B, T] float32; the root's is 1.
     """
-    C = pool.value.shape[1]
-    value, place = lax.top_k(pool.value, min(tree.size - 1, C))
-    padding = ((0, 0), (0, tree.size - 1 - value.shape[1]))
-    value, place = jnp.pad(value, padding), jnp.pad(place.astype(jnp.int32), padding)
-    exists = value > 0
+    tokens, parents, value, kind, guessed = cpu_kernels.best_nodes(
+        *(pool.tokens, pool.parents, pool.value, pool.kind, pool.guessed, root),
+        size=tree.size,
+        no_kind=NO_KIND,
+        definition=_chosen(tree.size),
+    )
+    origin = jnp.where(guessed, NGRAM, DRAFTER)
+    origin = jnp.where(kind < MODEL_KINDS, origin, LOOKUP)
+    node = jnp.arange(tree.size, dtype=jnp.int32)[None]
+    draft = Draft(
+        layout=tree_layout(tree, parents),
+        tokens=tokens,
+        origin=jnp.where(node == 0, TARGET, origin).astype(jnp.uint8),
+        kind=kind,
+    )
+    return draft, value
+
+
+@cache
+def _chosen(size: int) -> Any:
+    return partial(_best_nodes, size=size)
+
+
+def _best_nodes(
+    tokens: jax.Array,
+    parents: jax.Array,
+    value: jax.Array,
+    kind: jax.Array,
+    guessed: jax.Array,
+    root: jax.Array,
+    size: int,
+) -> tuple[jax.Array, ...]:
+    """Of the best [B, T]: tokens, parents, values, kinds, and whether guessed."""
+    best, place = lax.top_k(value, min(size - 1, value.shape[1]))
+    padding = ((0, 0), (0, size - 1 - best.shape[1]))
+    best, place = jnp.pad(best, padding), jnp.pad(place.astype(jnp.int32), padding)
+    exists = best > 0
 
     def of(table: jax.Array, fill: int) -> jax.Array:
         return jnp.where(exists, jnp.take_along_axis(table, place, axis=1), fill)
 
-    above = of(pool.parents, 0)
-    at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
-    parents = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
-    kind = of(pool.kind, NO_KIND)
-    own = jnp.where(of(pool.guessed, False), NGRAM, DRAFTER)
-    origin = jnp.where(kind < MODEL_KINDS, own, LOOKUP)
-
     def with_root(nodes: jax.Array, first: jax.Array) -> jax.Array:
         return jnp.concatenate([first[:, None], nodes], axis=1)
 
-    zero = jnp.zeros_like(root)
-    parents = with_root(parents, zero - 1)
-    draft = Draft(
-        layout=tree_layout(tree, parents),
-        tokens=with_root(of(pool.tokens, 0), root),
-        origin=with_root(origin, zero + TARGET).astype(jnp.uint8),
-        kind=with_root(kind, zero + NO_KIND),
+    above = of(parents, 0)
+    at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
+    nearest = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
+    none = jnp.full_like(root, -1)
+    return (
+        with_root(of(tokens, 0), root),
+        with_root(nearest, none),
+        with_root(best, jnp.ones(root.shape, jnp.float32)),
+        with_root(of(kind, NO_KIND), none + 1 + NO_KIND),
+        with_root(of(guessed, False), none >= 0),
     )
-    return draft, with_root(value, jnp.ones(root.shape, jnp.float32))
 
 
 def first_nodes(draft: Draft, tree: Budget) -> Draft:

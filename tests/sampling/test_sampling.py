@@ -18,7 +18,7 @@ from stree_jax import Sampling, sampling_rows
 from stree_jax.sampling.distribution import (
     Distribution,
     choice_margin,
-    log_probs,
+    filtered,
     tempered,
 )
 from stree_jax.sampling.requests import Requests
@@ -49,7 +49,7 @@ def dist_of(sampling, places, V, seen=None):
 
 
 def processed(sampling, logits, seen):
-    return log_probs(sampling, tempered(sampling, logits, seen))
+    return jax.nn.log_softmax(filtered(sampling, tempered(sampling, logits, seen)))
 
 
 SETTINGS = [

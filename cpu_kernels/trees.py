@@ -1,0 +1,233 @@
+"""Bookkeeping of trees, one call each instead of dozens of small operations:
+`src/trees_ffi.cc`.
+
+On a CPU each of XLA's operations costs about a microsecond whatever it does, and a
+compilation; to choose and lay out a tree of 16 nodes takes some hundred. What they
+compute is defined by those who call: `models.nodes`, and `layout`, `lookup`, `pool` and
+`best_first` of `stree_jax.speculation`.
+
+Letters: B rows, T nodes, K taps, M depth, S room for text, C candidates, W nodes of a
+level, Z kinds of nodes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+
+MOST_PLACES = 8
+MOST_WIDTH = 64
+
+Definition = Callable[..., Any]  # of the same arrays; hashed, as programs are
+
+
+def _called(
+    *args: jax.Array,
+    kernel: Any,
+    definition: Definition,
+    shared: tuple[int, ...] = (),
+    fits: bool = True,
+) -> list[jax.Array]:
+    """The kernel where one CPU runs the program, or the definition."""
+    allowed = level()
+    if allowed is None or not fits:
+        return jax.tree.leaves(definition(*args))
+    return native_call(
+        *args,
+        kernel=kernel,
+        definition=definition,
+        batched=MoreRows(kernel, shared),
+        level=allowed,
+    )
+
+
+def _like(z: jax.Array, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape or z.shape, z.dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+@dataclass(frozen=True)
+class _TreeNodes:
+    taps: int
+
+    def __call__(self, parents: jax.Array, level: int) -> Sequence[jax.Array]:
+        B, T = parents.shape
+        mask = jax.ShapeDtypeStruct((B, T, T), jnp.bool_)
+        outs = mask, _ints(B, T), _ints(B, T, self.taps)
+        return jax.ffi.ffi_call("stree_tree_nodes", outs)(parents)
+
+
+def tree_nodes(
+    parents: jax.Array, taps: int, definition: Definition
+) -> list[jax.Array]:
+    """Mask [B, T, T] bool, depth [B, T] and window [B, T, K] of parents [B, T]."""
+    return _called(parents, kernel=_TreeNodes(taps), definition=definition)
+
+
+@dataclass(frozen=True)
+class _TreeLayout:
+    depth: int
+    children: int
+
+    def __call__(self, parents: jax.Array, level: int) -> Sequence[jax.Array]:
+        B, T = parents.shape
+        outs = _ints(B, T), _ints(B, T, self.depth + 1), _ints(B, T, self.children)
+        return jax.ffi.ffi_call("stree_tree_layout", outs)(parents)
+
+
+def tree_layout(
+    parents: jax.Array, depth: int, children: int, definition: Definition
+) -> list[jax.Array]:
+    """Depth [B, T], paths [B, T, M + 1] and children [B, T, most] of parents [B, T]."""
+    kernel = _TreeLayout(depth, children)
+    return _called(parents, kernel=kernel, definition=definition)
+
+
+@dataclass(frozen=True)
+class _LookUp:
+    places: int
+    depth: int
+    longest: int
+    prime: int
+    first_kind: int
+
+    def __call__(
+        self, tokens: jax.Array, length: jax.Array, probability: jax.Array, level: int
+    ) -> Sequence[jax.Array]:
+        shape = tokens.shape[0], self.places * self.depth
+        ints = _ints(*shape)
+        outs = ints, ints, _like(probability, *shape), ints
+        call = jax.ffi.ffi_call(
+            "stree_look_up", (*outs, jax.ShapeDtypeStruct(shape, jnp.uint32))
+        )
+        return call(
+            tokens,
+            length,
+            probability,
+            places=np.int64(self.places),
+            longest=np.int64(self.longest),
+            prime=np.int64(self.prime),
+            first_kind=np.int64(self.first_kind),
+        )
+
+
+def look_up(
+    tokens: jax.Array,
+    length: jax.Array,
+    probability: jax.Array,
+    *,
+    places: int,
+    depth: int,
+    longest: int,
+    prime: int,
+    first_kind: int,
+    definition: Definition,
+) -> list[jax.Array]:
+    """Tokens, parents, value, kind and path [B, W * M] of what may come.
+
+    Args:
+      tokens, length: [B, S] and [B] int32, texts.
+      probability: [Z] float32.
+      places, depth, longest, prime, first_kind: W, M and the constants of `lookup`.
+    """
+    return _called(
+        *(tokens, length, probability),
+        kernel=_LookUp(places, depth, longest, prime, first_kind),
+        definition=definition,
+        shared=(2,),
+        fits=places <= MOST_PLACES,
+    )
+
+
+def _merged(*pools: jax.Array, level: int) -> Sequence[jax.Array]:
+    first, second = pools[:6], pools[6:]
+    B, C, more = *first[0].shape, second[0].shape[1]
+    outs = [_like(z, B, C + more) for z in first]
+    return jax.ffi.ffi_call("stree_merged", outs)(*pools)
+
+
+def merged(*pools: jax.Array, definition: Definition) -> list[jax.Array]:
+    """Two pools as one: of each its six arrays [B, C], as `pool.Pool` lists them."""
+    return _called(*pools, kernel=_merged, definition=definition)
+
+
+@dataclass(frozen=True)
+class _BestNodes:
+    size: int
+    no_kind: int
+
+    def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
+        value, root = arrays[2], arrays[5]
+        shape = root.shape[0], self.size
+        ints, guessed = _ints(*shape), jax.ShapeDtypeStruct(shape, jnp.bool_)
+        outs = ints, ints, _like(value, *shape), ints, guessed
+        call = jax.ffi.ffi_call("stree_best_nodes", outs)
+        return call(*arrays, no_kind=np.int64(self.no_kind))
+
+
+def best_nodes(
+    *arrays: jax.Array, size: int, no_kind: int, definition: Definition
+) -> list[jax.Array]:
+    """Tokens, parents, values, kinds and whether guessed [B, T] of a pool's best.
+
+    Args:
+      arrays: the pool's tokens, parents, value, kind and guessed [B, C]; the roots [B].
+      size: T, the root included.
+    """
+    kernel = _BestNodes(size, no_kind)
+    return _called(*arrays, kernel=kernel, definition=definition)
+
+
+@dataclass(frozen=True)
+class _NextLevel:
+    prime: int
+    step: float
+    model_kinds: int
+
+    def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
+        first = 5  # what becomes new in place
+        call = jax.ffi.ffi_call(
+            "stree_next_level",
+            [_like(z) for z in arrays[first:]],
+            input_output_aliases={first + i: i for i in range(len(arrays) - first)},
+        )
+        return call(
+            *arrays,
+            prime=np.int64(self.prime),
+            step=np.float32(self.step),
+            model_kinds=np.int64(self.model_kinds),
+        )
+
+
+def next_level(
+    *arrays: jax.Array,
+    prime: int,
+    step: float,
+    model_kinds: int,
+    definition: Definition,
+) -> list[jax.Array]:
+    """A frontier, candidates and nodes after another level, in place.
+
+    Args:
+      arrays: the best W log-probabilities after each of the frontier's nodes
+        [B, W or 1, W], their tokens, and what to take off them [B, W or 1, 1]; the
+        level [1] int32; probability [Z]; the frontier's mask [B, W, C], window
+        [B, W, K], value and path [B, W]; the candidates' tokens, parents, value, kind
+        and path [B, C]; mask [B, C', C'], depth [B, C'] and window [B, C', K] of nodes.
+    """
+    return _called(
+        *arrays,
+        kernel=_NextLevel(prime, step, model_kinds),
+        definition=definition,
+        shared=(3, 4),
+        fits=arrays[0].shape[2] <= MOST_WIDTH,
+    )

@@ -1,0 +1,198 @@
+"""The bookkeeping of trees in C++ is that in JAX: integers are the same, whatever they
+are, and values as near as float32 rounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from stree_jax.models import tree_nodes
+from stree_jax.models.nodes import _tree_tables
+from stree_jax.speculation import layout, pool
+from stree_jax.speculation.best_first import nothing_grown, with_level
+from stree_jax.speculation.lookup import History, look_up
+from stree_jax.speculation.pool import KINDS, Pool, best_tree, merged, no_candidates
+from stree_jax.speculation.tree import Auto, Beam, Budget, chain
+from tests.support.native import built, use
+from tests.support.reference import random_parents
+
+pytestmark = built
+
+
+@pytest.fixture(params=range(2))
+def rng(request):
+    return np.random.default_rng(request.param)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """What a function gives with the kernels and without, after one another."""
+
+    def run(function, *args):
+        outs = []
+        for level in ("portable", "off"):
+            use(monkeypatch, level)
+            jax.clear_caches()
+            program = jax.jit(lambda args: function(*args))
+            called = "stree_" in program.lower(args).as_text()
+            assert called == (level != "off")
+            outs.append(program(args))
+        return outs
+
+    return run
+
+
+def assert_same(ours, wanted):
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        if one.dtype == jnp.float32:
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7), (3, 16), (2, 40)])
+@pytest.mark.parametrize("taps", [1, 4, 9])
+def test_tree_nodes(shape, taps, rng, both):
+    parents = jnp.asarray(random_parents(rng, *shape))
+    assert_same(*both(lambda parents: tree_nodes(parents, taps), parents))
+
+
+def test_forests_have_several_roots(rng, both):
+    parents = random_parents(rng, 3, 12)
+    parents[:, [4, 7]] = -1
+    assert_same(*both(lambda parents: tree_nodes(parents, 4), jnp.asarray(parents)))
+
+
+@pytest.mark.parametrize("size", [2, 16, 33])
+def test_tree_layout(size, rng, both):
+    """Deeper trees than there is room for, and more children, are cut alike."""
+    parents = jnp.asarray(random_parents(rng, 3, size))
+    for depth in (1, 4, size - 1):
+        tree = Budget(size, depth)
+        assert_same(*both(lambda z, t=tree: layout.tree_layout(t, z), parents))
+    beam = Beam(3, 5)
+    parents = jnp.asarray(random_parents(rng, 2, beam.size))
+    assert_same(*both(lambda z: layout.tree_layout(beam, z), parents))
+
+
+def test_the_root_alone(both):
+    alone = jnp.full((2, 1), -1, jnp.int32)
+    assert_same(*both(lambda z: layout.tree_layout(chain(0), z), alone))
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 300])
+def test_look_up(tokens, rng, both):
+    """Texts that match everywhere, here and there and nowhere; of any length."""
+    room = 60
+    text = jnp.asarray(rng.integers(0, tokens, (6, room)), jnp.int32)
+    length = jnp.asarray([1, 2, 3, 20, room - 1, room], jnp.int32)
+    probability = jnp.asarray(rng.uniform(0.05, 1, KINDS), jnp.float32)
+    for depth in (1, 6, 15):
+        asked = History(text, length), probability
+        assert_same(*both(lambda text, p, d=depth: look_up(text, p, d), *asked))
+
+
+def some_pool(rng, batch, count):
+    """Paths that are often alike, values of which many are equal or 0."""
+    parents, value = np.zeros((2, batch, count))
+    for b, c in np.ndindex(batch, count):
+        parents[b, c] = above = rng.integers(0, c + 1)
+        most = value[b, above - 1] if above else 1.0
+        value[b, c] = most * rng.choice([0, 0.25, 0.5, 1])
+
+    def drawn(most):
+        return rng.integers(0, most, (batch, count))
+
+    return Pool(
+        tokens=jnp.asarray(drawn(99), jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        value=jnp.asarray(value, jnp.float32),
+        kind=jnp.asarray(drawn(KINDS), jnp.int32),
+        path=jnp.asarray(drawn(12), jnp.uint32),
+        guessed=jnp.asarray(drawn(2) > 0),
+    )
+
+
+def test_merged(rng, both):
+    for counts in ((9, 7), (1, 12), (12, 1)):
+        pools = [some_pool(rng, 3, count) for count in counts]
+        assert_same(*both(merged, *pools))
+
+
+@pytest.mark.parametrize("size", [2, 5, 16, 30])  # fewer and more than candidates
+def test_best_tree(size, rng, both):
+    candidates, root = some_pool(rng, 3, 20), jnp.asarray([5, 6, 7], jnp.int32)
+    tree = Budget(size, size - 1)
+    ours, wanted = both(lambda z, root: best_tree(z, root, tree), candidates, root)
+    assert_same(ours, wanted)
+    assert (np.asarray(ours[0].kind) != pool.NO_KIND).any()  # there are nodes
+
+
+def test_no_candidates_make_a_tree_of_nothing(both):
+    tree, root = Auto().menu[-1], jnp.asarray([3], jnp.int32)
+    assert_same(*both(lambda root: best_tree(no_candidates(1, 1), root, tree), root))
+
+
+@pytest.mark.parametrize(
+    "width, depth, taps, ahead", [(3, 5, 4, 0), (1, 3, 1, 0), (4, 2, 2, 5)]
+)
+@pytest.mark.parametrize("alike", [False, True])
+def test_levels(width, depth, taps, ahead, alike, rng, both):
+    """Level after level, and room behind the candidates is left alone."""
+    start, batch = nothing_grown(None, 2, width, depth, ahead), 2
+    window = jnp.broadcast_to(jnp.arange(taps) - 1, (batch, width, taps))
+    room = jnp.full((batch, width * depth + ahead, taps), 7)
+    start = start.replace(
+        frontier=start.frontier.replace(window=window.astype(jnp.int32)),
+        nodes=start.nodes.replace(window=room.astype(jnp.int32)),
+    )
+    asked = 1 if alike else width
+    scores = 3 * rng.normal(size=(depth, batch, asked, 50))
+    probability = jnp.asarray(rng.uniform(0.05, 1, KINDS), jnp.float32)
+
+    def all_levels(grown, scores, probability):
+        for level in scores:
+            best, guess = lax.top_k(level, width)
+            total = jax.nn.logsumexp(level, axis=-1, keepdims=True)
+            grown = with_level(grown, best, guess, total, probability)
+        return grown
+
+    asked = start, jnp.asarray(scores, jnp.float32), probability
+    assert_same(*both(all_levels, *asked))
+
+
+def test_tokens_that_are_out_of_the_question(both):
+    """Scores of -inf are of the worst kind; one token alone is of the best."""
+    start = nothing_grown(None, 1, 3, 2)
+    scores = jnp.full((1, 1, 9), -jnp.inf).at[0, 0, 4].set(0.0)
+
+    def one(grown, scores):
+        best, guess = lax.top_k(scores, 3)
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        return with_level(grown, best, guess, total, jnp.linspace(0.1, 0.9, KINDS))
+
+    ours, wanted = both(one, start, scores)
+    assert_same(ours, wanted)
+    assert ours.pool.kind[0, :3].tolist() == [pool.MODEL_KINDS - 1, 0, 0]
+
+
+def test_rows_may_be_mapped(rng, monkeypatch):
+    """`jax.vmap` makes more rows of one call, or takes the definition."""
+    use(monkeypatch, "portable")
+    parents = jnp.asarray(random_parents(rng, 6, 9)).reshape(3, 2, 9)
+    mapped = jax.vmap(lambda z: tree_nodes(z, 4))(parents)
+    flat = _tree_tables(parents.reshape(6, 9), 4)
+    for ours, wanted in zip(jax.tree.leaves(mapped), flat, strict=True):
+        np.testing.assert_array_equal(ours.reshape(wanted.shape), wanted)
+    text = jnp.asarray(rng.integers(0, 3, (3, 2, 30)), jnp.int32)
+    length = jnp.full((3, 2), 25, jnp.int32)
+    probability = jnp.asarray(rng.uniform(0.05, 1, (3, KINDS)), jnp.float32)
+
+    def found(text, length, probability):
+        return look_up(History(text, length), probability, 4).value
+
+    mapped = jax.vmap(found)(text, length, probability)
+    each = [found(*args) for args in zip(text, length, probability, strict=True)]
+    np.testing.assert_allclose(mapped, jnp.stack(each), rtol=1e-6)
