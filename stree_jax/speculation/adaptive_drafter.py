@@ -20,6 +20,7 @@ from stree_jax.models import (
     State,
     grow,
     init_state,
+    logits_of,
     param_dtype,
     read_text,
 )
@@ -158,20 +159,22 @@ class AdaptiveDrafter:
             assert isinstance(reading, LastHidden)
             logits, passes = self.model.logits(reading, self.depth), jnp.int32(1)
             guesser = by_depth(logits, drawn_alike(dist, rule))
+            at_root = logits[:, :1]
             start = nothing_grown(None, batch, *shape)
         else:
             assert self.model is not None and isinstance(reading, State)
             chunk = min(READ_CHUNK, self.largest.depth + 1)  # what caches have room for
             asked = self.model, reading, state.history, chunk
-            at_root, reading, passes = catch_up(*asked)
-            guesser = by_model(self.model, reading, at_root)
+            hidden, reading, passes = catch_up(*asked)
+            at_root = logits_of(self.model, hidden)
+            guesser = by_model(self.model, reading)
             start = nothing_grown(self.model, batch, *shape)
             if self.stage is not None:
                 go_on = partial(goes_on, worth)
-                guesser, start = self._through_stage(
-                    state, at_root, reading, dist, rule, worth
-                )
-        grown = best_first(guesser, root, dist, rule, probability, start, go_on)
+                guesser, start = self._through_stage(state, reading, dist, rule, worth)
+        grown = best_first(
+            at_root, guesser, root, dist, rule, probability, start, go_on
+        )
         own, more = grown.pool, jnp.int32(0)
         if isinstance(self.model, Model):
             more = grown.passes - 1  # the root was read with the text
@@ -186,22 +189,17 @@ class AdaptiveDrafter:
     def _through_stage(
         self,
         state: Looking,
-        at_root: jax.Array,
         reading: State,
         dist: Distribution,
         rule: Rule,
         worth: Worth,
     ) -> tuple[Guesser, Grown]:
-        """The model with its stage, and where both begin.
-
-        Args:
-          at_root: [B, 1, d] float32, of the model; `reading` is its state then.
-        """
+        """The model with its stage, and where both begin; `reading` is its state."""
         assert isinstance(self.model, Model) and self.stage is not None
         text = state.history.tokens, state.history.length
         asked = self.stage, text, dist, rule, worth
-        guesser = by_stage(self.model, reading, at_root, *asked)
-        batch, room = at_root.shape[0], self.stage.room
+        guesser = by_stage(self.model, reading, *asked)
+        batch, room = reading.length.shape[0], self.stage.room
         start = nothing_grown(self.model, batch, self.width, self.depth, room)
         return guesser, replace(start, ahead=room_ahead(self.model, batch, self.stage))
 

@@ -148,6 +148,7 @@ class Frontier:
 
 
 def best_first(
+    at_root: jax.Array,
     guesser: "Guesser",
     root: jax.Array,
     dist: Distribution,
@@ -159,7 +160,8 @@ def best_first(
     """Candidates below the roots [B].
 
     Args:
-      guesser: says what may come next.
+      at_root: [B, 1, >= V] float32, logits after the root.
+      guesser: says what may come after the others.
       probability: [Z] float32, of nodes by kind.
       start: `nothing_grown`, of W nodes a level.
       go_on: whether another level is worth it, bool [].
@@ -185,9 +187,10 @@ def best_first(
         return add(grown, logits)
 
     def wanted(grown: Grown) -> jax.Array:
-        return (grown.levels == 0) | ((grown.levels < depth) & go_on(grown))
+        return (grown.levels < depth) & go_on(grown)
 
-    return lax.while_loop(wanted, level, start)
+    first = replace(add(start, at_root), passes=jnp.int32(1))
+    return lax.while_loop(wanted, level, first)
 
 
 def with_level(
@@ -280,16 +283,10 @@ Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
 they are the same for all; and what has grown, with records of what was read."""
 
 
-def by_model(model: Model, state: State, at_root: jax.Array) -> Guesser:
-    """A model that reads the frontier.
+def by_model(model: Model, state: State) -> Guesser:
+    """A model that reads the frontier; `state` is its, after the root."""
 
-    Args:
-      state: of the model, after the root.
-      at_root: [B, 1, d] float32, its hidden state there.
-    """
-
-    def run(carry: tuple) -> tuple:
-        _, _, grown = carry
+    def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         rows = grown.frontier.rows
         hidden, records, _ = forward_hidden(
             model,
@@ -299,14 +296,8 @@ def by_model(model: Model, state: State, at_root: jax.Array) -> Guesser:
             records=grown.records,
             rows=rows,
         )
-        return jnp.bool_(False), hidden, replace(grown, records=records)
-
-    def guess(grown: Grown) -> tuple[jax.Array, Grown]:
-        # A loop that runs once, if at all: the root's hidden states are there already.
-        shape = *grown.frontier.value.shape, at_root.shape[2]
-        start = grown.levels > 0, jnp.broadcast_to(at_root, shape), grown
-        _, hidden, grown = lax.while_loop(lambda carry: carry[0], run, start)
-        return logits_of(model, hidden), replace(grown, passes=grown.passes + 1)
+        grown = replace(grown, records=records, passes=grown.passes + 1)
+        return logits_of(model, hidden), grown
 
     return guess
 

@@ -81,7 +81,6 @@ def _logits_of_one(model: Model) -> jax.Array:
 def by_stage(
     model: Model,
     state: State,
-    at_root: jax.Array,
     stage: Stage,
     text: tuple[jax.Array, jax.Array],
     dist: Distribution,
@@ -92,11 +91,9 @@ def by_stage(
 
     Args:
       state: of the model, after the root.
-      at_root: [B, 1, d] float32, its hidden state there.
       text: [B, S] int32 and lengths [B], the root the last token that counts.
       worth: whether a pass is worth it.
     """
-    root_logits = logits_of(model, at_root)
     tail = stage.ngrams.tail(*text).tokens
 
     def run(carry: tuple) -> tuple:
@@ -125,20 +122,18 @@ def by_stage(
         return jnp.bool_(False), logits[:, :W], replace(grown, **more)
 
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
-        first, front = grown.levels == 0, grown.frontier
+        front = grown.frontier
         known, at = found(grown)
-        needed = ~first & worth(grown.levels, jnp.where(known, 0.0, front.value))
+        needed = worth(grown.levels, jnp.where(known, 0.0, front.value))
         assert grown.ahead is not None  # of `room_ahead`
         logits = jnp.take_along_axis(grown.ahead.logits, at[..., None], axis=1)
-        logits = jnp.where(first, root_logits, logits)
-        pool = _marked(grown.pool, front.rows, known & ~first)
+        pool = _marked(grown.pool, front.rows, known)
         records = _with_read(grown, known, at)
         grown = replace(grown, pool=pool, records=records)
-        grown = replace(grown, passes=grown.passes + first.astype(jnp.int32))
         # A loop that runs once, if at all: a conditional would copy the records.
         start = needed, logits, grown
         _, logits, grown = lax.while_loop(lambda carry: carry[0], run, start)
-        value = jnp.where(first | needed | known, front.value, 0.0)
+        value = jnp.where(needed | known, front.value, 0.0)
         return logits, replace(grown, frontier=replace(front, value=value))
 
     return guess

@@ -12,6 +12,7 @@ from flax import struct
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
+from stree_jax.models import logits_of
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.adaptive_policy import (
@@ -294,7 +295,8 @@ def test_levels_are_those_of_a_best_first_search(target, prompts):
     def run(state):
         hidden, state, _ = catch_up(drafter, state, history, 4)
         return best_first(
-            by_model(drafter, state, hidden),
+            logits_of(drafter, hidden),
+            by_model(drafter, state),
             *asked,
             nothing_grown(drafter, len(prompts), width, depth),
             lambda grown: jnp.bool_(True),

@@ -11,6 +11,7 @@ import pytest
 import stree_jax
 from stree_jax import Staged, tuning
 from stree_jax.generation import begin
+from stree_jax.models import logits_of
 from stree_jax.speculation.best_first import (
     best_first,
     by_model,
@@ -67,19 +68,21 @@ def grown(target, prompts, ngrams):
     @partial(jax.jit, static_argnums=(1, 2))
     def run(state, width, ahead):
         hidden, state, _ = catch_up(model, state, history, 4)
+        at_root = logits_of(model, hidden)
         if ahead == 0:
             start = nothing_grown(model, len(prompts), width, DEPTH)
             return best_first(
-                by_model(model, state, hidden),
+                at_root,
+                by_model(model, state),
                 *asked,
                 start,
                 lambda grown: some_value(grown.levels, grown.frontier.value),
             )
         stage, text = Stage(ngrams, ahead, width), (history.tokens, history.length)
-        guesser = by_stage(model, state, hidden, stage, text, dist, rule, some_value)
+        guesser = by_stage(model, state, stage, text, dist, rule, some_value)
         start = nothing_grown(model, len(prompts), width, DEPTH, stage.room)
         start = replace(start, ahead=room_ahead(model, len(prompts), stage))
-        return best_first(guesser, *asked, start, partial(goes_on, some_value))
+        return best_first(at_root, guesser, *asked, start, partial(goes_on, some_value))
 
     return lambda width, ahead: jax.device_get(run(begun, width, ahead))
 

@@ -103,6 +103,7 @@ def test_auto_has_the_best_paths_of_guesses_that_go_by_depth():
     requests = Requests(limit, None, none, None, None)
     dist = Distribution(requests, jnp.zeros((1,), jnp.int32), None, V)
     grown = best_first(
+        jnp.asarray(logits[:, :1]),
         by_depth(jnp.asarray(logits), True),
         jnp.zeros((1,), jnp.int32),
         dist,
