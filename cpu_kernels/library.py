@@ -17,6 +17,7 @@ TARGETS = (
     "stree_scan",
     "stree_mixer",
     "stree_attention",
+    "stree_norm",
 )
 
 
