@@ -13,6 +13,8 @@ from stree_jax.cpu_kernels.mixer import MixerWeights as MixerWeights
 from stree_jax.cpu_kernels.mixer import mixer_pass as mixer_pass
 from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
 from stree_jax.cpu_kernels.mixer import parted as parted
+from stree_jax.cpu_kernels.norm import norm_unsupported as norm_unsupported
+from stree_jax.cpu_kernels.norm import scaled_norm as scaled_norm
 from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
 from stree_jax.cpu_kernels.product import skinny_product as skinny_product
 from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8

@@ -23,6 +23,7 @@ TARGETS = (
     "stree_merged",
     "stree_best_nodes",
     "stree_next_level",
+    "stree_norm",
 )
 
 

@@ -100,7 +100,8 @@ def mixer_pass(
     options: MixerOptions,
     definition: Callable[..., Any],
 ) -> tuple[jax.Array, MixerMemory]:
-    """The mixer's output before out_proj [B, Tq, H * P] float32, and its new memory.
+    """The mixer's output before out_proj [B, Tq, H * P] float32, and its new memory:
+    records of this tree's T nodes, behind which those of a larger T' stay as they were.
 
     Args:
       zxbcdt: [B, Tq, W] float32, of the queried nodes.
@@ -133,7 +134,8 @@ class Kernel:
         o, T, P = self.options, tree.mask.shape[1], memory.ssm.shape[2]
 
         def record(z: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((z.shape[0], T, *z.shape[2:]), z.dtype)
+            room = max(T, z.shape[1])
+            return jax.ShapeDtypeStruct((z.shape[0], room, *z.shape[2:]), z.dtype)
 
         whole = [jax.ShapeDtypeStruct(z.shape, z.dtype) for z in memory[:2]]
         y = jax.ShapeDtypeStruct(
@@ -143,7 +145,7 @@ class Kernel:
         first = 1 + len(weights)
         same = [
             i for i, z in enumerate(memory) if z.shape == outs[1 + i].shape
-        ]  # arrays of a tree of another size cannot become this one's
+        ]  # arrays of a smaller tree cannot become this one's
         call = jax.ffi.ffi_call(
             "stree_mixer",
             outs,

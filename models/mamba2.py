@@ -29,6 +29,7 @@ from stree_jax.models.state import (
     MambaState,
     empty_record,
     replayed,
+    written_over,
 )
 from stree_jax.pallas_kernels import (
     ScanInputs,
@@ -156,8 +157,8 @@ class Definition:
         state = MambaState(memory.ssm, memory.conv)
         given = None if self.replays else record
         args = self.config, zxbcdt, weights, pass_, state, given
-        y, record, state = equations(*args)
-        r = record
+        y, new, state = equations(*args)
+        r = jax.tree.map(written_over, record, new)
         return y, state.ssm, state.conv, r.x, r.dt, r.a, r.B, r.xBC
 
 

@@ -472,7 +472,8 @@ def forward_hidden(
 
     Returns:
       hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
-      state after `pending`.
+      state after `pending`. Where `pending` has records of more nodes, a layer's may be
+      those with the first T written over.
 
     Raises:
       ValueError: `rows` and `pending` are both given.

@@ -50,7 +50,8 @@ class Pass(Generic[Record]):
     All mixers have one signature, `mixer(u, pass_, state, record)`: the inputs u
     [B, Tq, d] of the queried nodes, the layer's committed state, and its record of the
     nodes so far (None: all are queried now). They return their output [B, Tq, d]
-    float32, the record of all T nodes, and the state after `pending`.
+    float32, the record of all T nodes, and the state after `pending`; the record may be
+    that of `pending`, if it is of more nodes, with the first T written over.
 
     Attributes:
       nodes: topology of all T nodes.

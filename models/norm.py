@@ -1,11 +1,13 @@
 """Norms over the last axis, computed in float32."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
 from stree_jax.models.config import MambaConfig
 from stree_jax.models.linear import as_row
 from stree_jax.models.params import declare, norm_params
@@ -22,6 +24,31 @@ def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.A
     mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
     mean = mean_of_neighbours(mean, parts)
     return (grouped * jax.lax.rsqrt(mean + eps)).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class ScaledNorm:
+    """x / rms(x) * scale of x [..., d] and a scale [d], in float32.
+
+    Attributes:
+      eps, groups, parts: as of `rms_norm`.
+    """
+
+    eps: float
+    groups: int = 1
+    parts: int = 1
+
+    def __call__(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        normed = rms_norm(x, self.eps, self.groups, self.parts)
+        return normed * as_row(scale, x.ndim)
+
+
+def scaled_rms_norm(x: jax.Array, scale: jax.Array, norm: ScaledNorm) -> jax.Array:
+    """norm(x, scale), on a CPU by the compiled kernel, which takes whole rows."""
+    whole = norm.groups == norm.parts == 1
+    if whole and norm_unsupported(x, scale) is None:
+        return scaled_norm(x, scale, norm.eps, definition=norm)
+    return norm(x, scale)
 
 
 def gated_norm(
@@ -42,7 +69,8 @@ def gated_norm(
     if scale is None:
         return y * gate
     y = y * gate if config.norm == "gate_first" else y
-    y = rms_norm(y, config.norm_eps, config.norm_groups, parts) * as_row(scale, y.ndim)
+    norm = ScaledNorm(config.norm_eps, config.norm_groups, parts)
+    y = scaled_rms_norm(y, scale, norm)
     return y * gate if config.norm == "norm_first" else y
 
 
@@ -56,8 +84,9 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         p = declare(self, norm_params(self.kind, x.shape[-1]), self.dtype)
+        norm = ScaledNorm(self.eps)
         if self.kind == "rms":
-            return rms_norm(x, self.eps) * as_row(p["scale"], x.ndim)
+            return scaled_rms_norm(x, p["scale"], norm)
         centred = x - x.mean(axis=-1, keepdims=True)
-        scaled = rms_norm(centred, self.eps) * as_row(p["scale"], x.ndim)
+        scaled = scaled_rms_norm(centred, p["scale"], norm)
         return scaled + as_row(p["bias"], x.ndim)

@@ -149,6 +149,16 @@ def over_parts(f: Callable[[Any, int | None], Any], tree: Any) -> Any:
     return jax.tree.map(layer, tree, is_leaf=lambda x: isinstance(x, kinds))
 
 
+def written_over(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` [B, T, ...] in the array `old` [B, T', ...], which may have room for more.
+
+    What stays behind the first T is on no path. Padding would write all of them anew.
+    """
+    if new.shape[1] >= old.shape[1]:
+        return new
+    return jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=1)
+
+
 def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> State:
     """The state before any token, with room for `capacity` tokens of attention."""
 

@@ -36,11 +36,11 @@ struct ProductKernel {
   int64_t together;  // columns that `columns` likes to begin and end at
 };
 
-// Inputs of tokens, [B, tokens, ...]: see pallas_kernels/scan.py.
+// Inputs of tokens, [B, room, ...]: see pallas_kernels/scan.py.
 struct Tokens {
   const void *x, *B;  // float32 or bfloat16
   const float *dt, *a;
-  int64_t count;
+  int64_t room;  // a tree's nodes are the first ones, and may be fewer
 };
 
 struct Scan {
@@ -50,9 +50,9 @@ struct Scan {
   const float* h0;
   const int32_t *path, *length;
   const int32_t* rows;  // [Tq], the queried nodes; null: all T
-  const uint8_t* mask;
+  const uint8_t* mask;      // [B, T, T]
   float *y, *h;  // [B, Tq, H, P]; h may be h0
-  int64_t batch, H, P, N, G, M, Tq, K;
+  int64_t batch, H, P, N, G, M, T, Tq, K;
   bool bf16;          // of x, B and C
   bool D_by_channel;  // D is [H, P], not [H, 1]
 };

@@ -10,11 +10,11 @@ TARGET inline void write_steps(const Mixer& m, int64_t b) {
   using V = Lanes;
   const Scan& s = m.scan;
   for (int64_t q = 0; q < s.Tq; q++) {
-    const int64_t t = node_of(s, q), T = s.now.count;
-    if (t >= T) continue;
+    const int64_t t = node_of(s, q), row = b * s.now.room + t;
+    if (t >= s.T) continue;
     const float* in = m.in + (b * s.Tq + q) * m.width + m.to_dt;
-    float* dt = m.dt + (b * T + t) * s.H;
-    float* a = m.a + (b * T + t) * s.H;
+    float* dt = m.dt + row * s.H;
+    float* a = m.a + row * s.H;
     for (int64_t h = 0; h < s.H; h += V::W) {
       const int64_t count = s.H - h;
       auto step = V::softplus(V::load(in + h, count) + V::load(m.dt_bias + h, count));
@@ -65,7 +65,7 @@ TARGET void move_window(const Mixer& m, int64_t b, int64_t channel, int64_t size
   const Scan& s = m.scan;
   const int64_t C = m.channels, K1 = s.K - 1, length = path_length(s, b);
   const E* before = static_cast<const E*>(m.conv0) + b * K1 * C + channel;
-  const E* inputs = static_cast<const E*>(m.past_xBC) + b * s.past.count * C + channel;
+  const E* inputs = static_cast<const E*>(m.past_xBC) + b * s.past.room * C + channel;
   E* after = static_cast<E*>(m.conv) + b * K1 * C + channel;
   for (int64_t i = 0; i < K1; i++) {
     const int64_t from = i + length;
@@ -83,9 +83,9 @@ TARGET inline __attribute__((always_inline)) void convolve(
     const Mixer& m, int64_t b, int64_t channel, int64_t size, const Out& out) {
   using V = Lanes;
   const Scan& s = m.scan;
-  const int64_t T = s.now.count, C = m.channels, K1 = s.K - 1;
+  const int64_t T = s.T, C = m.channels, K1 = s.K - 1;
   const E* before = static_cast<const E*>(m.conv) + b * K1 * C + channel;
-  E* inputs = static_cast<E*>(m.xBC) + b * T * C + channel;
+  E* inputs = static_cast<E*>(m.xBC) + b * s.now.room * C + channel;
   for (int64_t i = 0; i < size; i += V::W) {
     const int64_t count = size - i;
     for (int64_t q = 0; q < s.Tq; q++) {
@@ -116,14 +116,14 @@ TARGET void group_of(const Mixer& m, void* base, int64_t b, int64_t g) {
   using V = Lanes;
   const Scan& s = m.scan;
   const Shared shared = shared_of<L>(s, base, b);
-  const int64_t T = s.now.count, n = rounded_up(s.N, L::step);
+  const int64_t n = rounded_up(s.N, L::step);
   if (g == 0) {
     find_ancestors(s, b, shared);
     read_steps(s, b, shared);
     write_steps(m, b);
   }
   read_path<L>(s, b, g, shared);
-  E* const B = static_cast<E*>(m.B) + (b * T * s.G + g) * s.N;
+  E* const B = static_cast<E*>(m.B) + (b * s.now.room * s.G + g) * s.N;
   const int64_t of_B = s.H * s.P + g * s.N, of_C = of_B + s.G * s.N;
   move_window<E>(m, b, of_B, s.N);
   move_window<E>(m, b, of_C, s.N);
@@ -172,7 +172,7 @@ TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t b, int64_
   own_layout(s, static_cast<char*>(scratch), &own);
   const float kept = path_weights(s, b, head, shared, own);  // reads x, then it may go
   const int64_t channel = head * s.P;
-  E* const x = static_cast<E*>(m.x) + (b * s.now.count * s.H + head) * s.P;
+  E* const x = static_cast<E*>(m.x) + (b * s.now.room * s.H + head) * s.P;
   move_window<E>(m, b, channel, s.P);
   convolve<L, E>(m, b, channel, s.P, [&](int64_t, int64_t t, int64_t i, auto of) TARGET {
     V::store(x + t * s.H * s.P + i, of, s.P - i);

@@ -18,7 +18,7 @@ const void* if_any(const Any& array) {
   return array.element_count() ? array.untyped_data() : nullptr;
 }
 
-// What was not queried stays, should XLA have copied no array for us.
+// What this tree does not write stays, should XLA have copied no array for us.
 template <class Before>
 void keep(const Before& before, Out& after) {
   if (before.untyped_data() != after->untyped_data())
@@ -44,20 +44,22 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
     return ffi::Error::InvalidArgument("want [B, Tq, width] and at most 16 taps");
   if (partly && past_x.dimensions()[1] != T)
     return ffi::Error::InvalidArgument("want records of this tree");
+  if (x->dimensions()[1] != std::max(T, past_x.dimensions()[1]))
+    return ffi::Error::InvalidArgument("want room for the larger one of both trees");
   Mixer m{};
   Scan& s = m.scan;
   auto* const dt_out = static_cast<float*>(dt->untyped_data());
   auto* const a_out = static_cast<float*>(a->untyped_data());
   s.past = {past_x.untyped_data(), past_B.untyped_data(), past_dt.typed_data(),
             past_a.typed_data(), past_x.dimensions()[1]};
-  s.now = {x->untyped_data(), B->untyped_data(), dt_out, a_out, T};
+  s.now = {x->untyped_data(), B->untyped_data(), dt_out, a_out, x->dimensions()[1]};
   s.D = D.typed_data();
   s.h0 = h0.typed_data(), s.h = h->typed_data(), s.y = y->typed_data();
   s.path = path.typed_data(), s.length = length.typed_data();
   s.rows = partly ? rows.typed_data() : nullptr;
   s.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
   s.batch = state[0], s.H = H, s.P = P, s.N = state[3], s.G = groups[2];
-  s.M = path.dimensions()[1], s.Tq = given[1], s.K = taps[2];
+  s.M = path.dimensions()[1], s.T = T, s.Tq = given[1], s.K = taps[2];
   s.bf16 = !wide, s.D_by_channel = D.element_count() > static_cast<size_t>(H);
   m.in = in.typed_data(), m.width = given[2], m.channels = channels;
   m.to_z = to_z, m.to_xBC = to_z + H * P, m.to_dt = m.to_xBC + channels;
@@ -71,7 +73,7 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
   m.eps = eps, m.least_dt = least_dt, m.most_dt = most_dt;
   m.weights_bf16 = !weights_wide;
   if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
-  if (partly) {
+  if (partly || s.now.room > T) {
     keep(past_x, x), keep(past_B, B), keep(past_xBC, xBC);
     keep(past_dt, dt), keep(past_a, a);
   }

@@ -30,7 +30,7 @@ struct Own {
 
 template <class L>
 TARGET int64_t shared_layout(const Scan& s, char* base, Shared* shared) {
-  const int64_t T = s.now.count, n = rounded_up(s.N, L::step);
+  const int64_t T = s.T, n = rounded_up(s.N, L::step);
   Layout layout{base};
   layout.place(&shared->C, s.G * s.Tq * n);
   layout.place(&shared->B, s.G * T * n);
@@ -59,7 +59,7 @@ TARGET int64_t shared_bytes(const Scan& s) {
 }
 
 TARGET inline int64_t own_layout(const Scan& s, char* base, Own* own) {
-  const int64_t T = s.now.count, p = rounded_up(s.P, 16);
+  const int64_t T = s.T, p = rounded_up(s.P, 16);
   Layout layout{base};
   layout.place(&own->x, T * p);
   layout.place(&own->carried, s.Tq * p);
@@ -93,7 +93,7 @@ TARGET inline void widen_row(float* to, const void* array, int64_t from, int64_t
 }
 
 TARGET inline void find_ancestors(const Scan& s, int64_t b, const Shared& shared) {
-  const int64_t T = s.now.count;
+  const int64_t T = s.T;
   for (int64_t t = 0; t < T; t++) {
     const uint8_t* mask = s.mask + (b * T + t) * T;
     int32_t* found = shared.ancestors + t * T;
@@ -109,7 +109,7 @@ TARGET inline void find_ancestors(const Scan& s, int64_t b, const Shared& shared
 // The path's steps; arrays of the last tree may be overwritten by this one's after it.
 TARGET inline void read_steps(const Scan& s, int64_t b, const Shared& shared) {
   for (int64_t j = 0; j < path_length(s, b); j++) {
-    const int64_t row = b * s.past.count + s.path[b * s.M + j];
+    const int64_t row = b * s.past.room + s.path[b * s.M + j];
     for (int64_t h = 0; h < s.H; h++) {
       shared.path_dt[j * s.H + h] = s.past.dt[row * s.H + h];
       shared.path_a[j * s.H + h] = s.past.a[row * s.H + h];
@@ -123,7 +123,7 @@ TARGET void read_path(const Scan& s, int64_t b, int64_t g, const Shared& shared)
   const int64_t n = rounded_up(s.N, L::step);
   float* to = shared.past_B + g * s.M * n;
   for (int64_t j = 0; j < path_length(s, b); j++) {
-    const int64_t row = b * s.past.count + s.path[b * s.M + j];
+    const int64_t row = b * s.past.room + s.path[b * s.M + j];
     widen_row(to + j * n, s.past.B, (row * s.G + g) * s.N, s.N, n, s.bf16);
   }
 }
@@ -139,10 +139,11 @@ TARGET void read_C(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
 // B of all nodes, and its products with C.
 template <class L>
 TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
-  const int64_t T = s.now.count, n = rounded_up(s.N, L::step);
+  const int64_t T = s.T, n = rounded_up(s.N, L::step);
   float* rows = shared.B + g * T * n;
   for (int64_t t = 0; t < T; t++)
-    widen_row(rows + t * n, s.now.B, ((b * T + t) * s.G + g) * s.N, s.N, n, s.bf16);
+    widen_row(rows + t * n, s.now.B, ((b * s.now.room + t) * s.G + g) * s.N, s.N, n,
+              s.bf16);
   for (int64_t u = 0; u < T; u += COLUMNS) {
     const int count = static_cast<int>(T - u < COLUMNS ? T - u : COLUMNS);
     const float* B = rows + u * n;
@@ -176,7 +177,7 @@ TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
                                  const Shared& shared, const Own& own) {
   float after = 0.0f;
   for (int64_t j = path_length(s, b) - 1; j >= 0; j--) {
-    const int64_t row = b * s.past.count + s.path[b * s.M + j];
+    const int64_t row = b * s.past.room + s.path[b * s.M + j];
     float* weight = own.past + j * s.P;
     const float factor = exp_of(after) * shared.path_dt[j * s.H + head];
     widen_row(weight, s.past.x, (row * s.H + head) * s.P, s.P, s.P, s.bf16);
@@ -210,10 +211,12 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, float kept,
 // x of all nodes, and the log decays along their paths.
 TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
                               const Shared& shared, const Own& own) {
-  const int64_t T = s.now.count, p = rounded_up(s.P, 16);
-  const float* a = s.now.a + b * T * s.H + head;
+  const int64_t T = s.T, p = rounded_up(s.P, 16);
+  const int64_t first = b * s.now.room;
+  const float* a = s.now.a + first * s.H + head;
   for (int64_t t = 0; t < T; t++) {
-    widen_row(own.x + t * p, s.now.x, ((b * T + t) * s.H + head) * s.P, s.P, p, s.bf16);
+    const int64_t from = ((first + t) * s.H + head) * s.P;
+    widen_row(own.x + t * p, s.now.x, from, s.P, p, s.bf16);
     double sum = 0.0;
     for (int32_t i = 0; i < shared.count[t]; i++) {
       const double decay = a[shared.ancestors[t * T + i] * s.H];
@@ -227,8 +230,8 @@ TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
 //       + D x_t
 TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
                                  const Shared& shared, const Own& own) {
-  const int64_t T = s.now.count, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
-  const float* dt = s.now.dt + b * T * s.H + head;
+  const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
+  const float* dt = s.now.dt + b * s.now.room * s.H + head;
   const float* D = s.D + (s.D_by_channel ? head * s.P : head);
   for (int64_t q = 0; q < s.Tq; q++) {
     const int64_t t = node_of(s, q);

@@ -42,6 +42,7 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
                groups[2],
                path.dimensions()[1],
                x.dimensions()[1],
+               x.dimensions()[1],
                0,
                !wide,
                D.element_count() > static_cast<size_t>(state[1])};

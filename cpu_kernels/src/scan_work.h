@@ -13,7 +13,7 @@ inline bool paths_inside(const Scan& s) {
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t j = 0; j < std::min<int64_t>(s.length[b], s.M); j++) {
       const int32_t row = s.path[b * s.M + j];
-      if (row < 0 || row >= s.past.count) return false;
+      if (row < 0 || row >= s.past.room) return false;
     }
   return true;
 }

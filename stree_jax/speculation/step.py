@@ -10,7 +10,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from stree_jax.models import (
     Model,
@@ -20,6 +19,7 @@ from stree_jax.models import (
     forward_hidden,
     logits_of,
     tree_nodes,
+    written_over,
 )
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.decoding import (
@@ -60,7 +60,7 @@ class Verified:
     Attributes:
       hidden: [B, T, d] float32.
       logits: [B, T, >= V] float32, after each node.
-      records: of the T nodes, one entry a layer.
+      records: of the T nodes, one entry a layer; see `models.forward_hidden`.
       state: after the pending path, before the tree.
     """
 
@@ -120,14 +120,7 @@ def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
 def in_room(pending: Pending, room: Pending) -> Pending:
     """`pending` in the arrays of `room`, which may have room for more nodes.
 
-    Written over the first nodes; what stays behind them is on no path. Padding would
-    write all of them anew.
+    Where a pass has written its records there itself, they stay as they are.
     """
-
-    def written(new: jax.Array, old: jax.Array) -> jax.Array:
-        if new.shape == old.shape:
-            return new
-        return lax.dynamic_update_slice_in_dim(old, new, 0, axis=1)
-
-    records = jax.tree.map(written, pending.records, room.records)
-    return Pending(records, written(pending.path, room.path), pending.length)
+    records = jax.tree.map(written_over, room.records, pending.records)
+    return Pending(records, written_over(room.path, pending.path), pending.length)

@@ -220,17 +220,53 @@ def test_bits_of_a_row_and_of_a_node(level, monkeypatch):
         for a, z in zip(
             jax.tree.leaves(one_record), jax.tree.leaves(record), strict=True
         ):
-            np.testing.assert_array_equal(a[0], z[b, :T])
+            np.testing.assert_array_equal(a[0, :T], z[b, :T])
         for a, z in zip(
             jax.tree.leaves(one_state), jax.tree.leaves(state), strict=True
         ):
             np.testing.assert_array_equal(a[0], z[b])
 
 
+@each_level
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_smaller_tree_is_written_over_a_larger_ones_records(
+    name, dtype, level, monkeypatch
+):
+    """The same bits as after a last tree no larger than it; what is behind it stays,
+    whether the arrays are given away or not."""
+    use(monkeypatch, level)
+    c, T = CONFIGS[name], 6
+    given = case(c, T=T, last=9, dtype=dtype)._replace(length=jnp.array([2, 3]))
+    given = given._replace(path=jnp.array([[0, 8, 0], [3, 1, 7]], jnp.int32))
+    run = replaying(mixed, c)
+    small = given._replace(
+        record=jax.tree.map(
+            lambda z: jnp.stack([z[b, given.path[b]] for b in range(BATCH)]),
+            given.record,
+        ),
+        path=jnp.array([[0, 1, 2]] * BATCH, jnp.int32),
+    )
+    y, record, state = run(small)
+    assert record.x.shape[1] == T
+    behind = jax.tree.map(lambda z: np.array(z[:, T:]), given.record)
+    in_place = jax.jit(
+        lambda record, given: run(given._replace(record=record)), donate_argnums=0
+    )
+    copy = jax.tree.map(jnp.copy, given.record)
+    for ours in (run(given), in_place(copy, given)):
+        jax.tree.map(np.testing.assert_array_equal, (ours[0], ours[2]), (y, state))
+        first = jax.tree.map(lambda z: z[:, :T], ours[1])
+        jax.tree.map(np.testing.assert_array_equal, first, record)
+        last = jax.tree.map(lambda z: z[:, T:], ours[1])
+        jax.tree.map(np.testing.assert_array_equal, last, behind)
+    assert all(z.is_deleted() for z in jax.tree.leaves(copy))
+
+
 def test_mapped_rows_are_rows_of_the_batch():
     """Weights for all: the same bits as one by one. Weights each: the equations."""
     c = CONFIGS["plain"]
-    first, second = case(c, seed=0), case(c, seed=1)
+    first, second = case(c, last=8, seed=0), case(c, last=8, seed=1)
     second = second._replace(weights=first.weights, nodes=first.nodes)
     run = replaying(mixed, c)
     axes = Case(0, None, None, 0, 0, 0, 0)
@@ -247,10 +283,11 @@ def test_mapped_rows_are_rows_of_the_batch():
     agree(got, run(turned), "float32")
 
 
-def test_records_and_state_are_changed_in_place_only_where_they_may_be(optimised):
+@pytest.mark.parametrize("T", [32, 8])
+def test_records_and_state_are_changed_in_place_only_where_they_may_be(optimised, T):
     """In a loop nothing of the records' size is copied; what is read later stays."""
     c = MambaConfig(8, 64, 64)
-    given = case(c, T=32, last=32)
+    given = case(c, T=T, last=32)
     run = replaying(mixed, c)
 
     def steps(kept, given):

@@ -1,0 +1,77 @@
+// What XLA calls for rows over their root mean square, times a scale.
+//
+// Written for no instruction set: a row is small, and stands in a cache. It has sixteen
+// sums, which the compiler makes vectors, and so the same bits on every machine.
+#include "work.h"
+
+#define TARGET
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+#include "bfloat16.h"
+
+constexpr int SUMS = 16;
+
+inline float widened(float value) { return value; }
+
+template <class E>
+void norm_row(const float* __restrict__ x, const E* __restrict__ scale,
+              float* __restrict__ out, int64_t d, float eps) {
+  float sums[SUMS] = {};
+  int64_t i = 0;
+  for (; i + SUMS <= d; i += SUMS)
+    for (int j = 0; j < SUMS; j++) sums[j] += x[i + j] * x[i + j];
+  for (int j = 0; i + j < d; j++) sums[j] += x[i + j] * x[i + j];
+  for (int half = SUMS / 2; half > 0; half /= 2)
+    for (int j = 0; j < half; j++) sums[j] += sums[j + half];
+  const float factor = 1.0f / __builtin_sqrtf(sums[0] / static_cast<float>(d) + eps);
+  for (i = 0; i < d; i++) out[i] = x[i] * factor * widened(scale[i]);
+}
+
+template <class E>
+void norm_rows(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, const void* scale,
+               float* out, int64_t d, float eps) {
+  const int64_t rows = static_cast<int64_t>(x.element_count()) / d;
+  const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * d / PART_BYTES));
+  share(pool, parts, rows, [&](int64_t i) {
+    norm_row(x.typed_data() + i * d, static_cast<const E*>(scale), out + i * d, d, eps);
+  });
+}
+
+ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer scale,
+                ffi::ResultBuffer<ffi::F32> out, float eps) {
+  const auto shape = x.dimensions();
+  const auto d = static_cast<int64_t>(scale.element_count());
+  if (d == 0 || shape.size() == 0 || shape[shape.size() - 1] != d)
+    return ffi::Error::InvalidArgument("want rows [.., d] and a scale [d]");
+  float* const to = out->typed_data();
+  switch (scale.element_type()) {
+    case ffi::F32:
+      norm_rows<float>(pool, x, scale.untyped_data(), to, d, eps);
+      break;
+    case ffi::BF16:
+      norm_rows<uint16_t>(pool, x, scale.untyped_data(), to, d, eps);
+      break;
+    default:
+      return ffi::Error::InvalidArgument("want a scale in float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_norm(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<float>("eps")
+                                   .To(stree::norm)
+                                   .release();
+  return handler->Call(frame);
+}

@@ -1,0 +1,162 @@
+"""Norms of the compiled kernel against float64, and which bits they have."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
+from stree_jax.models.config import MambaConfig
+from stree_jax.models.norm import Norm, ScaledNorm, gated_norm, scaled_rms_norm
+from tests.support.native import built, use
+
+pytestmark = built
+EPS = 1e-5
+NORM = ScaledNorm(EPS)
+CALL = "stree_norm"
+SIZES = [1, 3, 15, 16, 17, 64, 131, 768, 2048]
+
+
+def some(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def exact(x, scale, eps=EPS):
+    x, scale = (np.asarray(z, np.float64) for z in (x, scale))
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + eps) * scale
+
+
+def tolerance(d):
+    """Of d / 16 squares in each of sixteen sums, which the root halves, and of a root,
+    a quotient and two products: each rounds by 2^-24 at most."""
+    return ((d / 16 + 6) / 2 + 5) * 2.0**-24
+
+
+def run(x, scale):
+    return jax.jit(scaled_rms_norm, static_argnums=2)(x, scale, NORM)
+
+
+def text_of(function, *args):
+    return jax.jit(function).lower(*args).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_any_size(dtype):
+    rng = np.random.default_rng(0)
+    for d in SIZES:
+        x, scale = some(rng, 2, 5, d), some(rng, d, dtype=dtype)
+        y = run(x, scale)
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(
+            y, exact(x, scale), rtol=tolerance(d), err_msg=str(d)
+        )
+
+
+def test_rows_of_any_magnitude():
+    """Ends of float32's range, a row whose squares are all too small, and zeros."""
+    rng = np.random.default_rng(1)
+    magnitudes = np.float32([1e-30, 1e-6, 1.0, 1e6, 1e17, 0.0])[:, None]
+    x, scale = some(rng, 6, 96) * magnitudes, some(rng, 96)
+    y = np.asarray(run(x, scale))
+    np.testing.assert_allclose(y, exact(x, scale), rtol=tolerance(96))
+    assert (y[-1] == 0).all()
+
+
+def test_numbers_that_are_none_stay_in_their_row():
+    x = np.ones((4, 40), np.float32)
+    x[1, 3], x[2, 39] = np.nan, np.inf
+    y = np.asarray(run(jnp.asarray(x), jnp.ones((40,))))
+    assert np.isfinite(y).all(axis=1).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("rows", [2, 16, 700])  # 700: shared by the threads
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(rows):
+    rng = np.random.default_rng(2)
+    x, scale = some(rng, rows, 333), some(rng, 333)
+    y = np.asarray(run(x, scale))
+    np.testing.assert_array_equal(run(x[::-1], scale)[::-1], y)
+    for i in {0, 1, rows // 2, rows - 1}:
+        np.testing.assert_array_equal(run(x[i : i + 1], scale)[0], y[i])
+        np.testing.assert_array_equal(run(x[i][None, None], scale)[0, 0], y[i])
+
+
+def test_mapped_rows_are_rows_of_one_call():
+    """A mapped scale is left to XLA."""
+    rng = np.random.default_rng(3)
+    x, scale = some(rng, 3, 2, 4, 24), some(rng, 24)
+
+    def norm(x, scale):
+        return scaled_rms_norm(x, scale, NORM)
+
+    mapped = jax.vmap(norm, (0, None))
+    text = text_of(mapped, x, scale)
+    assert text.count(f"@{CALL}") == 1 and "6x4x24" in text
+    y = run(x, scale)
+    np.testing.assert_array_equal(jax.jit(mapped)(x, scale), y)
+    middle = jax.jit(jax.vmap(norm, (1, None), 1))(x, scale)
+    np.testing.assert_array_equal(middle, y)
+    scales = jnp.stack([scale, 2 * scale, 3 * scale])
+    both = jax.vmap(norm, (0, 0))
+    assert CALL not in text_of(both, x, scales)
+    wanted = exact(x, np.asarray(scales)[:, None, None])
+    np.testing.assert_allclose(jax.jit(both)(x, scales), wanted, rtol=tolerance(24))
+
+
+def test_derivatives_are_the_definitions():
+    rng = np.random.default_rng(4)
+    x, scale, weight = some(rng, 5, 24), some(rng, 24), some(rng, 5, 24)
+
+    def loss(norm):
+        return lambda x, scale: (weight * norm(x, scale)).sum()
+
+    ours = jax.grad(loss(lambda *args: scaled_rms_norm(*args, NORM)), (0, 1))
+    wanted = jax.jit(jax.grad(loss(NORM), (0, 1)))(x, scale)
+    for derivative, of_definition in zip(jax.jit(ours)(x, scale), wanted, strict=True):
+        np.testing.assert_array_equal(derivative, of_definition)
+
+
+def test_models_have_it_where_rows_are_whole(monkeypatch):
+    rng = np.random.default_rng(5)
+    x, z, scale = some(rng, 2, 3, 64), some(rng, 2, 3, 64), some(rng, 64)
+
+    def layer(kind):
+        norm = Norm(kind, EPS, jnp.float32)
+        params = {"scale": scale} | ({} if kind == "rms" else {"bias": scale})
+        return lambda x: norm.apply({"params": params}, x)
+
+    def gated(groups):
+        config = MambaConfig(num_heads=4, head_dim=16, d_state=8, norm_groups=groups)
+        return lambda x: gated_norm(x, z, scale, config)
+
+    for function in (layer("rms"), layer("layer"), gated(1)):
+        assert text_of(function, x).count(f"@{CALL}") == 1
+        native = jax.jit(function)(x)
+        use(monkeypatch, "off")
+        assert CALL not in text_of(function, x)
+        np.testing.assert_allclose(native, jax.jit(function)(x), rtol=2e-5, atol=1e-6)
+        monkeypatch.undo()
+        jax.clear_caches()
+    assert CALL not in text_of(gated(2), x)
+
+
+def test_what_is_exported_runs_without_it():
+    x, scale = jnp.ones((3, 8)), jnp.ones((8,))
+    exported = jax.export.export(jax.jit(lambda *a: scaled_rms_norm(*a, NORM)))
+    assert CALL not in exported(x, scale).mlir_module()
+
+
+def test_what_it_does_not_take(monkeypatch):
+    x, scale = jnp.ones((2, 8)), jnp.ones((8,))
+    assert norm_unsupported(x, scale) is None
+    for args, reason in (
+        ((x[0], scale), "wants rows"),
+        ((x[:0], scale), "wants rows"),
+        ((x, scale.astype(jnp.float16)), "float32 or bfloat16, got float16"),
+    ):
+        with pytest.raises(ValueError, match=f"scaled_norm: .*{reason}"):
+            scaled_norm(*args, EPS, definition=NORM)
+    np.testing.assert_array_equal(scaled_rms_norm(x[0], scale, NORM), NORM(x, scale)[0])
+    use(monkeypatch, "off")
+    with pytest.raises(ValueError, match="switched off"):
+        scaled_norm(x, scale, EPS, definition=NORM)
