@@ -17,6 +17,7 @@ from stree_jax.cpu_kernels.library import level
 from stree_jax.cpu_kernels.native_call import MoreRows, native_call
 
 MOST_NODES = 64
+LONGEST_PATH = 16  # of a replay alone; of a longer one XLA makes one product
 PLACE_OF_D = 12  # among the arrays; the only one without an axis B
 
 
@@ -29,6 +30,44 @@ def scan_unsupported(h0: jax.Array, mask: jax.Array) -> str | None:
     if 0 in h0.shape:
         return f"wants a state that is not empty, got {h0.shape}"
     return None
+
+
+def replay_unsupported(h0: jax.Array, path: jax.Array) -> str | None:
+    """Why `replay` cannot take h0 [B, H, P, N] and a path [B, M], or None."""
+    if level() is None:
+        return "there are no compiled kernels, or they are switched off"
+    if not 1 <= path.shape[1] <= LONGEST_PATH:
+        return f"wants paths of 1 to {LONGEST_PATH} tokens, got {path.shape[1]}"
+    if 0 in h0.shape:
+        return f"wants a state that is not empty, got {h0.shape}"
+    return None
+
+
+def replay(*arrays: jax.Array, definition: Callable[..., Any]) -> jax.Array:
+    """The replayed state [B, H, P, N] float32, as a tree of no nodes leaves it.
+
+    Args:
+      arrays: h0; x, dt, a, B, path, length of the last tree: see `pallas_kernels.scan`.
+      definition: of the same arrays.
+    """
+    allowed = level()
+    if allowed is None:
+        raise ValueError("replay: there are no compiled kernels")
+    (h,) = native_call(
+        *arrays,
+        kernel=_replay,
+        definition=definition,
+        batched=MoreRows(_replay),
+        level=allowed,
+    )
+    return h
+
+
+def _replay(*arrays: jax.Array, level: int) -> jax.Array:
+    h0, x, dt, a, B, *_ = arrays
+    none = [z[:, :0] for z in (x, dt, a, B, B)]
+    D, mask = jnp.zeros((h0.shape[1], 1)), jnp.zeros((h0.shape[0], 0, 0), bool)
+    return _call(*arrays, *none, D, mask, level=level)[1]
 
 
 def replay_tree_scan(

@@ -11,11 +11,11 @@ from stree_jax.pallas_kernels.conv import commit_window as commit_window
 from stree_jax.pallas_kernels.conv import tree_conv as tree_conv
 from stree_jax.pallas_kernels.dispatch import Implementation as Implementation
 from stree_jax.pallas_kernels.ops import chunk_scan as chunk_scan
+from stree_jax.pallas_kernels.ops import replay as replay
 from stree_jax.pallas_kernels.ops import replay_tree_scan as replay_tree_scan
 from stree_jax.pallas_kernels.ops import tree_attention as tree_attention
 from stree_jax.pallas_kernels.ops import tree_scan as tree_scan
 from stree_jax.pallas_kernels.rounding import rounded_to as rounded_to
 from stree_jax.pallas_kernels.scan import Replayed as Replayed
 from stree_jax.pallas_kernels.scan import ScanInputs as ScanInputs
-from stree_jax.pallas_kernels.scan import replay as replay
 from stree_jax.pallas_kernels.scan import step_scan as step_scan

@@ -80,6 +80,23 @@ def _replay_tree_scan_of(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scan.replay_tree_scan(h0, past, ScanInputs(*arrays[7:-1]), mask)
 
 
+def replay(
+    h0: jax.Array, past: Replayed, *, implementation: Implementation | None = None
+) -> jax.Array:
+    """The state after an accepted path: `scan.replay`."""
+    native = cpu_scan.replay_unsupported(h0, past.path)
+    kernels = {"native": Kernel(_native_replay, native, "cpu")}
+    return dispatch("replay", implementation, scan.replay, kernels, h0, past)
+
+
+def _native_replay(h0: jax.Array, past: Replayed) -> jax.Array:
+    return cpu_scan.replay(h0, *past, definition=_replay_of)
+
+
+def _replay_of(h0: jax.Array, *past: jax.Array) -> jax.Array:
+    return scan.replay(h0, Replayed(*past))
+
+
 def tree_attention(
     q: jax.Array,
     k: jax.Array,

@@ -202,6 +202,7 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, float kept,
       for (int c = 0; c < count; c++)
         replay_row<L>(s, h0 + c * s.N, h + c * s.N, kept, own.past + i + c,
                       path_length(s, b), shared.past_B + g * s.M * n);
+    if (s.Tq == 0) continue;  // a replay alone
     const auto* next_head = reinterpret_cast<const char*>(h0 + s.P * s.N);
     product_rows<L>(shared.C + g * s.Tq * n, n, s.Tq, h, s.N, next_head,
                     own.carried + i, p, count);

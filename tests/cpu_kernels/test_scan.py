@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.pallas_kernels import Replayed, ScanInputs, replay_tree_scan
+from stree_jax.pallas_kernels import Replayed, ScanInputs, replay, replay_tree_scan
 from tests.support.native import built, each_level, use
 from tests.support.reference import (
     OP_TOLERANCE,
@@ -194,3 +194,29 @@ def test_the_state_is_changed_in_place_only_where_it_may_be(optimised):
         run(jnp.array(before), past, inputs, mask), kept, strict=True
     ):
         np.testing.assert_array_equal(ours, again)
+
+
+@each_level
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_replay_alone_has_the_same_bits(level, shape, monkeypatch):
+    """As before a tree's scan; a row without a path keeps its state."""
+    use(monkeypatch, level)
+    (h0, past, inputs, mask), _ = case(shape)
+    past = past._replace(path=past.path[:, :16])
+    past = past._replace(length=jnp.minimum(past.length, 16).at[0].set(0))
+    run = jax.jit(partial(replay, implementation="native"))
+    alone = run(h0, past)
+    _, wanted = jax.jit(native)(h0, past, inputs, mask)
+    np.testing.assert_array_equal(alone, wanted)
+    np.testing.assert_array_equal(alone[0], h0[0])
+    assert_near(alone, replay(h0, past, implementation="xla"), TOLERANCE)
+
+
+@built
+def test_a_long_path_is_left_to_xla():
+    (h0, past, *_), _ = case(SHAPES["one token"])
+    longer = past._replace(path=jnp.zeros((2, 17), jnp.int32))
+    assert "stree_scan" in jax.jit(replay).lower(h0, past).as_text()
+    assert "stree_scan" not in jax.jit(replay).lower(h0, longer).as_text()
+    with pytest.raises(ValueError, match="replay: native: wants paths of 1 to 16"):
+        replay(h0, longer, implementation="native")
