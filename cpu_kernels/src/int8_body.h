@@ -84,7 +84,7 @@ struct Sums {
 template <class L, int R>
 TARGET inline __attribute__((always_inline)) void int8_sums(
     Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
-    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead ahead) {
+    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead& ahead) {
   const int64_t whole = rows.size / L::step, stride = groups * rows.padded;
   const int rest = static_cast<int>(rows.size - whole * L::step);
   const typename L::Row* x = rows.q + row * stride + group * rows.padded;
@@ -93,7 +93,7 @@ TARGET inline __attribute__((always_inline)) void int8_sums(
   for (int r = 0; r < R; r++)
     for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::begin(begin + r * groups * L::lanes);
   for (int64_t s = 0; s < whole; s++) {
-    ahead.fetch(s);
+    ahead.fetch();
     typename L::Loaded w[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) w[c] = L::weight(weight[c] + s * L::step);
     for (int r = 0; r < R; r++) {
@@ -118,7 +118,7 @@ TARGET inline __attribute__((always_inline)) void int8_sums(
 template <class L, int R>
 TARGET __attribute__((noinline)) void int8_sums_apart(
     Sums<L, R>& sums, const Quantised<L>& rows, int64_t row, int64_t group,
-    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead ahead) {
+    int64_t groups, const int8_t* const (&weight)[COLUMNS], Ahead& ahead) {
   int8_sums<L, R>(sums, rows, row, group, groups, weight, ahead);
 }
 
@@ -142,7 +142,6 @@ TARGET void int8_block(const Quantised<L>& rows, int64_t first, const Product& p
       int8_sums_apart<L, R>(sums, rows, first, g, p.groups, weight, ahead);
     else
       int8_sums<L, R>(sums, rows, first, g, p.groups, weight, ahead);
-    ahead.from += rows.size / L::step * ahead.lines * 64;
     for (int c = 0; c < COLUMNS; c++) weight[c] += rows.size;
     for (int r = 0; r < R; r++) {
       const float row_scale = rows.scale[(first + r) * p.groups + g];
@@ -162,14 +161,14 @@ TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end)
   const Quantised<L> rows(p, packed);
   const int64_t blocks = (p.t + most - 1) / most;
   const int64_t whole = rows.size / L::step, steps = whole ? p.groups * whole : 1;
-  const int64_t lines = COLUMNS * p.k / 64;
-  const int each = static_cast<int>((lines + blocks * steps - 1) / (blocks * steps));
+  const int64_t each = (COLUMNS * p.k + blocks * steps - 1) / (blocks * steps);
+  const int caches = weights_pass_outer_caches ? 3 : 2;
   for (int64_t c = begin; c < end; c += COLUMNS) {
     const int count = static_cast<int>(end - c < COLUMNS ? end - c : COLUMNS);
     const char* next = static_cast<const char*>(p.weight) + (c + COLUMNS) * p.k;
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
-      const Ahead ahead{next + b * steps * each * 64, each};
+      const Ahead ahead(next + b * steps * each, each, caches);
       switch (last - first) {
 #define STREE_BLOCK(R)                                           \
   case R:                                                        \

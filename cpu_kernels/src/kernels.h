@@ -14,8 +14,9 @@
 
 namespace stree {
 
-// Whether to fetch what is read once past the outer caches. On AMD's CPUs a pass over one
-// row takes 0.9 of the time so, on Intel's 2.5 times.
+// Whether to fetch weights that are read once past the outer caches, and others into all.
+// On AMD's CPUs a pass over one row takes 0.9 of the time so, on Intel's 2.5 times: there all
+// go into the outer caches alone.
 extern const bool weights_pass_outer_caches;
 
 // out [t, m] = rows [t, k] times weight [m, k] transposed.

@@ -13,36 +13,49 @@ TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
 }
 
-// What is to be in the cache for the next block: `bytes` from `from` on, in equal parts
-// fetched during each step of this one.
+// What is to be in the caches for the next block: `bytes` from `next` on are fetched during
+// each step of this one. Not sooner: memory is to be busy all the time, and what waits for
+// it keeps rows from coming out of the outer caches.
 struct Ahead {
-  const char* from;
-  int lines;  // of 64 bytes, a step
-  bool once;  // one block reads them: they need not push others out of the outer caches
+  const char* next;
+  int64_t bytes;  // a step, be they whole lines or not
+  int caches;     // as for __builtin_prefetch: 3 all, 2 not the innermost, 0 it alone
+  const char* until;
 
-  TARGET inline void fetch(int64_t step) const {
-    const char* line = from + step * lines * 64;
-    if (once)
-      for (int i = 0; i < lines; i++, line += 64) __builtin_prefetch(line, 0, 0);
-    else
-      for (int i = 0; i < lines; i++, line += 64) __builtin_prefetch(line, 0, 3);
+  TARGET Ahead(const char* from, int64_t bytes, int caches)
+      : next(from), bytes(bytes), caches(caches), until(from) {}
+
+  // Always inline: GCC drops calls of a function that does nothing but this.
+  __attribute__((always_inline)) TARGET inline void fetch() {
+    for (until += bytes; next < until; next += 64) {
+      if (caches == 2)
+        __builtin_prefetch(next, 0, 2);
+      else if (caches == 3)
+        __builtin_prefetch(next, 0, 3);
+      else
+        __builtin_prefetch(next, 0, 0);
+    }
   }
 };
 
-// out[r * stride + c] of R rows and 4 columns, of which `count` are wanted.
+// out[r * stride + c] of R rows and 4 columns, of which `count` are wanted. Where loops
+// over rows are not unrolled early, GCC has the sums in memory, too.
 template <class L, int R>
 TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
                           const typename L::Weight* const (&weight)[COLUMNS],
                           int64_t k, Ahead ahead, float* out, int64_t stride,
                           int count) {
   typename L::Sum sum[R][COLUMNS];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::zero();
   const int64_t whole = k / L::step;
   for (int64_t s = 0; s < whole; s++) {
-    ahead.fetch(s);
+    ahead.fetch();
     typename L::Loaded w[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) w[c] = L::weight(weight[c] + s * L::step);
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const auto x = L::row(rows + r * row_stride + s * L::step);
       for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], x);
@@ -52,11 +65,13 @@ TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
     typename L::Loaded w[COLUMNS];
     for (int c = 0; c < COLUMNS; c++)
       w[c] = L::weight_tail(weight[c] + whole * L::step, rest);
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const auto x = L::row(rows + r * row_stride + whole * L::step);
       for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], x);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++) L::store(out + r * stride, sum[r], count);
 }
 
@@ -70,14 +85,14 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
     columns[c] = weight + (c < count ? c : count - 1) * k;
   const int64_t blocks = (t + L::most_rows - 1) / L::most_rows;
   const int64_t steps = k / L::step ? k / L::step : 1;
-  const int64_t lines = COLUMNS * k * static_cast<int64_t>(sizeof(*weight)) / 64;
-  const int each = static_cast<int>((lines + blocks * steps - 1) / (blocks * steps));
-  const bool once = blocks == 1 && weights_pass_outer_caches;
+  const int64_t bytes = COLUMNS * k * static_cast<int64_t>(sizeof(*weight));
+  const int64_t each = (bytes + blocks * steps - 1) / (blocks * steps);
+  const int caches = !weights_pass_outer_caches ? 2 : blocks == 1 ? 0 : 3;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t first = b * t / blocks, last = (b + 1) * t / blocks;
     const auto* x = rows + first * row_stride;
     float* y = out + first * stride;
-    const Ahead ahead{next + b * steps * each * 64, each, once};
+    const Ahead ahead(next + b * steps * each, each, caches);
     switch (last - first) {
 #define STREE_BLOCK(R)                                                               \
   case R:                                                                            \
