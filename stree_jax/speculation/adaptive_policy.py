@@ -33,7 +33,7 @@ FADE = 0.9  # a step, of the rate of steps with the model
 # What promises to be faster must promise so much more: to ask a model, to go on with
 # it, to draft at all. The best of several guesses promises more than it holds.
 BEGIN, STAY, DRAFT = 1.1, 1.03, 1.05
-TRIALS, FIRST_WAIT, LONGEST_WAIT = 3, 48, 256  # steps: at first; between later trials
+TRIALS, FIRST_WAIT, LONGEST_WAIT = 6, 48, 256  # steps: at first; between later trials
 SURE, HOPELESS = 2, 0.9  # so many trials are enough where they promise but so much
 # Of greedy and of sampled text, how often a good model's draft is right: if that were
 # not enough to be faster here, a model is not tried at first.
