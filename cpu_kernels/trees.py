@@ -70,7 +70,8 @@ def tree_nodes(
     parents: jax.Array, taps: int, definition: Definition
 ) -> list[jax.Array]:
     """Mask [B, T, T] bool, depth [B, T] and window [B, T, K] of parents [B, T]."""
-    return _called(parents, kernel=_TreeNodes(taps), definition=definition)
+    many = parents.shape[1] > 1  # of the root alone XLA makes constants
+    return _called(parents, kernel=_TreeNodes(taps), definition=definition, fits=many)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def tree_layout(
     parents: jax.Array, depth: int, children: int, definition: Definition
 ) -> list[jax.Array]:
     """Depth [B, T], paths [B, T, M + 1] and children [B, T, most] of parents [B, T]."""
-    kernel = _TreeLayout(depth, children)
-    return _called(parents, kernel=kernel, definition=definition)
+    kernel, many = _TreeLayout(depth, children), parents.shape[1] > 1
+    return _called(parents, kernel=kernel, definition=definition, fits=many)
 
 
 @dataclass(frozen=True)
