@@ -1,9 +1,8 @@
 """Bookkeeping of trees, one call each instead of dozens of small operations:
 `src/trees_ffi.cc`.
 
-On a CPU each of XLA's operations costs about a microsecond whatever it does, and a
-compilation; to choose and lay out a tree of 16 nodes takes some hundred. What they
-compute is defined by those who call: `models.nodes`, and `layout`, `lookup`, `pool` and
+Each of XLA's operations is compiled by itself, and run by itself; to choose and lay out
+a tree takes it over a hundred. What they compute is defined by those who call: `models.nodes`, and `layout`, `lookup`, `pool` and
 `best_first` of `stree_jax.speculation`.
 
 Letters: B rows, T nodes, K taps, M depth, S room for text, C candidates, W nodes of a
