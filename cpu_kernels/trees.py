@@ -2,8 +2,9 @@
 `src/trees_ffi.cc`.
 
 Each of XLA's operations is compiled by itself, and run by itself; to choose and lay out
-a tree takes it over a hundred. What they compute is defined by those who call: `models.nodes`, and `layout`, `lookup`, `pool` and
-`best_first` of `stree_jax.speculation`.
+a tree takes it over a hundred. What these compute is defined by those who call:
+`models.nodes`, and `layout`, `lookup`, `pool` and `best_first` of
+`stree_jax.speculation`.
 
 Letters: B rows, T nodes, K taps, M depth, S room for text, C candidates, W nodes of a
 level, Z kinds of nodes.
