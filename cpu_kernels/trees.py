@@ -219,7 +219,7 @@ def next_level(
     """A frontier, candidates and nodes after another level, in place.
 
     Args:
-      arrays: the best W log-probabilities after each of the frontier's nodes
+      arrays: the best W scores after each of the frontier's nodes
         [B, W or 1, W], their tokens, and what to take off them [B, W or 1, 1]; the
         level [1] int32; probability [Z]; the frontier's mask [B, W, C], window
         [B, W, K], value and path [B, W]; the candidates' tokens, parents, value, kind
