@@ -1,7 +1,7 @@
 """Rows over their root mean square, times a scale: `src/norm_ffi.cc`.
 
-XLA makes four operations of it, each compiled and run by itself. A row has the same bits whatever stands beside
-it, with any number of threads, and on every machine.
+XLA makes four operations of it, each compiled and run by itself. A row has the same
+bits whatever stands beside it, with any number of threads, and on every machine.
 """
 
 from collections.abc import Callable
