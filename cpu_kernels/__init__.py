@@ -4,6 +4,10 @@ Axes: t rows, k and m columns and rows of a weight; others as in `pallas_kernels
 `src/` holds the C++; `docs/cpu.md` says what runs when, and how to switch it off.
 """
 
+from stree_jax.cpu_kernels.gate import silu_gated as silu_gated
+from stree_jax.cpu_kernels.heads import HeadOptions as HeadOptions
+from stree_jax.cpu_kernels.heads import turned_heads as turned_heads
+from stree_jax.cpu_kernels.library import at_hand as at_hand
 from stree_jax.cpu_kernels.library import describe as describe
 from stree_jax.cpu_kernels.library import level as level
 from stree_jax.cpu_kernels.mixer import MixerMemory as MixerMemory
@@ -13,12 +17,14 @@ from stree_jax.cpu_kernels.mixer import MixerWeights as MixerWeights
 from stree_jax.cpu_kernels.mixer import mixer_pass as mixer_pass
 from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
 from stree_jax.cpu_kernels.mixer import parted as parted
+from stree_jax.cpu_kernels.native_call import counts as counts
 from stree_jax.cpu_kernels.norm import norm_unsupported as norm_unsupported
 from stree_jax.cpu_kernels.norm import scaled_norm as scaled_norm
 from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
 from stree_jax.cpu_kernels.product import skinny_product as skinny_product
 from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8
 from stree_jax.cpu_kernels.product import unsupported as unsupported
+from stree_jax.cpu_kernels.trees import accept_greedy as accept_greedy
 from stree_jax.cpu_kernels.trees import best_nodes as best_nodes
 from stree_jax.cpu_kernels.trees import look_up as look_up
 from stree_jax.cpu_kernels.trees import merged as merged

@@ -23,7 +23,10 @@ TARGETS = (
     "stree_merged",
     "stree_best_nodes",
     "stree_next_level",
+    "stree_accept_greedy",
     "stree_norm",
+    "stree_gate",
+    "stree_heads",
 )
 
 
@@ -77,6 +80,12 @@ def level() -> int | None:
     if name and LEVELS[name] > LEVELS[names[0]]:
         raise ValueError(f"{VARIABLE}={name}: this machine has {names[0]} at most")
     return LEVELS[name or names[0]]
+
+
+def at_hand() -> bool:
+    """Whether programs that are made here are likely to run the kernels, too: an export,
+    or one for another device, may not. What goes by it costs time at most."""
+    return level() is not None and jax.default_backend() == "cpu"
 
 
 def describe() -> str:

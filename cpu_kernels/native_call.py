@@ -94,6 +94,15 @@ class MoreRows:
         return [z.reshape(size, -1, *z.shape[1:]) for z in outs]
 
 
+def counts(live: jax.Array | None) -> jax.Array:
+    """How many of each row's tokens [B] there are, as kernels want it: of all, none.
+
+    Of rows [B, T, ...], only what stands before is computed. What is left behind it is
+    not even written: whoever mixes rows leaves it out.
+    """
+    return jnp.zeros((0,), jnp.int32) if live is None else live
+
+
 def _kernel(*args: Any, kernel: Function, level: int, **_: Any) -> list[jax.Array]:
     return jax.tree.leaves(kernel(*args, level=level))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+from stree_jax.cpu_kernels.native_call import MoreRows, counts, native_call
 
 SHARED = (1,)  # the scale's place
 
@@ -32,15 +32,17 @@ def scaled_norm(
     x: jax.Array,
     scale: jax.Array,
     eps: float,
+    live: jax.Array | None = None,
     *,
-    definition: Callable[[jax.Array, jax.Array], jax.Array],
+    definition: Callable[..., jax.Array],
 ) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale, of every row of x.
 
     Args:
       x: [..., d] of any float dtype, with two axes or more.
       scale: [d] float32 or bfloat16.
-      definition: of x in float32 and the scale; what runs where no kernel can.
+      live: see `native_call.counts`.
+      definition: of x in float32, the scale and counts; what runs where no kernel can.
 
     Returns:
       [..., d] float32.
@@ -53,7 +55,7 @@ def scaled_norm(
         raise ValueError(f"scaled_norm: {reason}")
     kernel = Kernel(eps)
     (out,) = native_call(
-        *(x.astype(jnp.float32), scale),
+        *(x.astype(jnp.float32), scale, counts(live)),
         kernel=kernel,
         definition=definition,
         batched=MoreRows(kernel, SHARED),
@@ -64,10 +66,14 @@ def scaled_norm(
 
 @dataclass(frozen=True)
 class Kernel:
-    """The compiled kernel, of x and scale."""
+    """The compiled kernel, of x, scale and counts."""
 
     eps: float
 
-    def __call__(self, x: jax.Array, scale: jax.Array, *, level: int) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, scale: jax.Array, live: jax.Array, *, level: int
+    ) -> jax.Array:
         out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        return jax.ffi.ffi_call("stree_norm", out)(x, scale, eps=np.float32(self.eps))
+        return jax.ffi.ffi_call("stree_norm", out)(
+            x, scale, live, eps=np.float32(self.eps)
+        )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+from stree_jax.cpu_kernels.native_call import MoreRows, counts, native_call
 
 MOST_ROWS = 64  # of a product that is bound by reading its weight
 MOST_INT8 = 2**16  # columns of a group of int8, whose sums fit in int32
@@ -41,14 +41,19 @@ def unsupported(rows: jax.Array, weight: jax.Array) -> str | None:
 
 
 def skinny_product(
-    rows: jax.Array, weight: jax.Array, *, definition: Definition
+    rows: jax.Array,
+    weight: jax.Array,
+    live: jax.Array | None = None,
+    *,
+    definition: Definition,
 ) -> jax.Array:
     """rows @ weight.T by the compiled kernel, see above.
 
     Args:
       rows: [t, k] of any float dtype, t from 1 to 64.
       weight: [m, k] float32 or bfloat16.
-      definition: of float32 rows and the weight; what runs where no kernel can.
+      live: see `native_call.counts`; t is B T then.
+      definition: of float32 rows, the weight and counts; what runs where no kernel can.
 
     Returns:
       [t, m] float32.
@@ -56,11 +61,16 @@ def skinny_product(
     Raises:
       ValueError: there is no kernel for these, see `unsupported`.
     """
-    return _checked(rows, weight, definition=definition)
+    return _checked(rows, weight, live=live, definition=definition)
 
 
 def skinny_product_int8(
-    rows: jax.Array, weight: jax.Array, scale: jax.Array, *, definition: Definition
+    rows: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    live: jax.Array | None = None,
+    *,
+    definition: Definition,
 ) -> jax.Array:
     """rows @ (weight * scale).T, of rows rounded to int8: `models.quantized`.
 
@@ -68,21 +78,25 @@ def skinny_product_int8(
       rows: [t, k] of any float dtype, t from 1 to 64.
       weight: [m, k] int8.
       scale: [m, G] float32, of the k / G columns of a group each.
-      definition, returns, raises: as `skinny_product`.
+      live, definition, returns, raises: as `skinny_product`.
     """
     if rows.shape[1] > scale.shape[1] * MOST_INT8:
         raise ValueError(f"skinny_product: wants groups of {MOST_INT8} at most")
-    return _checked(rows, weight, scale, definition=definition)
+    return _checked(rows, weight, scale, live=live, definition=definition)
 
 
 def _checked(
-    rows: jax.Array, weight: jax.Array, *scale: jax.Array, definition: Definition
+    rows: jax.Array,
+    weight: jax.Array,
+    *scale: jax.Array,
+    live: jax.Array | None,
+    definition: Definition,
 ) -> jax.Array:
     reason, allowed = unsupported(rows, weight), level()
     if reason is not None or allowed is None:
         raise ValueError(f"skinny_product: {reason}")
     (out,) = native_call(
-        *(rows.astype(jnp.float32), weight, *scale),
+        *(rows.astype(jnp.float32), weight, *scale, counts(live)),
         kernel=_call,
         definition=definition,
         batched=MoreRows(_call, (1, 2)[: 1 + len(scale)], MOST_ROWS),
@@ -92,8 +106,8 @@ def _checked(
 
 
 def _call(
-    rows: jax.Array, weight: jax.Array, *scale: jax.Array, level: int
+    rows: jax.Array, weight: jax.Array, *more: jax.Array, level: int
 ) -> jax.Array:
     shape = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
-    target = "stree_product_int8" if scale else "stree_product"
-    return jax.ffi.ffi_call(target, shape)(rows, weight, *scale, level=np.int64(level))
+    target = "stree_product_int8" if len(more) > 1 else "stree_product"
+    return jax.ffi.ffi_call(target, shape)(rows, weight, *more, level=np.int64(level))

@@ -3,7 +3,7 @@
 
 Each of XLA's operations is compiled by itself, and run by itself; to choose and lay out
 a tree takes it over a hundred. What these compute is defined by those who call:
-`models.nodes`, and `layout`, `lookup`, `pool` and `best_first` of
+`models.nodes`, and `layout`, `lookup`, `pool`, `best_first` and `accept` of
 `stree_jax.speculation`.
 
 Letters: B rows, T nodes, K taps, M depth, S room for text, C candidates, W nodes of a
@@ -232,3 +232,29 @@ def next_level(
         shared=(3, 4),
         fits=arrays[0].shape[2] <= MOST_WIDTH,
     )
+
+
+@dataclass(frozen=True)
+class _AcceptGreedy:
+    vocabulary: int
+
+    def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
+        B, _, room = arrays[4].shape
+        margin = jax.ShapeDtypeStruct((B, room), jnp.float32)
+        outs = _ints(B, room), _ints(B), _ints(B, room), margin
+        call = jax.ffi.ffi_call("stree_accept_greedy", outs)
+        return call(*arrays, vocabulary=np.int64(self.vocabulary))
+
+
+def accept_greedy(
+    *arrays: jax.Array, vocabulary: int, definition: Definition
+) -> list[jax.Array]:
+    """Path [B, M + 1], length [B], tokens and margins [B, M + 1]: `accept.Accepted`.
+
+    Args:
+      arrays: scores [B, T, >= V] float32; the tree's tokens, parents and depth [B, T]
+        and paths [B, T, M + 1].
+      vocabulary: V.
+    """
+    kernel = _AcceptGreedy(vocabulary)
+    return _called(*arrays, kernel=kernel, definition=definition)

@@ -1,6 +1,6 @@
 """Attention of tree nodes to the committed tokens and to their ancestors."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from stree_jax.cpu_kernels import HeadOptions, turned_heads
 from stree_jax.models.config import AttentionConfig, Rope
 from stree_jax.models.linear import linear, linear_summed, scaled
 from stree_jax.models.nodes import Pass
@@ -33,13 +34,20 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
     return f.astype(np.float32)
 
 
-def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate pairs (i, i + dim/2) of x [B, T, heads, hd] by positions [B, T]."""
-    half = rope.dim // 2
-    frequencies = jnp.asarray(rope_frequencies(rope)).reshape(1, 1, 1, half)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequencies
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    left, right, rest = x[..., :half], x[..., half : rope.dim], x[..., rope.dim :]
+def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, half] of the angles at positions [B, T]."""
+    half = 0 if rope is None else rope.dim // 2
+    f = np.zeros(0, np.float32) if rope is None else rope_frequencies(rope)
+    frequencies = jnp.asarray(f).reshape(1, 1, half)
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Pairs (i, i + half) of x [B, T, heads, hd], turned by angles [B, T, half]."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate(
         [left * cos - right * sin, right * cos + left * sin, rest], axis=-1
     )
@@ -76,7 +84,8 @@ class Attention(nn.Module):
             state = commit_attention(state, pending, length - pending.length)
 
         with jax.named_scope("qkv"):
-            projected = linear(scaled(u, c.in_multiplier), p["qkv"], p.get("qkv_bias"))
+            u, live = scaled(u, c.in_multiplier), pass_.live
+            projected = linear(u, p["qkv"], p.get("qkv_bias"), live=live)
             qkv, mlp = jnp.split(projected, [c.d_qkv], axis=-1)
             if adapter is not None:
                 qkv = qkv + adapter
@@ -87,13 +96,11 @@ class Attention(nn.Module):
                 window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
                 conv = (p["conv_weight"], p["conv_bias"], state.conv, window)
                 qkv = tree_conv(inputs, *conv)
-            q, k, v = split_heads(qkv, c)
-            k = scaled(k, c.key_multiplier)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
-            if c.rope is not None:
-                positions = length[:, None] + depth
-                q, k = (apply_rope(w, positions, c.rope) for w in (q, k))
-            new = AttentionRecord(*(rounded_to(z, self.dtype) for z in (k, v)))
+            turns = angles(length[:, None] + depth, c.rope)
+            cut = Heads(c, self.dtype)
+            q, *kv = turned_heads(qkv, *turns, cut.options, live, definition=cut)
+            new = AttentionRecord(*kv)
             before = None if record is None else replace(record, qkv=None)
             record = replace(pass_.merged(before, new), qkv=inputs)
 
@@ -106,11 +113,34 @@ class Attention(nn.Module):
             if c.d_mlp:
                 up, gate = jnp.split(mlp, 2, axis=-1)
                 y = jnp.concatenate([y, up * jax.nn.silu(gate)], axis=-1)
-            out = linear_summed(y, p["out"], p.get("out_bias"), self.parts)
+            out = linear_summed(y, p["out"], p.get("out_bias"), self.parts, live)
             return scaled(out, c.out_multiplier), record, state
 
 
-def split_heads(qkv: jax.Array, c: AttentionConfig) -> list[jax.Array]:
-    """q [B,T,Hq,hd], k, v [B,T,Hk,hd] of qkv [B,T,d_qkv]."""
-    heads = np.cumsum([c.num_heads, c.num_kv_heads])
-    return jnp.split(qkv.reshape(*qkv.shape[:2], -1, c.head_dim), heads, axis=2)
+@dataclass(frozen=True)
+class Heads:
+    """q [B,T,Hq,hd] float32 and k, v [B,T,Hk,hd] of `dtype`, of qkv [B,T,d_qkv]."""
+
+    config: AttentionConfig
+    dtype: Any
+
+    @property
+    def options(self) -> HeadOptions:
+        c = self.config
+        sizes = c.num_heads, c.num_kv_heads, c.head_dim
+        return HeadOptions(*sizes, c.key_multiplier, self.dtype)
+
+    def __call__(
+        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        c = self.config
+        if counts.size:  # queries look at all keys, if only to leave them out
+            place = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+            qkv = jnp.where((place < counts[:, None])[..., None], qkv, 0.0)
+        heads = np.cumsum([c.num_heads, c.num_kv_heads])
+        whole = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
+        q, k, v = jnp.split(whole, heads, axis=2)
+        k = scaled(k, c.key_multiplier)
+        if c.rope is not None:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return q, rounded_to(k, self.dtype), rounded_to(v, self.dtype)

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
-from stree_jax.cpu_kernels import skinny_product, skinny_product_int8, unsupported
+from stree_jax.cpu_kernels import (
+    counts,
+    skinny_product,
+    skinny_product_int8,
+    unsupported,
+)
 from stree_jax.models.quantized import (
     GPU_LEAST,
     Quantized,
@@ -22,6 +27,7 @@ def linear(
     weight: jax.Array | Quantized,
     bias: jax.Array | None = None,
     *,
+    live: jax.Array | None = None,
     implementation: Literal["xla", "native"] | None = None,
 ) -> jax.Array:
     """x @ weight.T + bias in float32; x is rounded to the weight's dtype first.
@@ -30,6 +36,8 @@ def linear(
       x: [..., k].
       weight: [m, k], PyTorch's own layout; or int8 with scales.
       bias: [m] or None.
+      live: [B] int32, of x [B, T, k]: how many of each row's tokens there are, for what
+        is left behind them may be anything; None: all.
       implementation: "native" is the compiled kernel (`cpu_kernels`), None takes it on
         a CPU where it can, "xla" never.
 
@@ -47,13 +55,14 @@ def linear(
         raise ValueError(f"linear: native: {reason}")
     native = reason is None and implementation != "xla"
     if isinstance(weight, Quantized):
-        y = _by_int8(rows, weight, native)
+        y = _by_int8(rows, weight, live, native)
     elif rows.shape[0] > SKINNY:
         y = _whole(rows, weight)
     else:
         y = jax.lax.platform_dependent(
             rows,
             weight,
+            counts(live),
             cpu=_skinny_native if native else _skinny_cpu,
             cuda=_skinny_gpu,
             default=_whole,
@@ -64,10 +73,14 @@ def linear(
 
 
 def linear_summed(
-    x: jax.Array, weight: jax.Array | Quantized, bias: jax.Array | None, parts: int
+    x: jax.Array,
+    weight: jax.Array | Quantized,
+    bias: jax.Array | None,
+    parts: int,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """`linear` of which x and the weight's columns are cut in so many parts."""
-    y = total(linear(x, weight), parts)
+    y = total(linear(x, weight, live=live), parts)
     return y if bias is None else y + as_row(bias, y.ndim)
 
 
@@ -75,15 +88,25 @@ def _matrix(weight: jax.Array | Quantized) -> jax.Array:
     return weight.q if isinstance(weight, Quantized) else weight
 
 
-def _by_int8(rows: jax.Array, weight: Quantized, native: bool) -> jax.Array:
-    args = rows.astype(jnp.float32), weight.q, weight.scale
-    kernel = partial(skinny_product_int8, definition=int8_product)
+def _by_int8(
+    rows: jax.Array, weight: Quantized, live: jax.Array | None, native: bool
+) -> jax.Array:
+    args = rows.astype(jnp.float32), weight.q, weight.scale, counts(live)
+    kernel = partial(skinny_product_int8, definition=_int8_product)
     return jax.lax.platform_dependent(
         *args,
-        cpu=kernel if native else int8_product,
-        cuda=int8_product_cuda,
-        default=int8_product,
+        cpu=kernel if native else _int8_product,
+        cuda=_int8_product_cuda,
+        default=_int8_product,
     )
+
+
+def _int8_product(*arrays: jax.Array) -> jax.Array:
+    return int8_product(*arrays[:3])
+
+
+def _int8_product_cuda(*arrays: jax.Array) -> jax.Array:
+    return int8_product_cuda(*arrays[:3])
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -97,15 +120,15 @@ def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     )
 
 
-def _whole(rows: jax.Array, weight: jax.Array) -> jax.Array:
+def _whole(rows: jax.Array, weight: jax.Array, _: jax.Array | None = None) -> jax.Array:
     return _product("tk,mk->tm", rows.astype(weight.dtype), weight)
 
 
-def _skinny_native(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    return skinny_product(rows, weight, definition=_skinny_cpu)
+def _skinny_native(rows: jax.Array, weight: jax.Array, live: jax.Array) -> jax.Array:
+    return skinny_product(rows, weight, live, definition=_skinny_cpu)
 
 
-def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
+def _skinny_gpu(rows: jax.Array, weight: jax.Array, _: jax.Array) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:GPU streams fastest.
 
     Of one row XLA makes a product of a matrix and a vector, which it tiles badly: 22.7
@@ -117,7 +140,7 @@ def _skinny_gpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
 
 
-def _skinny_cpu(rows: jax.Array, weight: jax.Array) -> jax.Array:
+def _skinny_cpu(rows: jax.Array, weight: jax.Array, _: jax.Array) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:CPU streams fastest.
 
     The weight stands on the left, cut into blocks of rows that the cores share. Row

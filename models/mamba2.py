@@ -71,7 +71,8 @@ class Mamba2Mixer(nn.Module):
         p = declare(self, mamba_params(c, u.shape[-1]), self.dtype)
         with jax.named_scope("in_proj"):
             u = scaled(u, c.in_multiplier)
-            zxbcdt = linear(u, p["in_proj"], p.get("in_proj_bias"))
+            live = pass_.live
+            zxbcdt = linear(u, p["in_proj"], p.get("in_proj_bias"), live=live)
             zxbcdt = scaled_parts(zxbcdt, c)
         none = jnp.zeros((0,), self.dtype)
         weights = MixerWeights(
@@ -86,7 +87,8 @@ class Mamba2Mixer(nn.Module):
             if c.d_mlp:
                 z0, x0, _ = jnp.split(zxbcdt, [c.d_mlp, 2 * c.d_mlp], axis=-1)
                 y = jnp.concatenate([jax.nn.silu(z0) * x0, y], axis=-1)
-            out = linear_summed(y, p["out_proj"], p.get("out_proj_bias"), self.parts)
+            last = p["out_proj"], p.get("out_proj_bias")
+            out = linear_summed(y, *last, self.parts, live)
         return scaled(out, c.out_multiplier), record, state
 
 
@@ -128,7 +130,8 @@ def mixed(
     )
     if mixer_unsupported(memory, tree, options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
-    definition = Definition(c, nodes.scan, record is None)
+    partly = pass_.live is not None
+    definition = Definition(c, nodes.scan, record is None, partly)
     args = zxbcdt, weights, memory, tree
     with jax.named_scope("mixer"):
         y, new = mixer_pass(*args, options=options, definition=definition)
@@ -142,12 +145,16 @@ class Definition:
     config: MambaConfig
     scan: Scan
     replays: bool  # the records are those of the last tree, or there was none
+    partly: bool  # what descends not from itself is no node
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         zxbcdt, weights, memory, tree = parted(arrays)
         record = MambaRecord(*memory[2:])
         pending = LayerPending(record, tree.path, tree.length)
-        nodes = Nodes(tree.mask, tree.window[..., 0], tree.window, self.scan)
+        alone = jnp.diagonal(tree.mask, axis1=1, axis2=2)
+        count = alone.sum(axis=1, dtype=jnp.int32) if self.partly else None
+        depth = tree.window[..., 0]
+        nodes = Nodes(tree.mask, depth, tree.window, count, self.scan)
         pass_ = Pass(
             nodes,
             tree.rows if tree.rows.size else None,
@@ -172,7 +179,7 @@ def equations(
     norm_parts: int = 1,
 ) -> Mixed:
     """As `mixed`; the mixer in order."""
-    pending = pass_.pending
+    pending, zxbcdt = pass_.pending, pass_.nodes_only(zxbcdt)
     with jax.named_scope("steps"):
         z, xBC, dt = split_in_proj(zxbcdt, c)
         dt = jax.nn.softplus(dt + as_row(weights.dt_bias, 3))

@@ -137,7 +137,8 @@ class ResidualLayer(nn.Module):
             n = self.cut.width
             p = declare(self, shared_params(c.d_model, n), self.dtype)
             read = h + total(linear(own(f, n), p["linear"]), n)
-        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read)
+        live = pass_.live
+        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read, live)
         match self.kind:
             case "mamba":
                 out, record, state = self._mamba(u, pass_, state, record)
@@ -150,7 +151,9 @@ class ResidualLayer(nn.Module):
             case "shared":
                 out, m_record, m_state = self._mamba(u, *for_mamba)
             case "mlp":
-                out = MLP(given(c.mlp), self.dtype, self.cut.mlp, name="mlp")(u)
+                out = MLP(given(c.mlp), self.dtype, self.cut.mlp, name="mlp")(
+                    u, live=live
+                )
             case "moe":
                 out = MoE(given(c.moe), self.dtype, self.cut.moe, name="moe")(u)
         if both:
@@ -331,7 +334,7 @@ class LanguageModel(nn.Module):
         ]
         args = (nodes, state, records, rows, pending)
         h, out, state = through(self.layers, blocks, self.embed(tokens), *args)
-        return self.norm(h), out, state
+        return self.norm(h, nodes.count if rows is None else None), out, state
 
     def predict(
         self, tokens: jax.Array, previous: jax.Array, *args: Any
@@ -339,10 +342,11 @@ class LanguageModel(nn.Module):
         """As `forward_hidden`, of the MTP layers alone: `state` is theirs."""
         return self.mtp(self.embed(tokens), previous, *args)
 
-    def head(self, hidden: jax.Array) -> jax.Array:
-        """Logits [..., V] float32 of hidden states [..., d]."""
+    def head(self, hidden: jax.Array, live: jax.Array | None = None) -> jax.Array:
+        """As `logits_of`."""
         with jax.named_scope("head"):
-            logits = gathered(linear(hidden, self.head_weight), self.cut.vocab)
+            own = linear(hidden, self.head_weight, live=live)
+            logits = gathered(own, self.cut.vocab)
             return logits / self.config.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:
@@ -487,9 +491,15 @@ def forward_hidden(
     return module.apply(variables, tokens, previous, *args, method="predict")
 
 
-def logits_of(model: Model, hidden: jax.Array) -> jax.Array:
-    """Logits [..., V] float32 of hidden states [..., d]."""
-    return model.module.apply({"params": model.params}, hidden, method="head")
+def logits_of(
+    model: Model, hidden: jax.Array, live: jax.Array | None = None
+) -> jax.Array:
+    """Logits [..., V] float32 of hidden states [..., d].
+
+    Args:
+      live: [B] int32, of hidden states [B, T, d] how many are a node's: `Nodes.count`.
+    """
+    return model.module.apply({"params": model.params}, hidden, live, method="head")
 
 
 def forward_tree(

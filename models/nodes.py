@@ -1,7 +1,8 @@
 """The tables derived from a tree's `parents`, and what a pass over them consists of.
 
 `parents` [B, T] int32 lists each node's parent row, parents before children; -1 marks
-a child of the committed context (one for a tree, several for a forest).
+a child of the committed context (one for a tree, several for a forest), and `NO_NODE`
+a row that is none: a smaller tree in the room of a larger one.
 """
 
 from functools import cache, partial
@@ -19,6 +20,8 @@ from stree_jax.models.state import LayerPending, Record
 # chunks whatever the length; "step", token by token.
 Scan = Literal["tree", "chain", "chunk", "step"]
 
+NO_NODE = -2  # as a parent
+
 
 @struct.dataclass
 class Nodes:
@@ -29,12 +32,16 @@ class Nodes:
       depth: [B, T] int32, edges from the first uncommitted ancestor.
       window: [B, T, K] int32, rows of concat(conv window [K-1], nodes [T]) under the
         taps of a K-tap convolution ending in each node.
+      count: [B] int32, how many rows, the first ones, are nodes; None: all. Others
+        descend from nobody, not from themselves, and what a pass makes of them means
+        nothing: kernels that can leave them out.
       scan: how SSM layers go through the nodes.
     """
 
     mask: jax.Array
     depth: jax.Array
     window: jax.Array
+    count: jax.Array | None = None
     scan: Scan = struct.field(pytree_node=False, default="tree")
 
     def taps(self, conv_taps: int) -> jax.Array:
@@ -64,6 +71,19 @@ class Pass(Generic[Record]):
     rows: jax.Array | None
     pending: LayerPending[Record] | None
     length: jax.Array
+
+    @property
+    def live(self) -> jax.Array | None:
+        """How many of the queried nodes [B] there are; None: all."""
+        return self.nodes.count if self.rows is None else None
+
+    def nodes_only(self, x: jax.Array) -> jax.Array:
+        """x [B, Tq, ...] with 0 for what is no node, before rows are mixed."""
+        if self.live is None:
+            return x
+        place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+        is_node = place < self.live[:, None]
+        return jnp.where(is_node.reshape(*is_node.shape, *[1] * (x.ndim - 2)), x, 0)
 
     def of_queries(self, table: jax.Array) -> jax.Array:
         """The queried nodes' rows [B, Tq, ...] of a table [B, T, ...]."""
@@ -100,16 +120,18 @@ def ancestors(parents: jax.Array, count: int) -> jax.Array:
     return jnp.moveaxis(table, 0, -1)
 
 
-def tree_nodes(parents: jax.Array, conv_taps: int) -> Nodes:
+def tree_nodes(parents: jax.Array, conv_taps: int, *, partly: bool = False) -> Nodes:
     """Mask, depth and convolution windows of a tree or forest.
 
     Args:
       parents: [B, T] int32, see the module's docstring.
       conv_taps: K.
+      partly: whether rows behind the others may be no nodes.
     """
     tables = cpu_kernels.tree_nodes(parents, conv_taps, _tables(conv_taps))
     mask, depth, window = tables
-    return Nodes(mask, depth, window)
+    count = (parents != NO_NODE).sum(axis=1, dtype=jnp.int32) if partly else None
+    return Nodes(mask, depth, window, count)
 
 
 @cache
@@ -121,29 +143,42 @@ def _tree_tables(
     parents: jax.Array, conv_taps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mask, depth and window of `tree_nodes`."""
-    T = parents.shape[1]
-    lineage = ancestors(parents, T)  # [B, T, T]
+    T, none = parents.shape[1], (parents == NO_NODE)[..., None]
+    lineage = jnp.where(none, -1, ancestors(parents, T))  # [B, T, T]
     rows = jnp.arange(T, dtype=jnp.int32).reshape(1, 1, 1, T)
     mask = (lineage[..., None] == rows).any(axis=2)
-    depth = (lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1
+    depth = jnp.maximum((lineage >= 0).sum(axis=-1, dtype=jnp.int32) - 1, 0)
 
     K1 = conv_taps - 1
     back = jnp.arange(conv_taps, dtype=jnp.int32).reshape(1, 1, -1)
-    nearest = ancestors(parents, conv_taps)
+    nearest = jnp.where(none, -1, ancestors(parents, conv_taps))
     # The k-th ancestor; past the root, the (k - depth)-th last committed token.
     window = jnp.where(nearest >= 0, K1 + nearest, K1 - (back - depth[..., None]))
     return mask, depth, window[..., ::-1]
 
 
-def chain_nodes(batch: int, T: int, conv_taps: int, scan: Scan = "chain") -> Nodes:
-    """`tree_nodes` of one chain in row order, and known as such."""
+def chain_nodes(
+    batch: int,
+    T: int,
+    conv_taps: int,
+    scan: Scan = "chain",
+    length: jax.Array | None = None,
+) -> Nodes:
+    """`tree_nodes` of one chain in row order, and known as such.
+
+    Args:
+      length: [B] int32, how many of the rows are nodes; None: all.
+    """
     row = jnp.arange(T, dtype=jnp.int32)
     mask = row.reshape(1, T, 1) >= row.reshape(1, 1, T)
     taps = jnp.arange(conv_taps, dtype=jnp.int32)
     window = row.reshape(1, T, 1) + taps.reshape(1, 1, -1)
+    if length is not None:
+        mask = mask & (row[None] < length[:, None])[..., None]
     return Nodes(
         mask=jnp.broadcast_to(mask, (batch, T, T)),
         depth=jnp.broadcast_to(row[None], (batch, T)),
         window=jnp.broadcast_to(window, (batch, T, conv_taps)),
+        count=length,
         scan=scan,
     )

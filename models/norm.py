@@ -38,16 +38,22 @@ class ScaledNorm:
     groups: int = 1
     parts: int = 1
 
-    def __call__(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, scale: jax.Array, *_: jax.Array) -> jax.Array:
         normed = rms_norm(x, self.eps, self.groups, self.parts)
         return normed * as_row(scale, x.ndim)
 
 
-def scaled_rms_norm(x: jax.Array, scale: jax.Array, norm: ScaledNorm) -> jax.Array:
-    """norm(x, scale), on a CPU by the compiled kernel, which takes whole rows."""
+def scaled_rms_norm(
+    x: jax.Array, scale: jax.Array, norm: ScaledNorm, live: jax.Array | None = None
+) -> jax.Array:
+    """norm(x, scale), on a CPU by the compiled kernel, which takes whole rows.
+
+    Args:
+      live: as of `linear`.
+    """
     whole = norm.groups == norm.parts == 1
     if whole and norm_unsupported(x, scale) is None:
-        return scaled_norm(x, scale, norm.eps, definition=norm)
+        return scaled_norm(x, scale, norm.eps, live, definition=norm)
     return norm(x, scale)
 
 
@@ -82,11 +88,11 @@ class Norm(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, live: jax.Array | None = None) -> jax.Array:
         p = declare(self, norm_params(self.kind, x.shape[-1]), self.dtype)
         norm = ScaledNorm(self.eps)
         if self.kind == "rms":
-            return scaled_rms_norm(x, p["scale"], norm)
+            return scaled_rms_norm(x, p["scale"], norm, live)
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = scaled_rms_norm(centred, p["scale"], norm)
         return scaled + as_row(p["bias"], x.ndim)

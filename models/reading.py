@@ -61,7 +61,7 @@ def extend(
       hidden states [B, T, d] and the state after the tokens.
     """
     batch, T = tokens.shape
-    nodes = chain_nodes(batch, T, model.config.conv_taps)
+    nodes = chain_nodes(batch, T, model.config.conv_taps, length=length)
     hidden, records, _ = forward_hidden(model, state, tokens, nodes, previous=previous)
     path = nodes.depth  # row j of a chain is its j-th token
     return hidden, commit(state, records, path, length)

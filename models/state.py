@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.models.config import LayerKind, MambaConfig, ModelConfig, given
 from stree_jax.models.tracing import traced_once
 from stree_jax.pallas_kernels import (
@@ -157,6 +158,19 @@ def written_over(old: jax.Array, new: jax.Array) -> jax.Array:
     if new.shape[1] >= old.shape[1]:
         return new
     return jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=1)
+
+
+def shortened(record: LayerRecord) -> LayerRecord:
+    """A layer's record of one token. A mixer's stays as long as it is where a kernel
+    writes records in place: what is behind the first one is on no path."""
+    match record:
+        case MambaRecord() if cpu_kernels.at_hand():
+            return record
+        case ParallelRecord():
+            both = shortened(record.mamba), shortened(record.attention)
+            return ParallelRecord(*both)  # type: ignore[arg-type]
+        case _:
+            return jax.tree.map(lambda x: x[:, :1], record)
 
 
 def init_state(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> State:

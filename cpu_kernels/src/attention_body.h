@@ -65,6 +65,11 @@ TARGET inline Queries part_of(const Attention& a, int64_t unit, int64_t part) {
   return {base, base + a.tile, base + 2 * a.tile};
 }
 
+// Queries of a row of the batch that share a head of keys.
+TARGET inline int64_t alike(const Attention& a, int64_t b) {
+  return a.queries[b] * (a.Hq / a.Hk);
+}
+
 // Rows [first, last) of the Tq * G queries of a head of keys, in the order of nodes.
 struct Tile {
   int64_t b, head, first, last;
@@ -72,9 +77,10 @@ struct Tile {
 };
 
 TARGET inline Tile tile_of(const Attention& a, int64_t unit) {
-  const int64_t rows = a.Tq * (a.Hq / a.Hk), i = unit % a.tiles, first = i * a.tile;
+  const int64_t b = unit / a.tiles / a.Hk, rows = alike(a, b);
+  const int64_t begin = unit % a.tiles * a.tile, first = begin < rows ? begin : rows;
   const int64_t last = first + a.tile;
-  return {unit / a.tiles / a.Hk, unit / a.tiles % a.Hk, first, last < rows ? last : rows};
+  return {b, unit / a.tiles % a.Hk, first, last < rows ? last : rows};
 }
 
 // The query, or the output, of a row.
@@ -224,7 +230,7 @@ TARGET void add_keys(const Attention& a, const Tile& tile, const Space& space,
                      int64_t count, const uint8_t* allowed, const Queries& to) {
   using V = Lanes;
   const int64_t rows = tile.rows(), G = a.Hq / a.Hk, all = count * a.hd;
-  if (a.Tq * G <= FEW) {
+  if (alike(a, tile.b) <= FEW) {
     const auto* q = static_cast<const typename L::Row*>(space.q);
     for (int64_t c = 0; c < count; c += COLUMNS) {
       const int some = static_cast<int>(count - c < COLUMNS ? count - c : COLUMNS);
@@ -342,6 +348,7 @@ TARGET void attention_part(const Attention& a, void* scratch, int64_t unit,
   Space space;
   space_layout<L>(a, static_cast<char*>(scratch), &space);
   const Tile tile = tile_of(a, unit);
+  if (tile.rows() == 0) return;
   pack_queries<L>(a, tile, space);
   one_part<L>(a, tile, space, part, part_of(a, unit, part));
 }
@@ -360,6 +367,7 @@ TARGET void attention_whole(const Attention& a, void* scratch, int64_t unit) {
   Space space;
   space_layout<L>(a, static_cast<char*>(scratch), &space);
   const Tile tile = tile_of(a, unit);
+  if (tile.rows() == 0) return;
   pack_queries<L>(a, tile, space);
   one_part<L>(a, tile, space, 0, space.seen);
   for (int64_t part = 1; part <= split_count(cached(a, tile.b)); part++) {

@@ -11,6 +11,19 @@ namespace {
 
 constexpr int64_t TILE = 96;  // queries, whole blocks of six
 
+// Sets how many queries there are, which see a node at least: nothing comes of others.
+void count_queries(Attention& a, int64_t* counts) {
+  for (int64_t b = 0; b < a.batch; b++) {
+    const uint8_t* const mask = a.mask + b * a.Tq * a.T;
+    const auto is_none = [&](int64_t q) {
+      return std::all_of(mask + q * a.T, mask + (q + 1) * a.T, [](auto x) { return !x; });
+    };
+    int64_t& count = counts[b] = a.Tq;
+    while (count > 0 && is_none(count - 1)) count--;
+  }
+  a.queries = counts;
+}
+
 ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k,
                      ffi::AnyBuffer v, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
                      ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::PRED> mask,
@@ -30,6 +43,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuff
   a.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
   a.batch = queries[0], a.Tq = queries[1], a.Hq = queries[2], a.hd = queries[3];
   a.T = nodes[1], a.Hk = nodes[2], a.S = cache[2], a.scale = scale;
+  count_queries(a, static_cast<int64_t*>(scratch_of_thread<2>(a.batch * sizeof(int64_t))));
   const int64_t rows = a.Tq * (a.Hq / a.Hk);
   a.tile = std::min(rows, TILE), a.tiles = (rows + a.tile - 1) / a.tile;
   int64_t longest = 0;

@@ -120,6 +120,7 @@ TARGET inline void turn_block(__m256 (&x)[Float32::step]) {
 #include "scan_body.h"
 #include "mixer_body.h"
 #include "attention_body.h"
+#include "gate_body.h"
 
 }  // namespace
 
@@ -128,7 +129,7 @@ const Kernels& avx2() {
                                    int8_kernel<Int8>(), scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
                                    attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>()};
+                                   attention_kernel<Bfloat16>(), gate_row};
   return kernels;
 }
 

@@ -16,6 +16,7 @@ namespace {
 #include "scan_body.h"
 #include "mixer_body.h"
 #include "attention_body.h"
+#include "gate_body.h"
 
 }  // namespace
 
@@ -24,7 +25,7 @@ const Kernels& avx512() {
                                    ProductKernel{}, scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
                                    attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>()};
+                                   attention_kernel<Bfloat16>(), gate_row};
   return kernels;
 }
 

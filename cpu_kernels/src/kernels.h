@@ -52,6 +52,7 @@ struct Scan {
   const int32_t *path, *length;
   const int32_t* rows;  // [Tq], the queried nodes; null: all T
   const uint8_t* mask;      // [B, T, T]
+  const int64_t *nodes, *queries;  // [B]: behind so many there are none
   float *y, *h;  // [B, Tq, H, P]; h may be h0
   int64_t batch, H, P, N, G, M, T, Tq, K;
   bool bf16;          // of x, B and C
@@ -98,6 +99,7 @@ struct Attention {
   const void *k, *v, *k_cache, *v_cache;   // [B, T, Hk, hd], [B, Hk, S, hd]
   const int32_t* length;                   // [B]
   const uint8_t* mask;                     // [B, Tq, T]
+  const int64_t* queries;                  // [B]: behind so many there are none
   float* out;                              // [B, Tq, Hq, hd]
   float* partial;                          // for parts that several threads do
   int64_t batch, Tq, T, Hq, Hk, S, hd, tile, tiles, splits;
@@ -127,6 +129,8 @@ struct Kernels {
   ScanKernel scan;
   MixerKernel mixer;
   AttentionKernel attention, attention_bfloat16;
+  // out [size] = silu(multiplier * gate) * up, of gate and up one after the other.
+  void (*gate)(const float* in, int64_t size, float multiplier, float* out);
 };
 
 // Each in a file of its own, compiled for its instructions; called only where the

@@ -9,7 +9,7 @@
 TARGET inline void write_steps(const Mixer& m, int64_t b) {
   using V = Lanes;
   const Scan& s = m.scan;
-  for (int64_t q = 0; q < s.Tq; q++) {
+  for (int64_t q = 0; q < s.queries[b]; q++) {
     const int64_t t = node_of(s, q), row = b * s.now.room + t;
     if (t >= s.T) continue;
     const float* in = m.in + (b * s.Tq + q) * m.width + m.to_dt;
@@ -88,14 +88,14 @@ TARGET inline __attribute__((always_inline)) void convolve(
   E* inputs = static_cast<E*>(m.xBC) + b * s.now.room * C + channel;
   for (int64_t i = 0; i < size; i += V::W) {
     const int64_t count = size - i;
-    for (int64_t q = 0; q < s.Tq; q++) {
+    for (int64_t q = 0; q < s.queries[b]; q++) {
       const int64_t t = node_of(s, q);
       const float* in = m.in + (b * s.Tq + q) * m.width + m.to_xBC + channel + i;
       if (t < T) V::store(inputs + t * C + i, V::load(in, count), count);
     }
     V::F weight[MOST_TAPS];
     const auto bias = read_taps(m, channel + i, count, weight);
-    for (int64_t q = 0; q < s.Tq; q++) {
+    for (int64_t q = 0; q < s.queries[b]; q++) {
       const int64_t t = node_of(s, q);
       if (t >= T) continue;
       const int32_t* window = m.window + (b * T + t) * s.K;
@@ -148,7 +148,7 @@ template <class L>
 TARGET void gate_head(const Mixer& m, int64_t b, int64_t head, const Shared& shared) {
   using V = Lanes;
   const Scan& s = m.scan;
-  for (int64_t q = 0; q < s.Tq; q++) {
+  for (int64_t q = 0; q < s.queries[b]; q++) {
     const float* z = m.in + (b * s.Tq + q) * m.width + m.to_z + head * s.P;
     float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
     auto squares = L::zero();
@@ -193,7 +193,7 @@ TARGET void mixer_head(const Mixer& m, void* base, void* own, int64_t b, int64_t
 template <class L>
 TARGET void mixer_norm(const Mixer& m, void* base, int64_t b, int64_t q) {
   const Scan& s = m.scan;
-  if (!m.norm) return;
+  if (!m.norm || q >= s.queries[b]) return;
   const Shared shared = shared_of<L>(s, base, b);
   const int64_t heads = s.H / m.norm_groups, size = heads * s.P;
   for (int64_t g = 0; g < m.norm_groups; g++) {

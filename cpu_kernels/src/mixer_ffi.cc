@@ -72,6 +72,7 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
   m.xBC = xBC->untyped_data(), m.dt = dt_out, m.a = a_out;
   m.eps = eps, m.least_dt = least_dt, m.most_dt = most_dt;
   m.weights_bf16 = !weights_wide;
+  count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
   if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
   if (partly || s.now.room > T) {
     keep(past_x, x), keep(past_B, B), keep(past_xBC, xBC);

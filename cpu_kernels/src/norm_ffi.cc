@@ -33,27 +33,30 @@ void norm_row(const float* __restrict__ x, const E* __restrict__ scale,
 
 template <class E>
 void norm_rows(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, const void* scale,
-               float* out, int64_t d, float eps) {
-  const int64_t rows = static_cast<int64_t>(x.element_count()) / d;
+               const Live& live, float* out, int64_t rows, int64_t d, float eps) {
   const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * d / PART_BYTES));
   share(pool, parts, rows, [&](int64_t i) {
-    norm_row(x.typed_data() + i * d, static_cast<const E*>(scale), out + i * d, d, eps);
+    const float* const row = x.typed_data() + i * d;
+    if (live(i)) norm_row(row, static_cast<const E*>(scale), out + i * d, d, eps);
   });
 }
 
 ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer scale,
-                ffi::ResultBuffer<ffi::F32> out, float eps) {
+                ffi::Buffer<ffi::S32> counts, ffi::ResultBuffer<ffi::F32> out, float eps) {
   const auto shape = x.dimensions();
   const auto d = static_cast<int64_t>(scale.element_count());
   if (d == 0 || shape.size() == 0 || shape[shape.size() - 1] != d)
     return ffi::Error::InvalidArgument("want rows [.., d] and a scale [d]");
+  const int64_t rows = static_cast<int64_t>(x.element_count()) / d;
+  const Live live(counts, rows);
+  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
   float* const to = out->typed_data();
   switch (scale.element_type()) {
     case ffi::F32:
-      norm_rows<float>(pool, x, scale.untyped_data(), to, d, eps);
+      norm_rows<float>(pool, x, scale.untyped_data(), live, to, rows, d, eps);
       break;
     case ffi::BF16:
-      norm_rows<uint16_t>(pool, x, scale.untyped_data(), to, d, eps);
+      norm_rows<uint16_t>(pool, x, scale.untyped_data(), live, to, rows, d, eps);
       break;
     default:
       return ffi::Error::InvalidArgument("want a scale in float32 or bfloat16");
@@ -69,6 +72,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_norm(XLA_FFI_CallFrame* frame) {
                                    .Ctx<ffi::ThreadPool>()
                                    .Arg<ffi::Buffer<ffi::F32>>()
                                    .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Attr<float>("eps")
                                    .To(stree::norm)

@@ -118,6 +118,7 @@ TARGET inline void turn_block(Floats (&x)[Float32::step]) {
 #include "scan_body.h"
 #include "mixer_body.h"
 #include "attention_body.h"
+#include "gate_body.h"
 
 }  // namespace
 
@@ -126,7 +127,7 @@ const Kernels& portable() {
                                    int8_kernel<Int8>(), scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
                                    attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>()};
+                                   attention_kernel<Bfloat16>(), gate_row};
   return kernels;
 }
 

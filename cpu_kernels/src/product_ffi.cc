@@ -9,8 +9,8 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product& p,
-               int64_t row_bytes) {
+void multiply(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product& p,
+              int64_t row_bytes) {
   void* packed = scratch_of_thread<0>(kernel.packed_bytes(p));
   {
     const FlushDenormals flush;
@@ -23,23 +23,46 @@ ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product
     const int64_t begin = blocks * part / parts * n, end = blocks * (part + 1) / parts * n;
     kernel.columns(p, packed, begin, std::min(end, p.m));
   });
+}
+
+// Of the rows that are tokens; they are put together, and their results to their places.
+ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
+               const Live& live, int64_t row_bytes) {
+  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
+  auto* const place = static_cast<int64_t*>(scratch_of_thread<1>(p.t * sizeof(int64_t)));
+  int64_t count = 0;
+  for (int64_t t = 0; t < p.t; t++)
+    if (live(t)) place[count++] = t;
+  p.t = count;
+  if (count == 0) return ffi::Error::Success();
+  const bool together = place[count - 1] == count - 1;
+  if (!together) {
+    auto* const rows = static_cast<float*>(scratch_of_thread<2>(4 * count * p.k));
+    for (int64_t i = 0; i < count; i++)
+      std::copy_n(p.rows + place[i] * p.k, p.k, rows + i * p.k);
+    p.rows = rows;
+  }
+  multiply(pool, kernel, p, row_bytes);
+  for (int64_t i = count; !together && i-- > 0;)  // the last first
+    if (place[i] != i) std::copy_n(p.out + i * p.m, p.m, p.out + place[i] * p.m);
   return ffi::Error::Success();
 }
 
 ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
-                   ffi::AnyBuffer weight, ffi::ResultBuffer<ffi::F32> out,
-                   int64_t level) {
+                   ffi::AnyBuffer weight, ffi::Buffer<ffi::S32> counts,
+                   ffi::ResultBuffer<ffi::F32> out, int64_t level) {
   const auto shape = rows.dimensions(), wide = weight.dimensions();
   if (shape.size() != 2 || wide.size() != 2 || shape[1] != wide[1])
     return ffi::Error::InvalidArgument("want rows [t, k] and a weight [m, k]");
   const Product p{rows.typed_data(), weight.untyped_data(), nullptr, out->typed_data(),
                   shape[0],          shape[1],              wide[0], 1};
+  const Live live(counts, p.t);
   const Kernels& kernels = kernels_of(level);
   switch (weight.element_type()) {
     case ffi::F32:
-      return run(pool, kernels.float32, p, 4 * p.k);
+      return run(pool, kernels.float32, p, live, 4 * p.k);
     case ffi::BF16:
-      return run(pool, kernels.bfloat16, p, 2 * p.k);
+      return run(pool, kernels.bfloat16, p, live, 2 * p.k);
     default:
       return ffi::Error::InvalidArgument("want a weight in float32 or bfloat16");
   }
@@ -47,7 +70,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
 
 ffi::Error product_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
                         ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::F32> scale,
-                        ffi::ResultBuffer<ffi::F32> out, int64_t level) {
+                        ffi::Buffer<ffi::S32> counts, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
   const auto shape = rows.dimensions(), wide = weight.dimensions();
   const auto groups = scale.dimensions();
   if (shape.size() != 2 || wide.size() != 2 || shape[1] != wide[1] ||
@@ -57,7 +80,7 @@ ffi::Error product_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
   const Product p{rows.typed_data(), weight.typed_data(), scale.typed_data(),
                   out->typed_data(), shape[0],            shape[1],
                   wide[0],           groups[1]};
-  return run(pool, kernels_of(level).int8, p, p.k);
+  return run(pool, kernels_of(level).int8, p, Live(counts, p.t), p.k);
 }
 
 }  // namespace
@@ -68,6 +91,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_product(XLA_FFI_CallFrame* frame) {
                                    .Ctx<ffi::ThreadPool>()
                                    .Arg<ffi::Buffer<ffi::F32>>()
                                    .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Attr<int64_t>("level")
                                    .To(stree::product)
@@ -81,6 +105,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_product_int8(XLA_FFI_CallFrame* frame) {
                                    .Arg<ffi::Buffer<ffi::F32>>()
                                    .Arg<ffi::Buffer<ffi::S8>>()
                                    .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Attr<int64_t>("level")
                                    .To(stree::product_int8)

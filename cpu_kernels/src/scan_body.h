@@ -131,7 +131,7 @@ TARGET void read_path(const Scan& s, int64_t b, int64_t g, const Shared& shared)
 template <class L>
 TARGET void read_C(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
   const int64_t n = rounded_up(s.N, L::step);
-  for (int64_t q = 0; q < s.Tq; q++)
+  for (int64_t q = 0; q < s.queries[b]; q++)
     widen_row(shared.C + (g * s.Tq + q) * n, s.C, ((b * s.Tq + q) * s.G + g) * s.N, s.N,
               n, s.bf16);
 }
@@ -139,15 +139,15 @@ TARGET void read_C(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
 // B of all nodes, and its products with C.
 template <class L>
 TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
-  const int64_t T = s.T, n = rounded_up(s.N, L::step);
+  const int64_t T = s.T, nodes = s.nodes[b], n = rounded_up(s.N, L::step);
   float* rows = shared.B + g * T * n;
-  for (int64_t t = 0; t < T; t++)
+  for (int64_t t = 0; t < nodes; t++)
     widen_row(rows + t * n, s.now.B, ((b * s.now.room + t) * s.G + g) * s.N, s.N, n,
               s.bf16);
-  for (int64_t u = 0; u < T; u += COLUMNS) {
-    const int count = static_cast<int>(T - u < COLUMNS ? T - u : COLUMNS);
+  for (int64_t u = 0; u < nodes && s.queries[b] > 0; u += COLUMNS) {
+    const int count = static_cast<int>(nodes - u < COLUMNS ? nodes - u : COLUMNS);
     const float* B = rows + u * n;
-    product_rows<L>(shared.C + g * s.Tq * n, n, s.Tq, B, n,
+    product_rows<L>(shared.C + g * s.Tq * n, n, s.queries[b], B, n,
                     reinterpret_cast<const char*>(B), shared.scores + g * s.Tq * T + u,
                     T, count);
   }
@@ -202,9 +202,9 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, float kept,
       for (int c = 0; c < count; c++)
         replay_row<L>(s, h0 + c * s.N, h + c * s.N, kept, own.past + i + c,
                       path_length(s, b), shared.past_B + g * s.M * n);
-    if (s.Tq == 0) continue;  // a replay alone
+    if (s.queries[b] == 0) continue;  // a replay alone
     const auto* next_head = reinterpret_cast<const char*>(h0 + s.P * s.N);
-    product_rows<L>(shared.C + g * s.Tq * n, n, s.Tq, h, s.N, next_head,
+    product_rows<L>(shared.C + g * s.Tq * n, n, s.queries[b], h, s.N, next_head,
                     own.carried + i, p, count);
   }
 }
@@ -215,7 +215,7 @@ TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
   const int64_t T = s.T, p = rounded_up(s.P, 16);
   const int64_t first = b * s.now.room;
   const float* a = s.now.a + first * s.H + head;
-  for (int64_t t = 0; t < T; t++) {
+  for (int64_t t = 0; t < s.nodes[b]; t++) {
     const int64_t from = ((first + t) * s.H + head) * s.P;
     widen_row(own.x + t * p, s.now.x, from, s.P, p, s.bf16);
     double sum = 0.0;
@@ -234,7 +234,7 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
   const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
   const float* dt = s.now.dt + b * s.now.room * s.H + head;
   const float* D = s.D + (s.D_by_channel ? head * s.P : head);
-  for (int64_t q = 0; q < s.Tq; q++) {
+  for (int64_t q = 0; q < s.queries[b]; q++) {
     const int64_t t = node_of(s, q);
     float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
     if (t >= T) {

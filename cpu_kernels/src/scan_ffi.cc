@@ -22,7 +22,7 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
   if (is_wide(past_x) != wide || is_wide(past_B) != wide || is_wide(B) != wide ||
       is_wide(C) != wide || (!wide && x.element_type() != ffi::BF16))
     return ffi::Error::InvalidArgument("want all of x, B, C in float32 or bfloat16");
-  const Scan s{{past_x.untyped_data(), past_B.untyped_data(), past_dt.typed_data(),
+  Scan s{{past_x.untyped_data(), past_B.untyped_data(), past_dt.typed_data(),
                 past_a.typed_data(), past_x.dimensions()[1]},
                {x.untyped_data(), B.untyped_data(), dt.typed_data(), a.typed_data(),
                 x.dimensions()[1]},
@@ -33,6 +33,8 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
                length.typed_data(),
                nullptr,
                reinterpret_cast<const uint8_t*>(mask.typed_data()),
+               nullptr,
+               nullptr,
                y->typed_data(),
                h->typed_data(),
                state[0],
@@ -46,6 +48,7 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
                0,
                !wide,
                D.element_count() > static_cast<size_t>(state[1])};
+  count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
   if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
   const ScanKernel& kernel = kernels_of(level).scan;
   void* const shared = scratch_of_thread<0>(kernel.shared_bytes(s));

@@ -18,6 +18,23 @@ inline bool paths_inside(const Scan& s) {
   return true;
 }
 
+// Of `count` flags, `apart` from one to the next, how many there are up to the last one set.
+inline int64_t up_to_last(const uint8_t* flags, int64_t count, int64_t apart) {
+  while (count > 0 && !flags[(count - 1) * apart]) count--;
+  return count;
+}
+
+// Sets how many nodes and queries there are: what is no node does not descend from itself.
+// `counts` has room for 2 B numbers.
+inline void count_nodes(Scan& s, int64_t* counts) {
+  for (int64_t b = 0; b < s.batch; b++) {
+    const uint8_t* const mask = s.mask + b * s.T * s.T;
+    counts[b] = up_to_last(mask, s.T, s.T + 1);
+    counts[s.batch + b] = s.rows ? s.Tq : counts[b];
+  }
+  s.nodes = counts, s.queries = counts + s.batch;
+}
+
 inline int64_t group_parts(const Scan& s) {
   const int64_t groups = s.batch * s.G, bytes = 16 * groups * s.Tq * s.N;
   return std::min(groups, std::max<int64_t>(1, bytes / PART_BYTES));

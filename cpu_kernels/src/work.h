@@ -18,6 +18,28 @@ namespace stree {
 constexpr int64_t PART_BYTES = 1 << 15;  // of weights: less is not worth a hand-over
 constexpr int64_t PARTS_A_THREAD = 4;
 
+// Which rows of [B, T] are tokens: in each row of the batch the first `counts` [B]; all
+// where there are no counts. Nothing becomes of the others, nor is anything written.
+class Live {
+ public:
+  Live(const xla::ffi::Buffer<xla::ffi::S32>& counts, int64_t rows)
+      : counts_(counts.typed_data()),
+        batch_(static_cast<int64_t>(counts.element_count())),
+        tokens_(batch_ > 0 ? rows / batch_ : 1),
+        fits_(batch_ == 0 || rows % batch_ == 0) {}
+  bool fits() const { return fits_; }
+  bool operator()(int64_t row) const {
+    return batch_ == 0 || row % tokens_ < counts_[row / tokens_];
+  }
+
+ private:
+  const int32_t* counts_;
+  int64_t batch_, tokens_;
+  bool fits_;
+};
+
+constexpr char NOT_ROWS[] = "want counts [B] of rows [B, T]";
+
 // Numbers too small to be normal are 0 here, whatever thread computes them: threads of
 // XLA's pool and callers may be set differently, and results must not be.
 class FlushDenormals {

@@ -24,13 +24,15 @@ One more promises nothing: its text is not the target's, and only who names it g
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax import cpu_kernels
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
@@ -224,16 +226,38 @@ def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accept
 
     Args and result are those of `Rule.accept`.
     """
-    layout = draft.layout
-    scores = dist.scores(logits, layout.depth)
+    layout, V = draft.layout, dist.num_tokens
+    scores = logits
+    if dist.requests.min_new_tokens is not None:
+        scores = dist.scores(logits, layout.depth)
+    arrays = scores, draft.tokens, layout.parents, layout.depth, layout.paths
+    made = cpu_kernels.accept_greedy(*arrays, vocabulary=V, definition=_likeliest(V))
+    return Accepted(*made)
+
+
+@cache
+def _likeliest(num_tokens: int) -> Any:
+    return partial(_likeliest_path, num_tokens=num_tokens)
+
+
+def _likeliest_path(
+    scores: jax.Array,
+    tokens: jax.Array,
+    parents: jax.Array,
+    depth: jax.Array,
+    paths: jax.Array,
+    num_tokens: int,
+) -> Accepted:
+    """`accept_greedy` by scores [B, T, >= V]."""
+    scores = scores[..., :num_tokens]
     best = argmax(scores)
-    above = jnp.take_along_axis(best, jnp.maximum(layout.parents, 0), axis=1)
-    agrees = (layout.parents < 0) | (draft.tokens == above)
-    accepted = jax.vmap(lambda agrees, paths: agrees[paths])(agrees, layout.paths)
-    depth = jnp.where(accepted.all(axis=-1), layout.depth, -1)
-    last = jnp.argmax(depth, axis=1).astype(jnp.int32)[:, None]
-    path = jnp.take_along_axis(layout.paths, last[..., None], axis=1)[:, 0]
-    length = jnp.take_along_axis(layout.depth, last, axis=1)[:, 0] + 1
+    above = jnp.take_along_axis(best, jnp.maximum(parents, 0), axis=1)
+    agrees = (parents == -1) | ((parents >= 0) & (tokens == above))
+    accepted = jax.vmap(lambda agrees, paths: agrees[paths])(agrees, paths)
+    reached = jnp.where(accepted.all(axis=-1), depth, -1)
+    last = jnp.argmax(reached, axis=1).astype(jnp.int32)[:, None]
+    path = jnp.take_along_axis(paths, last[..., None], axis=1)[:, 0]
+    length = jnp.take_along_axis(depth, last, axis=1)[:, 0] + 1
     on_path = jnp.take_along_axis(scores, path[..., None], axis=1)
     following = jnp.take_along_axis(best, path, axis=1)
     return Accepted(path, length, following, top2_margin(on_path, following))
@@ -264,7 +288,8 @@ def accept_typical(
     greedy = dist.sampling.greedy[:, None]
     likely = jnp.exp(own) > along(least, above)
     likely = jnp.where(greedy, draft.tokens == along(best, above), likely)
-    root = layout.parents < 0
+    root = layout.parents == -1
+    likely &= layout.parents >= 0
     depth = jnp.where(along(likely | root, layout.paths).all(axis=-1), layout.depth, -1)
     # Paths are padded with the root, which adds nothing.
     likelihood = along(jnp.where(root, 0.0, own), layout.paths).sum(axis=-1)

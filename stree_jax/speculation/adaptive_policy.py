@@ -26,7 +26,7 @@ from stree_jax.speculation.calibration import Counts, count, no_counts
 from stree_jax.speculation.decoding import OPEN, RUNNING, Decoding
 from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.pool import Pool, best_tree, gains
+from stree_jax.speculation.pool import Pool, best_tree, gains, without_rest
 from stree_jax.speculation.tree import Auto, Budget
 
 FADE = 0.9  # a step, of the rate of steps with the model
@@ -133,15 +133,17 @@ class AdaptivePolicy:
       times: of steps, on this machine.
       tree: the sizes.
       rows: as of `Spec`.
+      shares: whether trees share a compiled step, which takes the time of their nodes.
     """
 
     times: StepTimes
     tree: Auto = struct.field(pytree_node=False)
     rows: str | None = struct.field(pytree_node=False, default=None)
+    shares: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def menu(self) -> tuple[Budget, ...]:
-        return self.tree.menu
+        return self.tree.shared_menu if self.shares else self.tree.menu
 
     def init(self, batch: int) -> Learnt:
         return Learnt(
@@ -201,9 +203,12 @@ class AdaptivePolicy:
             learnt, looking, pool, spent = self._with_model(
                 asked, learnt, looking, pool, wanted, rate
             )
-        draft, value = best_tree(pool, d.root, self.menu[-1])
-        d = replace(d, drafting=replace(looking, draft=draft))
-        return self._chosen(d, learnt, value, running, spent)
+        draft, value = best_tree(pool, d.root, self.tree.menu[-1])
+        d = self._chosen(d, learnt, value, running, spent)
+        if self.shares:
+            sizes = jnp.asarray(self.tree.sizes, jnp.int32)
+            draft = without_rest(draft, sizes[d.choice])
+        return replace(d, drafting=replace(looking, draft=draft))
 
     def _by_size(self, value: jax.Array, running: jax.Array) -> jax.Array:
         """Tokens [K] that all running rows' best candidates, of values [B, C], gain."""

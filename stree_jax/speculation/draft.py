@@ -26,6 +26,7 @@ class Draft:
         drawn with, or None where the acceptance rule does not ask for them.
       origin: [B, T] uint8, who drafted each node; None: one drafter all of them.
       kind: [B, T] int32, see `pool.KINDS`; None where nodes were not valued.
+      partly: whether rows of it may be no nodes: `models.nodes.NO_NODE`.
     """
 
     layout: Layout
@@ -33,6 +34,7 @@ class Draft:
     q: jax.Array | None = None
     origin: jax.Array | None = None
     kind: jax.Array | None = None
+    partly: bool = struct.field(pytree_node=False, default=False)
 
 
 def only_root(root: jax.Array) -> Draft:

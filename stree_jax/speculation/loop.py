@@ -6,7 +6,8 @@ vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from stree_jax.models import (
     init_records,
     param_dtype,
     read_aloud,
+    shortened,
     whole_blocks,
 )
 from stree_jax.models.heads import Heads
@@ -47,7 +49,7 @@ from stree_jax.speculation.on_mesh import advanced_on, begun_on, committed_on
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
-from stree_jax.speculation.tree import Topology, resolve_tree
+from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
 FOREVER = 2**31 - 1  # steps
 
@@ -188,8 +190,8 @@ def advance(
 ) -> Decoding:
     """Run steps until every row has finished, or `max_steps` [] int32 more.
 
-    A loop for each tree of the menu runs as long as the policy stays with it; what a
-    conditional would copy (all states) stays in place. So is asking the policy a loop
+    A loop for each compiled step runs as long as the policy stays with its trees; what
+    a conditional would copy (all states) stays in place. So is asking the policy a loop
     that runs once at most.
     """
     go, mesh = partial(_advance, verify), spec.target.mesh
@@ -207,14 +209,17 @@ def _advance(
         steps, d = carry
         return any_row(d.finish == RUNNING, spec.rows) & (steps < max_steps)
 
-    def stay(carry: tuple[jax.Array, Decoding], k: int) -> tuple[jax.Array, Decoding]:
+    def stay(
+        carry: tuple[jax.Array, Decoding], tree: Topology, places: tuple[int, ...]
+    ) -> tuple[jax.Array, Decoding]:
         def chosen(carry: tuple[jax.Array, Decoding]) -> jax.Array:
-            return running(carry) & (carry[1].choice == k)
+            choice = carry[1].choice
+            return running(carry) & reduce(or_, (choice == k for k in places))
 
         def steps(carry: tuple[jax.Array, Decoding]) -> tuple[jax.Array, Decoding]:
             return lax.while_loop(
                 chosen,
-                lambda carry: (carry[0] + 1, step(spec, menu[k], carry[1], verify)),
+                lambda carry: (carry[0] + 1, step(spec, tree, carry[1], verify)),
                 carry,
             )
 
@@ -225,7 +230,7 @@ def _advance(
             count, d = steps((carry[0], with_short_path(carry[1])))
             return count, replace(d, pending=in_room(d.pending, room))
 
-        if menu[k].size == 1 and len(menu) > 1:
+        if tree.size == 1 and len(menu) > 1:
             return lax.while_loop(chosen, plain_steps, carry)
         return steps(carry)
 
@@ -238,8 +243,8 @@ def _advance(
 
     def round_of_menu(carry: tuple[jax.Array, Decoding]) -> tuple[jax.Array, Decoding]:
         carry = (carry[0], ask(carry[1]))
-        for k in range(len(menu)):
-            carry = stay(carry, k)
+        for tree, places in compiled_steps(menu, decoding.root.shape[0]):
+            carry = stay(carry, tree, places)
         return carry
 
     menu, carry = spec.policy.menu, (jnp.int32(0), decoding)
@@ -262,7 +267,7 @@ def with_short_path(d: Decoding) -> Decoding:
 
     # A loop that runs once, if at all: a conditional would copy the state.
     state, length = lax.while_loop(is_long, replayed, (d.state, last.length))
-    records = jax.tree.map(lambda x: x[:, :1], last.records)
+    records = tuple(map(shortened, last.records))
     return replace(d, state=state, pending=Pending(records, last.path[:, :1], length))
 
 

@@ -18,6 +18,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax import cpu_kernels
+from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
 from stree_jax.speculation.tree import Budget
@@ -160,6 +161,18 @@ def _best_nodes(
     )
 
 
+def without_rest(draft: Draft, count: jax.Array) -> Draft:
+    """A tree of whose nodes only the first `count` [] are some, in the same room."""
+    layout, T = draft.layout, draft.tokens.shape[1]
+    node = jnp.arange(T, dtype=jnp.int32)[None]
+    less = replace(
+        layout,
+        parents=jnp.where(node < count, layout.parents, NO_NODE),
+        children=jnp.where(layout.children < count, layout.children, T),
+    )
+    return replace(draft, layout=less)
+
+
 def first_nodes(draft: Draft, tree: Budget) -> Draft:
     """The first nodes of a tree, as many as another has."""
     T, layout = tree.size, draft.layout
@@ -175,6 +188,7 @@ def first_nodes(draft: Draft, tree: Budget) -> Draft:
         tokens=draft.tokens[:, :T],
         origin=draft.origin[:, :T],
         kind=draft.kind[:, :T],
+        partly=tree.partly,
     )
 
 

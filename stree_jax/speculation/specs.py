@@ -6,8 +6,10 @@ Letters: as `loop`.
 from dataclasses import replace
 from typing import Any
 
+from stree_jax import cpu_kernels
 from stree_jax.models import (
     Model,
+    ModelConfig,
     base_model,
     mtp_model,
     without_mtp,
@@ -69,7 +71,9 @@ def make_spec(
         adaptive = _adaptive_drafter(target, drafter, tree)
         if times is None:
             times = assumed_times(tree, adaptive.model is not None)
-        return Spec(target, adaptive, AdaptivePolicy(times, tree), rule)
+        shares = target.mesh is None and passes_skip(target.config)
+        policy = AdaptivePolicy(times, tree, shares=shares)
+        return Spec(target, adaptive, policy, rule)
     own: Drafter
     match drafter:
         case None:
@@ -90,6 +94,15 @@ def make_spec(
         case _:
             own = drafter
     return Spec(target, own, FixedTree(tree), rule)
+
+
+def passes_skip(config: ModelConfig) -> bool:
+    """Whether a model's passes here take the time of a tree's nodes, not of its room.
+
+    Kernels for CPUs do; experts have none. A program that is made here and run
+    elsewhere is as exact.
+    """
+    return cpu_kernels.at_hand() and config.moe is None
 
 
 def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:

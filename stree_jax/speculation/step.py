@@ -75,11 +75,13 @@ Verify = Callable[[Model, State, Draft, Pending], Verified]
 
 def packed(target: Model, state: State, draft: Draft, pending: Pending) -> Verified:
     """Replay the pending path, and run the whole tree in one pass."""
-    nodes = tree_nodes(draft.layout.parents, target.config.conv_taps)
+    layout, taps = draft.layout, target.config.conv_taps
+    nodes = tree_nodes(layout.parents, taps, partly=draft.partly)
     hidden, records, state = forward_hidden(
         target, state, draft.tokens, nodes, pending=pending
     )
-    return Verified(hidden, logits_of(target, hidden), records, state)
+    logits = logits_of(target, hidden, nodes.count)
+    return Verified(hidden, logits, records, state)
 
 
 def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> Decoding:

@@ -8,6 +8,7 @@ is, too.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise, repeat
 
 import jax
@@ -16,10 +17,14 @@ import numpy as np
 from flax import struct
 
 from stree_jax.models import Nodes, tree_nodes
+from stree_jax.models.linear import SKINNY
 
 MOST_CHILDREN = 8  # of one node of a `Budget`; sampled acceptance looks at so many
 DEEPEST = 15  # of a `Budget`: each more is a row that every step replays
 MAX_NODES = 1024  # masks grow with the square, and no measured tree has paid above 64
+MOST_SHARED = (
+    16  # nodes of a step that smaller trees take, too: not all of it is skipped
+)
 STEEPNESS = 2.0  # of `pruned`'s logistic, by level
 
 
@@ -85,10 +90,18 @@ class Beam:
 
 @struct.dataclass
 class Budget:
-    """The best `size` nodes of all candidates, at most `depth` deep, at every step."""
+    """The best `size` nodes of all candidates, at most `depth` deep, at every step.
+
+    Attributes:
+      room: nodes of the largest tree whose compiled step may be this one's, too; 0: it
+        has a step of its own.
+      partly: whether a draft may be of fewer nodes: `models.nodes.NO_NODE`.
+    """
 
     size: int = struct.field(pytree_node=False)
     depth: int = struct.field(pytree_node=False)
+    room: int = struct.field(pytree_node=False, default=0)
+    partly: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def children(self) -> int:
@@ -118,7 +131,16 @@ class Auto:
     @property
     def menu(self) -> tuple[Budget, ...]:
         """The trees, plain decoding first."""
-        return tuple(Budget(n, min(n - 1, DEEPEST)) for n in self.sizes)
+        return tuple(_budget(n) for n in self.sizes)
+
+    @property
+    def shared_menu(self) -> tuple[Budget, ...]:
+        """The same, where small trees may take the compiled step of a larger one."""
+        room = max(n for n in self.sizes if n <= MOST_SHARED or n == self.sizes[1])
+        return tuple(
+            replace(tree, room=room) if 1 < tree.size <= room else tree
+            for tree in self.menu
+        )
 
     @property
     def size(self) -> int:
@@ -137,6 +159,36 @@ class Auto:
 
 
 Topology = Tree | Beam | Budget | Auto
+
+
+def _budget(size: int, *, partly: bool = False) -> Budget:
+    return Budget(size, min(size - 1, DEEPEST), partly=partly)
+
+
+def compiled_steps(
+    menu: Sequence[Topology], rows: int
+) -> list[tuple[Topology, tuple[int, ...]]]:
+    """The trees of a menu whose steps are compiled, and whose steps they are: places.
+
+    Trees share one where kernels take all of its rows at a time.
+
+    Args:
+      rows: B.
+    """
+    steps: list[tuple[Topology, tuple[int, ...]]] = []
+    for room in dict.fromkeys(_shared(tree, rows) for tree in menu):
+        places = [k for k, tree in enumerate(menu) if _shared(tree, rows) == room]
+        if room and len(places) > 1:
+            steps.append((_budget(room, partly=True), tuple(places)))
+        else:
+            steps += [(menu[k], (k,)) for k in places]
+    return steps
+
+
+def _shared(tree: Topology, rows: int) -> int:
+    """Nodes of the step that a tree shares; 0: none."""
+    room = tree.room if isinstance(tree, Budget) else 0
+    return room if rows * room <= SKINNY else 0
 
 
 def _check_size(what: str, nodes: int) -> None:

@@ -1,0 +1,110 @@
+// What XLA calls for the heads of attention: what the projection gave, cut, rotated, and
+// rounded as caches are. Keys and values of what is no token are 0: queries look at all.
+//
+// Written for no instruction set, as norm_ffi.cc: every number is computed by itself.
+#include <algorithm>
+
+#include "work.h"
+
+#define TARGET
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+#include "bfloat16.h"
+
+inline void put(float* to, float x) { *to = x; }
+inline void put(uint16_t* to, float x) { *to = bfloat16_of(x); }
+
+// Pairs (i, i + half) turned by their angles, of one head; the rest as it is.
+template <class E>
+void turn(const float* x, const float* cos, const float* sin, int64_t half, int64_t size,
+          float multiplier, E* out) {
+  for (int64_t i = 0; i < half; i++) {
+    const float left = x[i] * multiplier, right = x[half + i] * multiplier;
+    put(out + i, left * cos[i] - right * sin[i]);
+    put(out + half + i, right * cos[i] + left * sin[i]);
+  }
+  for (int64_t i = 2 * half; i < size; i++) put(out + i, x[i] * multiplier);
+}
+
+struct Heads {
+  const float *in, *cos, *sin;  // [rows, width], [rows, half]
+  int64_t rows, width, half, size, queries, keys;
+  float key_multiplier;
+};
+
+template <class E>
+void cut_row(const Heads& h, int64_t row, float* q, E* k, E* v) {
+  const float* in = h.in + row * h.width;
+  const float *cos = h.cos + row * h.half, *sin = h.sin + row * h.half;
+  q += row * h.queries * h.size, k += row * h.keys * h.size, v += row * h.keys * h.size;
+  for (int64_t i = 0; i < h.queries; i++, in += h.size, q += h.size)
+    turn(in, cos, sin, h.half, h.size, 1.0f, q);
+  for (int64_t i = 0; i < h.keys; i++, in += h.size, k += h.size)
+    turn(in, cos, sin, h.half, h.size, h.key_multiplier, k);
+  for (int64_t i = 0; i < h.keys * h.size; i++) put(v + i, in[i]);
+}
+
+template <class E>
+void cut(ffi::ThreadPool& pool, const Heads& h, const Live& live, float* q, E* k, E* v) {
+  const int64_t bytes = 4 * h.rows * h.width;
+  const int64_t parts = std::max<int64_t>(1, std::min(h.rows, bytes / (4 * PART_BYTES)));
+  share(pool, parts, h.rows, [&](int64_t row) {
+    if (live(row)) return cut_row(h, row, q, k, v);
+    const int64_t count = h.keys * h.size;
+    std::fill_n(k + row * count, count, E{});
+    std::fill_n(v + row * count, count, E{});
+  });
+}
+
+ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> in, ffi::Buffer<ffi::F32> cos,
+                 ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> counts,
+                 ffi::ResultBuffer<ffi::F32> q,
+                 ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
+                 float key_multiplier) {
+  const auto given = in.dimensions(), asked = q->dimensions(), keys = k->dimensions();
+  const auto angles = cos.dimensions();
+  if (given.size() != 3 || asked.size() != 4 || keys.size() != 4 || angles.size() != 3)
+    return ffi::Error::InvalidArgument("want [B, T, width] and angles [B, T, pairs]");
+  const Heads h{in.typed_data(), cos.typed_data(),     sin.typed_data(),
+                given[0] * given[1], given[2], angles[2], asked[3],
+                asked[2],            keys[2],  key_multiplier};
+  if (2 * h.half > h.size || h.width != (h.queries + 2 * h.keys) * h.size)
+    return ffi::Error::InvalidArgument("want all heads, as wide as pairs of angles at least");
+  const Live live(counts, h.rows);
+  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
+  switch (k->element_type()) {
+    case ffi::F32:
+      cut(pool, h, live, q->typed_data(), static_cast<float*>(k->untyped_data()),
+          static_cast<float*>(v->untyped_data()));
+      return ffi::Error::Success();
+    case ffi::BF16:
+      cut(pool, h, live, q->typed_data(), static_cast<uint16_t*>(k->untyped_data()),
+          static_cast<uint16_t*>(v->untyped_data()));
+      return ffi::Error::Success();
+    default:
+      return ffi::Error::InvalidArgument("want keys in float32 or bfloat16");
+  }
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_heads(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Ret<ffi::AnyBuffer>()
+                                   .Attr<float>("key_multiplier")
+                                   .To(stree::heads)
+                                   .release();
+  return handler->Call(frame);
+}
