@@ -27,6 +27,7 @@ TARGETS = (
     "stree_norm",
     "stree_gate",
     "stree_heads",
+    "stree_rows",
 )
 
 
@@ -83,8 +84,8 @@ def level() -> int | None:
 
 
 def at_hand() -> bool:
-    """Whether programs that are made here are likely to run the kernels, too: an export,
-    or one for another device, may not. What goes by it costs time at most."""
+    """Whether programs that are made here are likely to run the kernels: an export, or
+    one for another device, may not. What goes by it costs time at most."""
     return level() is not None and jax.default_backend() == "cpu"
 
 

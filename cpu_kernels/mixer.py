@@ -99,6 +99,7 @@ def mixer_pass(
     *,
     options: MixerOptions,
     definition: Callable[..., Any],
+    replays: bool = True,
 ) -> tuple[jax.Array, MixerMemory]:
     """The mixer's output before out_proj [B, Tq, H * P] float32, and its new memory:
     records of this tree's T nodes, behind which those of a larger T' stay as they were.
@@ -107,12 +108,14 @@ def mixer_pass(
       zxbcdt: [B, Tq, W] float32, of the queried nodes.
       memory: the state before the path, and records of the last tree's T' nodes; of
         this tree's nodes so far if `tree.rows` says which are new.
-      definition: of the same arrays, one after another.
+      definition: of the same arrays, one after another; as the kernel.
+      replays: whether there may be a path; without one the state is only read, and what
+        stays as it is need not be copied for who wants it, too.
     """
     allowed = level()
     if allowed is None:
         raise ValueError("mixer_pass: there are no compiled kernels")
-    kernel = Kernel(options)
+    kernel = Kernel(options, replays)
     y, *kept = native_call(
         *(zxbcdt, *weights, *memory, *tree),
         kernel=kernel,
@@ -120,14 +123,17 @@ def mixer_pass(
         batched=MoreRows(kernel, SHARED),
         level=allowed,
     )
-    return y, MixerMemory(*kept)
+    state = kept[:2] if replays else memory[:2]
+    return y, MixerMemory(*state, *kept[2:])
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The compiled kernel, as a function of all arrays."""
+    """The compiled kernel, as a function of all arrays; of a state that is only read
+    nothing comes out, [B, 0]."""
 
     options: MixerOptions
+    replays: bool
 
     def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
         zxbcdt, weights, memory, tree = parted(arrays)
@@ -137,11 +143,14 @@ class Kernel:
             room = max(T, z.shape[1])
             return jax.ShapeDtypeStruct((z.shape[0], room, *z.shape[2:]), z.dtype)
 
-        whole = [jax.ShapeDtypeStruct(z.shape, z.dtype) for z in memory[:2]]
+        def state(z: jax.Array) -> jax.ShapeDtypeStruct:
+            shape = z.shape if self.replays else (z.shape[0], 0)
+            return jax.ShapeDtypeStruct(shape, z.dtype)
+
         y = jax.ShapeDtypeStruct(
             (*zxbcdt.shape[:2], memory.x.shape[2] * P), jnp.float32
         )
-        outs = [y, *whole, *map(record, memory[2:])]
+        outs = [y, *map(state, memory[:2]), *map(record, memory[2:])]
         first = 1 + len(weights)
         same = [
             i for i, z in enumerate(memory) if z.shape == outs[1 + i].shape

@@ -55,6 +55,6 @@ from stree_jax.models.state import commit as commit
 from stree_jax.models.state import grow as grow
 from stree_jax.models.state import init_records as init_records
 from stree_jax.models.state import init_state as init_state
-from stree_jax.models.state import whole_blocks as whole_blocks
 from stree_jax.models.state import shortened as shortened
+from stree_jax.models.state import whole_blocks as whole_blocks
 from stree_jax.models.state import written_over as written_over

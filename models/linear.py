@@ -128,7 +128,9 @@ def _skinny_native(rows: jax.Array, weight: jax.Array, live: jax.Array) -> jax.A
     return skinny_product(rows, weight, live, definition=_skinny_cpu)
 
 
-def _skinny_gpu(rows: jax.Array, weight: jax.Array, _: jax.Array) -> jax.Array:
+def _skinny_gpu(
+    rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
+) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:GPU streams fastest.
 
     Of one row XLA makes a product of a matrix and a vector, which it tiles badly: 22.7
@@ -140,7 +142,9 @@ def _skinny_gpu(rows: jax.Array, weight: jax.Array, _: jax.Array) -> jax.Array:
     return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
 
 
-def _skinny_cpu(rows: jax.Array, weight: jax.Array, _: jax.Array) -> jax.Array:
+def _skinny_cpu(
+    rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
+) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:CPU streams fastest.
 
     The weight stands on the left, cut into blocks of rows that the cores share. Row

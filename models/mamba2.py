@@ -131,10 +131,12 @@ def mixed(
     if mixer_unsupported(memory, tree, options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
     partly = pass_.live is not None
-    definition = Definition(c, nodes.scan, record is None, partly)
+    of_path = record is None, pending is not None
+    definition = Definition(c, nodes.scan, *of_path, partly)
     args = zxbcdt, weights, memory, tree
+    kernel = partial(mixer_pass, options=options, definition=definition)
     with jax.named_scope("mixer"):
-        y, new = mixer_pass(*args, options=options, definition=definition)
+        y, new = kernel(*args, replays=pending is not None)
     return y, MambaRecord(*new[2:]), MambaState(*new[:2])
 
 
@@ -144,7 +146,8 @@ class Definition:
 
     config: MambaConfig
     scan: Scan
-    replays: bool  # the records are those of the last tree, or there was none
+    of_last: bool  # the records are those of the last tree, or there was none
+    replays: bool  # a path of it
     partly: bool  # what descends not from itself is no node
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -158,15 +161,18 @@ class Definition:
         pass_ = Pass(
             nodes,
             tree.rows if tree.rows.size else None,
-            pending if self.replays else None,
+            pending if self.of_last else None,
             tree.length,
         )
         state = MambaState(memory.ssm, memory.conv)
-        given = None if self.replays else record
+        given = None if self.of_last else record
         args = self.config, zxbcdt, weights, pass_, state, given
         y, new, state = equations(*args)
         r = jax.tree.map(written_over, record, new)
-        return y, state.ssm, state.conv, r.x, r.dt, r.a, r.B, r.xBC
+        kept = [state.ssm, state.conv]
+        if not self.replays:
+            kept = [jnp.zeros((z.shape[0], 0), z.dtype) for z in kept]
+        return y, *kept, r.x, r.dt, r.a, r.B, r.xBC
 
 
 def equations(

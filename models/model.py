@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.cpu_kernels import table_rows
 from stree_jax.models.attention import Attention
 from stree_jax.models.config import LayerKind, ModelConfig, given
 from stree_jax.models.linear import linear
@@ -313,7 +314,7 @@ class LanguageModel(nn.Module):
         if isinstance(table, Quantized):
             h = table.rows(ids)
         else:
-            h = table[ids].astype(jnp.float32)
+            h = table_rows(table, ids, definition=_looked_up)
         if n > 1:
             h = total(jnp.where(here[..., None], h, 0.0), n)
         return h * self.config.embedding_multiplier
@@ -357,6 +358,10 @@ class LanguageModel(nn.Module):
             empty = init_state(of_mtp, tokens.shape[0], 1, self.dtype)
             hidden = self.predict(tokens, hidden, nodes, empty)[0]
         return self.head(hidden)
+
+
+def _looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return table[ids].astype(jnp.float32)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:

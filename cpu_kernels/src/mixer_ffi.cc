@@ -54,7 +54,10 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
             past_a.typed_data(), past_x.dimensions()[1]};
   s.now = {x->untyped_data(), B->untyped_data(), dt_out, a_out, x->dimensions()[1]};
   s.D = D.typed_data();
-  s.h0 = h0.typed_data(), s.h = h->typed_data(), s.y = y->typed_data();
+  // A state that is only read has no array of its own to come out in.
+  const bool reads = h->element_count() == 0;
+  s.h0 = h0.typed_data(), s.h = reads ? h0.typed_data() : h->typed_data();
+  s.y = y->typed_data();
   s.path = path.typed_data(), s.length = length.typed_data();
   s.rows = partly ? rows.typed_data() : nullptr;
   s.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
@@ -68,11 +71,13 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
   m.dt_bias = dt_bias.typed_data(), m.A_log = A_log.typed_data();
   m.window = window.typed_data();
   m.conv0 = conv0.untyped_data(), m.past_xBC = past_xBC.untyped_data();
-  m.conv = conv->untyped_data(), m.x = x->untyped_data(), m.B = B->untyped_data();
+  m.conv = reads ? conv0.untyped_data() : conv->untyped_data(), m.x = x->untyped_data(), m.B = B->untyped_data();
   m.xBC = xBC->untyped_data(), m.dt = dt_out, m.a = a_out;
   m.eps = eps, m.least_dt = least_dt, m.most_dt = most_dt;
   m.weights_bf16 = !weights_wide;
   count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
+  for (int64_t b = 0; reads && b < s.batch; b++)
+    if (s.length[b] > 0) return ffi::Error::InvalidArgument("a path wants a state to go to");
   if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
   if (partly || s.now.room > T) {
     keep(past_x, x), keep(past_B, B), keep(past_xBC, xBC);

@@ -7,12 +7,22 @@ import numpy as np
 import pytest
 from jax import lax
 
+from stree_jax.cpu_kernels import accept_greedy
 from stree_jax.models import tree_nodes
-from stree_jax.models.nodes import _tree_tables
+from stree_jax.models.nodes import NO_NODE, _tree_tables
 from stree_jax.speculation import layout, pool
+from stree_jax.speculation.accept import _likeliest
 from stree_jax.speculation.best_first import nothing_grown, with_level
+from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.lookup import History, look_up
-from stree_jax.speculation.pool import KINDS, Pool, best_tree, merged, no_candidates
+from stree_jax.speculation.pool import (
+    KINDS,
+    Pool,
+    best_tree,
+    merged,
+    no_candidates,
+    without_rest,
+)
 from stree_jax.speculation.tree import Auto, Beam, Budget, chain
 from tests.support.native import built, use
 from tests.support.reference import random_parents
@@ -202,3 +212,60 @@ def test_rows_may_be_mapped(rng, monkeypatch):
     mapped = jax.vmap(found)(text, length, probability)
     each = [found(*args) for args in zip(text, length, probability, strict=True)]
     np.testing.assert_allclose(mapped, jnp.stack(each), rtol=1e-6)
+
+
+@pytest.mark.parametrize("taps", [1, 4])
+def test_rows_that_are_no_nodes(taps, rng, both):
+    parents = random_parents(rng, 3, 9)
+    for row, count in enumerate((9, 4, 1)):
+        parents[row, count:] = NO_NODE
+    args = jnp.asarray(parents)
+    assert_same(*both(lambda z: tree_nodes(z, taps, partly=True), args))
+    tree = Budget(9, 8)
+    assert_same(*both(lambda z: layout.tree_layout(tree, z), args))
+
+
+def likely_draft(rng, size, scores):
+    """A draft most of whose tokens are the likeliest after their parents."""
+    B, V = scores.shape[0], scores.shape[2]
+    parents = random_parents(rng, B, size)
+    best = np.argmax(scores, axis=-1)
+    tokens = np.take_along_axis(best, np.maximum(parents, 0), axis=1)
+    tokens = np.where(rng.random(parents.shape) < 0.3, rng.integers(0, V), tokens)
+    made = layout.tree_layout(Budget(size, size - 1), jnp.asarray(parents))
+    return Draft(made, jnp.asarray(tokens, jnp.int32))
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 24])
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 131])
+def test_greedy_paths(size, vocabulary, rng, both):
+    """With equal scores, with minus infinity, without rows behind a count, and with
+    scores of tokens that only pad the vocabulary."""
+    scores = rng.standard_normal((4, size, vocabulary + 3)).round(1).astype(np.float32)
+    scores[..., vocabulary:] = 99.0
+    scores[1, :, ::2] = -np.inf
+    draft = likely_draft(rng, size, scores[..., :vocabulary])
+    less = without_rest(draft, jnp.int32(max(size - 3, 1)))
+
+    def accept(draft, scores):
+        arrays = draft.tokens, draft.layout.parents, draft.layout.depth
+        return accept_greedy(
+            *(scores, *arrays, draft.layout.paths),
+            vocabulary=vocabulary,
+            definition=_likeliest(vocabulary),
+        )
+
+    for one in (draft, less):
+        assert_same(*both(accept, one, jnp.asarray(scores)))
+
+
+def test_the_first_of_what_is_no_number(both):
+    scores = jnp.zeros((1, 1, 40)).at[0, 0, 7].set(jnp.nan).at[0, 0, 33].set(jnp.nan)
+    draft = only_root(jnp.zeros((1,), jnp.int32))
+    shape = draft.layout.parents, draft.layout.depth, draft.layout.paths
+
+    def accept(scores):
+        how = {"vocabulary": 40, "definition": _likeliest(40)}
+        return accept_greedy(scores, draft.tokens, *shape, **how)[2]
+
+    assert_same(*both(accept, scores))

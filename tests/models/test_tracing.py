@@ -28,7 +28,7 @@ def traced(monkeypatch):
 
     for where, name in (
         (mamba2, "mixed"),
-        (attention, "split_heads"),
+        (attention, "angles"),
         (state, "replay"),
         (state, "append_rows"),
     ):
@@ -67,7 +67,7 @@ def test_layers_of_a_kind_are_traced_once(traced, name, layers, kinds):
     model = deep(name, 4 * layers)
     traced.clear()  # of making parameters, where every layer is another
     jax.eval_shape(tree_and_commit, model)
-    passes = {"mixed": kinds, "split_heads": kinds}
+    passes = {"mixed": kinds, "angles": kinds}
     assert traced == passes | {"replay": 1, "append_rows": 2}
 
 

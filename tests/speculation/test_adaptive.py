@@ -62,7 +62,8 @@ def test_auto_is_the_default_where_the_rule_allows_it(target, drafter):
         _, plan = begin(target, [[3]], max_new_tokens=1, **options)
         return plan.spec.policy.menu
 
-    assert menu(drafter=drafter) == menu(drafter="lookup") == Auto().menu
+    trees = (Auto().menu, Auto().shared_menu)
+    assert menu(drafter=drafter) == menu(drafter="lookup") in trees
     assert menu(drafter=drafter, rule="mss") == (resolve_tree("E"),)
     assert menu(drafter=drafter, rule="naive/iid") == (resolve_tree("E"),)
     for tree in ("auto", TREE):

@@ -1,0 +1,62 @@
+// What XLA calls for rows of a table, such as an embedding.
+//
+// Written for no instruction set: a row is copied, or its numbers are widened.
+#include <algorithm>
+
+#include "work.h"
+
+#define TARGET
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+#include "bfloat16.h"
+
+inline float widened(float value) { return value; }
+
+template <class E>
+void copy_row(const E* from, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; i++) to[i] = widened(from[i]);
+}
+
+// As in JAX a row below 0 is counted from the end, and one outside is the nearest.
+ffi::Error rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> ids,
+                ffi::ResultBuffer<ffi::F32> out) {
+  const auto shape = table.dimensions();
+  if (shape.size() != 2 || shape[0] < 1 ||
+      static_cast<int64_t>(out->element_count()) !=
+          static_cast<int64_t>(ids.element_count()) * shape[1])
+    return ffi::Error::InvalidArgument("want a table [V, d], ids and room for their rows");
+  const int64_t V = shape[0], d = shape[1];
+  const auto copy = [&](const auto* numbers) {
+    for (int64_t i = 0; i < static_cast<int64_t>(ids.element_count()); i++) {
+      const int64_t id = ids.typed_data()[i], from = id < 0 ? id + V : id;
+      const int64_t row = std::clamp<int64_t>(from, 0, V - 1);
+      copy_row(numbers + row * d, d, out->typed_data() + i * d);
+    }
+    return ffi::Error::Success();
+  };
+  switch (table.element_type()) {
+    case ffi::F32:
+      return copy(static_cast<const float*>(table.untyped_data()));
+    case ffi::BF16:
+      return copy(static_cast<const uint16_t*>(table.untyped_data()));
+    default:
+      return ffi::Error::InvalidArgument("want a table in float32 or bfloat16");
+  }
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_rows(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Arg<ffi::AnyBuffer>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .To(stree::rows)
+                                   .release();
+  return handler->Call(frame);
+}

@@ -1,0 +1,149 @@
+"""Rows behind those that are tokens: nothing is computed of them, and nothing of what
+they hold comes into others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.cpu_kernels import HeadOptions, silu_gated, table_rows, turned_heads
+from stree_jax.models.attention import Heads, angles
+from stree_jax.models.config import AttentionConfig, Rope
+from stree_jax.models.linear import linear
+from stree_jax.models.mlp import activate_gated
+from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.quantized import quantize
+from tests.support.native import built, each_level, use
+from tests.support.reference import assert_near
+
+pytestmark = built
+T, D = 5, 24
+COUNTS = [[5], [2], [0], [3, 5], [0, 4], [1, 0, 2]]  # of one row of a batch, two, three
+
+
+def some(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def functions(rng):
+    """What takes rows [B, T, ..] and counts, by name."""
+    weight, scale = some(rng, 40, D), some(rng, D)
+    config = AttentionConfig(2, 1, 6, rope=Rope(theta=20.0, dim=4))
+    cut = Heads(config, jnp.bfloat16)
+
+    def heads(x, live):
+        place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], x.shape[:2])
+        return turned_heads(
+            x, *angles(place, config.rope), cut.options, live, definition=cut
+        )
+
+    made = {
+        "norm": lambda x, live: scaled_rms_norm(x, scale, ScaledNorm(1e-5), live),
+        "gate": lambda x, live: activate_gated(x, "silu", 0.5, live),
+        "heads": heads,
+    }
+    for kind in (weight, weight.astype(jnp.bfloat16), quantize(weight)):
+        name = f"linear {getattr(kind, 'dtype', 'int8')}"
+        made[name] = lambda x, live, kind=kind: linear(x, kind, live=live)
+    return made
+
+
+@each_level
+def test_rows_that_count_are_as_if_alone(level, monkeypatch):
+    use(monkeypatch, level)
+    rng = np.random.default_rng(0)
+    for name, function in functions(rng).items():
+        run = jax.jit(function)
+        for counts in COUNTS:
+            x = some(rng, len(counts), T, D)
+            counts = np.asarray(counts, np.int32)
+            real = np.arange(T)[None] < counts[:, None]
+            strange = jnp.where(real[..., None], x, jnp.nan)
+            ours, wanted = run(strange, jnp.asarray(counts)), run(x, None)
+            for mine, other in zip(*map(jax.tree.leaves, (ours, wanted)), strict=True):
+                np.testing.assert_array_equal(mine[real], other[real], err_msg=name)
+
+
+def test_keys_behind_them_are_0():
+    rng = np.random.default_rng(1)
+    run, counts = jax.jit(functions(rng)["heads"]), jnp.asarray([2, 4], jnp.int32)
+    _, k, v = run(jnp.full((2, T, D), jnp.nan), counts)
+    for z in (k, v):
+        assert (z[0, 2:] == 0).all() and (z[1, 4:] == 0).all()
+
+
+def test_counts_may_be_mapped():
+    rng = np.random.default_rng(2)
+    x, counts = some(rng, 3, 2, T, D), jnp.asarray([[1, 5], [0, 3], [4, 2]], jnp.int32)
+    real = np.arange(T) < np.asarray(counts)[..., None]
+    for name, function in functions(rng).items():
+        mapped, alone = jax.jit(jax.vmap(function)), jax.jit(jax.vmap(function))
+        ours, wanted = mapped(x, counts), alone(x, None)
+        for mine, other in zip(*map(jax.tree.leaves, (ours, wanted)), strict=True):
+            np.testing.assert_array_equal(mine[real], other[real], err_msg=name)
+
+
+def test_other_counts_than_rows_are_refused():
+    x, counts = jnp.ones((2, T, D)), jnp.ones((3,), jnp.int32)
+    for name, function in functions(np.random.default_rng(3)).items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match="want counts"):
+            jax.block_until_ready(jax.jit(function)(x, counts))
+            pytest.fail(name)
+
+
+@each_level
+@pytest.mark.parametrize("size", [1, 7, 16, 131])
+def test_gates_are_the_definitions(level, size, monkeypatch):
+    """To the rounding of an exp and three products, also where silu is nearly 0."""
+    rng = np.random.default_rng(size)
+    h = 20 * some(rng, 2, 3, 2 * size)
+    use(monkeypatch, level)
+    run = jax.jit(lambda h: activate_gated(h, "silu", 0.25))
+    assert "stree_gate" in run.lower(h).as_text()
+    gate, up = np.split(np.asarray(h, np.float64), 2, axis=-1)
+    gate = 0.25 * gate
+    np.testing.assert_allclose(run(h), gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
+    big = jnp.full((1, 1, 2), 1e4).at[..., 0].set(-1e4)
+    assert jnp.isfinite(run(big)).all()
+
+
+@pytest.mark.parametrize("rope", [None, Rope(theta=20.0, dim=8), Rope(50.0, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_are_the_definitions(rope, dtype):
+    config = AttentionConfig(3, 2, 8, rope=rope, key_multiplier=0.5)
+    rng = np.random.default_rng(4)
+    qkv, place = some(rng, 2, T, 7 * 8), jnp.arange(2 * T, dtype=jnp.int32)
+    turns = angles(place.reshape(2, T), rope)
+    cut = Heads(config, jnp.dtype(dtype))
+    assert isinstance(cut.options, HeadOptions)
+    run = jax.jit(lambda *a: turned_heads(*a, cut.options, definition=cut))
+    assert "stree_heads" in run.lower(qkv, *turns).as_text()
+    wanted = jax.jit(cut)(qkv, *turns, jnp.zeros((0,), jnp.int32))
+    for mine, other in zip(run(qkv, *turns), wanted, strict=True):
+        assert mine.dtype == other.dtype and mine.shape == other.shape
+        assert_near(mine, other, 1e-6 if mine.dtype == jnp.float32 else 2.0**-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_table(dtype):
+    """Also the ones that are not there: from the end, or the nearest, as in JAX."""
+    rng = np.random.default_rng(5)
+    table = some(rng, 9, 13).astype(dtype)
+    ids = jnp.asarray([[0, 8, 3], [-1, -9, 9], [100, -100, 3]], jnp.int32)
+
+    def looked_up(table, ids):
+        return table[ids].astype(jnp.float32)
+
+    run = jax.jit(lambda *a: table_rows(*a, definition=looked_up))
+    assert "stree_rows" in run.lower(table, ids).as_text()
+    np.testing.assert_array_equal(run(table, ids), jax.jit(looked_up)(table, ids))
+    mapped = jax.vmap(lambda ids: table_rows(table, ids, definition=looked_up))
+    np.testing.assert_array_equal(jax.jit(mapped)(ids), looked_up(table, ids))
+    of_none = table_rows(table, ids[:0], definition=looked_up)
+    assert of_none.shape == (0, 3, 13)
+
+
+def test_gates_of_other_shapes_are_left_to_xla():
+    h = jnp.ones((4,))
+    done = silu_gated(h, 1.0, definition=lambda h: h[:2])
+    np.testing.assert_array_equal(done, h[:2])
