@@ -28,6 +28,8 @@ TARGETS = (
     "stree_gate",
     "stree_heads",
     "stree_rows",
+    "stree_noise",
+    "stree_best",
 )
 
 

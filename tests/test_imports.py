@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "stree_jax.convert",
         "stree_jax.cpu_kernels",
     },
-    "stree_jax.sampling": {"stree_jax.models"},
+    "stree_jax.sampling": {"stree_jax.models", "stree_jax.cpu_kernels"},
     "stree_jax.speculation": {
         "stree_jax.models",
         "stree_jax.sampling",

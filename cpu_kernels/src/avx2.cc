@@ -121,6 +121,7 @@ TARGET inline void turn_block(__m256 (&x)[Float32::step]) {
 #include "mixer_body.h"
 #include "attention_body.h"
 #include "gate_body.h"
+#include "noise_body.h"
 
 }  // namespace
 
@@ -129,7 +130,8 @@ const Kernels& avx2() {
                                    int8_kernel<Int8>(), scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
                                    attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>(), gate_row};
+                                   attention_kernel<Bfloat16>(), gate_row,
+                                   noise_row, best_row};
   return kernels;
 }
 

@@ -17,6 +17,7 @@ namespace {
 #include "mixer_body.h"
 #include "attention_body.h"
 #include "gate_body.h"
+#include "noise_body.h"
 
 }  // namespace
 
@@ -25,7 +26,8 @@ const Kernels& avx512() {
                                    ProductKernel{}, scan_kernel<Float32>(),
                                    mixer_kernel<Float32>(),
                                    attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>(), gate_row};
+                                   attention_kernel<Bfloat16>(), gate_row,
+                                   noise_row, best_row};
   return kernels;
 }
 

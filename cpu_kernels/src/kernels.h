@@ -131,6 +131,12 @@ struct Kernels {
   AttentionKernel attention, attention_bfloat16;
   // out [size] = silu(multiplier * gate) * up, of gate and up one after the other.
   void (*gate)(const float* in, int64_t size, float multiplier, float* out);
+  // Numbers [begin, end) of the noise of a key that is folded with `count` numbers.
+  void (*noise)(const uint32_t* key, const int32_t* numbers, int64_t count, int64_t begin,
+                int64_t end, float* out);
+  // The W largest of `size` scores, their places, log sum exp.
+  void (*best)(const float* scores, int64_t size, int64_t W, float* best, int32_t* place,
+               float* total);
 };
 
 // Each in a file of its own, compiled for its instructions; called only where the

@@ -64,6 +64,27 @@ struct Lanes {
   TARGET static inline F fma(F a, F b, F c) { return Float32::dot(c, a, b); }
   TARGET static inline F fma(F a, float b, F c) { return fma(a, F{} + b, c); }
 
+  // Within 2 units in the last place, of normal numbers above 0; as Cephes' logf.
+  TARGET static inline F log(F x) {
+    const I bits = (I)x;
+    const F half = (F)((bits & 0x007FFFFF) | 0x3F000000);  // [0.5, 1)
+    const I low = half < F{} + 0.707106781f;               // -1 where it is
+    const F e = __builtin_convertvector((bits >> 23) - 126 + low, F);
+    const F m = half - 1.0f + (F)((I)half & low);
+    F y = fma(m, 7.0376836292e-2f, F{} - 1.1514610310e-1f);
+    y = fma(y, m, F{} + 1.1676998740e-1f);
+    y = fma(y, m, F{} - 1.2420140846e-1f);
+    y = fma(y, m, F{} + 1.4249322787e-1f);
+    y = fma(y, m, F{} - 1.6668057665e-1f);
+    y = fma(y, m, F{} + 2.0000714765e-1f);
+    y = fma(y, m, F{} - 2.4999993993e-1f);
+    y = fma(y, m, F{} + 3.3333331174e-1f);
+    const F square = m * m;
+    y = fma(e, -2.12194440e-4f, y * m * square);
+    y = fma(square, -0.5f, y);
+    return fma(e, 0.693359375f, m + y);
+  }
+
   TARGET static inline F silu(F x) { return x / (exp(-x) + 1.0f); }
 
   // log(1 + u) for u in [0, 1], within 3 units in the last place.

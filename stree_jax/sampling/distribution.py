@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.sampling import threefry
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
-from stree_jax.sampling.threefry import fold_in, gumbel
+from stree_jax.sampling.threefry import fold_in
 
 # What a random number is for: each purpose has a stream of its own.
 NOISE, DRAFT, ACCEPT = 0, 1, 2
@@ -151,7 +152,10 @@ class Distribution:
 
         It belongs to a place of the output: plain decoding finds the same there.
         """
-        return self.gumbel(self.keys(NOISE, depth))
+        assert self.sampling is not None  # greedy rows draw nothing
+        place = self.output_place + depth
+        numbers = jnp.stack([jnp.full_like(place, NOISE), place], axis=1)
+        return self._noise(self.sampling.key, numbers)
 
     def gumbel(self, keys: jax.Array) -> jax.Array:
         """Gumbel noise [B, ..., V] of keys [B, ...]; 0 for greedy rows.
@@ -160,10 +164,15 @@ class Distribution:
         replacement in the order they were drawn, and for greedy rows both are just the
         most probable tokens.
         """
+        flat = keys.reshape(-1)
+        return self._noise(keys, jnp.zeros((flat.shape[0], 0), jnp.int32))
+
+    def _noise(self, keys: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Noise [B, ..., V] of keys [B, ...] folded with their numbers [n, k]."""
         assert self.sampling is not None
-        V = self.num_tokens
-        draw = jax.vmap(lambda key: gumbel(key, V))
-        noise = draw(keys.reshape(-1)).reshape(*keys.shape, V)
+        words = jax.random.key_data(keys.reshape(-1))
+        noise = threefry.noise(words, numbers, self.num_tokens)
+        noise = noise.reshape(*keys.shape, self.num_tokens)
         greedy = self.sampling.greedy.reshape(-1, *[1] * (noise.ndim - 1))
         return jnp.where(greedy, 0.0, noise)
 

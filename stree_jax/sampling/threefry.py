@@ -7,8 +7,13 @@ The rounds written out are one operation, 0.15 ms. (Threefry-2x32 with 20 rounds
 et al., Parallel random numbers: as easy as 1, 2, 3, 2011.)
 """
 
+from collections.abc import Callable
+from functools import cache, reduce
+
 import jax
 import jax.numpy as jnp
+
+from stree_jax import cpu_kernels
 
 PARITY = 0x1BD11BDA
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -51,6 +56,25 @@ def gumbel(key: jax.Array, size: int) -> jax.Array:
     tiny = float(jnp.finfo(jnp.float32).tiny)
     uniform = jnp.maximum((uniform - 1.0) * (1.0 - tiny) + tiny, tiny)
     return -jnp.log(-jnp.log(uniform))
+
+
+def noise(words: jax.Array, numbers: jax.Array, size: int) -> jax.Array:
+    """`gumbel` [n, size] of keys, each folded with its numbers in turn.
+
+    Args:
+      words: [n, 2] uint32, of Threefry keys.
+      numbers: [n, k] int32.
+    """
+    return cpu_kernels.gumbel_noise(words, numbers, size, definition=_noise(size))
+
+
+@cache
+def _noise(size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def one(words: jax.Array, numbers: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return gumbel(reduce(fold_in, numbers, key), size)
+
+    return jax.vmap(one)
 
 
 def _words(key: jax.Array) -> tuple[jax.Array, jax.Array]:

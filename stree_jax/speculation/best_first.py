@@ -28,6 +28,7 @@ from stree_jax.models import (
     logits_of,
     param_dtype,
 )
+from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.calibration import LOGIT_STEP, model_kind
@@ -178,8 +179,7 @@ def best_first(
         scores = dist.scores(logits, depths, text[:, :Q], normalised=False)
         if dist.sampling is not None and rule.drafting == "coupled":
             scores = scores + dist.noise(d)[:, None]
-        best, guess = lax.top_k(scores, W)
-        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        best, guess, total = best_scores(scores, W)
         return with_level(grown, best, guess, total, probability)
 
     def level(grown: Grown) -> Grown:

@@ -26,6 +26,7 @@ from stree_jax.models import (
     param_dtype,
     read_text,
 )
+from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import DRAFT, Distribution
 from stree_jax.sampling.threefry import fold_in
 from stree_jax.speculation.accept import Drafting, Rule
@@ -304,10 +305,10 @@ def draw_children(
       noise: [B, I or 1, V] float32, if coupled, after each of the nodes.
     """
     if dist.sampling is None or drafting == "top_k":
-        return lax.top_k(z, count)[1]
+        return best_scores(z, count)[1]
     if drafting == "coupled":
         assert noise is not None  # who calls has it
-        return lax.top_k(z + noise, count)[1]
+        return best_scores(z + noise, count)[1]
     by_node = jax.vmap(fold_in, in_axes=(None, 0))
     step = dist.keys(DRAFT, jnp.int32(0))
     keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, I]

@@ -1,0 +1,92 @@
+"""Gumbel noise, and the best of many scores: `src/noise_ffi.cc`.
+
+XLA writes Threefry's twenty rounds and two logarithms out number by number, and looks
+for the best and for the sum of exponentials in four operations. The bits of noise are
+those of `jax.random` up to a few units in the last place of its logarithms.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+
+
+@dataclass(frozen=True)
+class _Noise:
+    size: int
+
+    def __call__(
+        self, words: jax.Array, numbers: jax.Array, *, level: int
+    ) -> jax.Array:
+        out = jax.ShapeDtypeStruct((words.shape[0], self.size), jnp.float32)
+        call = jax.ffi.ffi_call("stree_noise", out)
+        return call(words, numbers, level=np.int64(level))
+
+
+def gumbel_noise(
+    words: jax.Array,
+    numbers: jax.Array,
+    size: int,
+    *,
+    definition: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Noise [n, size] float32 of keys, each folded with its numbers in turn.
+
+    Args:
+      words: [n, 2] uint32, of Threefry keys.
+      numbers: [n, k] int32; k may be 0.
+      definition: of both; what runs where no kernel can.
+    """
+    allowed = level()
+    if allowed is None or 0 in (words.shape[0], size):
+        return definition(words, numbers)
+    kernel = _Noise(size)
+    (out,) = native_call(
+        *(words, numbers),
+        kernel=kernel,
+        definition=definition,
+        batched=MoreRows(kernel),
+        level=allowed,
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class _Best:
+    count: int
+
+    def __call__(self, scores: jax.Array, *, level: int) -> Sequence[jax.Array]:
+        shape = *scores.shape[:-1], self.count
+        values = jax.ShapeDtypeStruct(shape, jnp.float32)
+        places = jax.ShapeDtypeStruct(shape, jnp.int32)
+        totals = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.float32)
+        call = jax.ffi.ffi_call("stree_best", (values, places, totals))
+        return call(scores, level=np.int64(level))
+
+
+def best_scores(
+    scores: jax.Array, count: int, *, definition: Callable[..., Any]
+) -> Sequence[jax.Array]:
+    """The largest [..., count] of scores [..., V], their places, of equals the first,
+    and the logarithm of the sum of exponentials [..., 1].
+
+    Args:
+      definition: of the scores; what runs where no kernel can.
+    """
+    allowed = level()
+    if allowed is None or scores.ndim < 2 or scores.size == 0:
+        return definition(scores)
+    kernel = _Best(count)
+    return native_call(
+        scores,
+        kernel=kernel,
+        definition=definition,
+        batched=MoreRows(kernel),
+        level=allowed,
+    )

@@ -1,0 +1,93 @@
+// Gumbel noise, and the best of many scores; after lanes.h.
+
+// The first of two random words of Threefry-2x32 with 20 rounds, and the second: of
+// stree_jax/sampling/threefry.py.
+template <class U>
+TARGET inline void threefry(uint32_t first, uint32_t second, U& a, U& b) {
+  constexpr int distances[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t words[3] = {first, second, first ^ second ^ 0x1BD11BDAu};
+  a = a + words[0], b = b + words[1];
+#pragma GCC unroll 5
+  for (uint32_t group = 0; group < 5; group++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      const int distance = distances[group % 2][i];
+      a = a + b;
+      b = (b << distance) | (b >> (32 - distance));
+      b = b ^ a;
+    }
+    a = a + words[(group + 1) % 3];
+    b = b + (words[(group + 2) % 3] + group + 1);
+  }
+}
+
+TARGET inline void fold_in(uint32_t (&key)[2], int32_t number) {
+  uint32_t a = 0, b = static_cast<uint32_t>(number);
+  threefry(key[0], key[1], a, b);
+  key[0] = a, key[1] = b;
+}
+
+// Numbers [begin, end) of the noise of a key.
+TARGET inline void gumbel(const uint32_t (&key)[2], int64_t begin, int64_t end,
+                          float* out) {
+  using V = Lanes;
+  V::U place;
+  for (int i = 0; i < V::W; i++) place[i] = static_cast<uint32_t>(i);
+  const V::F tiny = V::F{} + 1.17549435e-38f;
+  for (int64_t i = begin; i < end; i += V::W) {
+    V::U a{}, b = place + static_cast<uint32_t>(i);
+    threefry(key[0], key[1], a, b);
+    const V::U bits = ((a ^ b) >> 9) | 0x3F800000u;  // of a float in [1, 2)
+    V::F uniform = ((V::F)bits - 1.0f) + tiny;
+    uniform = uniform > tiny ? uniform : tiny;
+    V::store(out + i, -V::log(-V::log(uniform)), end - i);
+  }
+}
+
+TARGET inline void noise_row(const uint32_t* key, const int32_t* numbers, int64_t count,
+                             int64_t begin, int64_t end, float* out) {
+  uint32_t own[2] = {key[0], key[1]};
+  for (int64_t i = 0; i < count; i++) fold_in(own, numbers[i]);
+  gumbel(own, begin, end, out);
+}
+
+// The W largest of `size` scores, best first, of equals the first, and where they are; and
+// the logarithm of the sum of all exponentials.
+TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float* best,
+                            int32_t* place, float* total) {
+  using V = Lanes;
+  constexpr float NONE = -__builtin_inff();
+  V::F top = V::F{} + NONE;
+  for (int64_t i = 0; i < size; i += V::W) {
+    if (size - i < V::W) {  // what is past the end counts as 0 elsewhere
+      for (int64_t j = i; j < size; j++) top[0] = scores[j] > top[0] ? scores[j] : top[0];
+      break;
+    }
+    const V::F z = V::load(scores + i, V::W);
+    top = z > top ? z : top;
+  }
+  float most = NONE;
+  for (int i = 0; i < V::W; i++) most = top[i] > most ? top[i] : most;
+  const float from = most > NONE ? most : 0.0f;
+  V::F sums = V::F{};
+  int64_t found = 0;
+  for (int64_t i = 0; i < size; i += V::W) {
+    const int64_t count = size - i < V::W ? size - i : V::W;
+    V::F z = V::load(scores + i, count);
+    for (int64_t j = count; j < V::W; j++) z[j] = NONE;
+    sums += V::exp(z - from);
+    const float least = found < W ? NONE : best[W - 1];
+    bool better = found < W;
+    const V::I higher = z > V::F{} + least;
+    for (int j = 0; j < V::W; j++) better |= higher[j] != 0;
+    if (!better) continue;
+    for (int64_t j = 0; j < count; j++) {
+      const float x = scores[i + j];
+      if (found == W && !(x > best[W - 1])) continue;
+      int64_t at = found < W ? found++ : W - 1;
+      for (; at > 0 && x > best[at - 1]; at--) best[at] = best[at - 1], place[at] = place[at - 1];
+      best[at] = x, place[at] = static_cast<int32_t>(i + j);
+    }
+  }
+  *total = V::log(V::F{} + V::sum(sums))[0] + from;
+}

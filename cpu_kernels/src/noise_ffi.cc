@@ -1,0 +1,76 @@
+// What XLA calls for noise, and for the best of many scores.
+#include <algorithm>
+
+#include "levels.h"
+#include "work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+constexpr int64_t NUMBERS = 1 << 14;  // of noise: fewer are not worth a hand-over
+
+ffi::Error noise(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
+                 ffi::Buffer<ffi::S32> numbers, ffi::ResultBuffer<ffi::F32> out,
+                 int64_t level) {
+  const auto shape = keys.dimensions(), folds = numbers.dimensions();
+  if (shape.size() != 2 || shape[1] != 2 || folds.size() != 2 || folds[0] != shape[0])
+    return ffi::Error::InvalidArgument("want keys [n, 2] and numbers [n, ..]");
+  const int64_t size = out->dimensions()[1], cuts = (size + NUMBERS - 1) / NUMBERS;
+  const Kernels& kernels = kernels_of(level);
+  const int64_t pieces = shape[0] * cuts;
+  const int64_t parts = std::max<int64_t>(1, std::min(pieces, shape[0] * size / NUMBERS));
+  share(pool, parts, pieces, [&](int64_t i) {
+    const int64_t row = i / cuts, begin = i % cuts * NUMBERS;
+    kernels.noise(keys.typed_data() + 2 * row, numbers.typed_data() + row * folds[1],
+                  folds[1], begin, std::min(begin + NUMBERS, size),
+                  out->typed_data() + row * size);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores,
+                ffi::ResultBuffer<ffi::F32> values, ffi::ResultBuffer<ffi::S32> places,
+                ffi::ResultBuffer<ffi::F32> totals, int64_t level) {
+  const auto shape = scores.dimensions(), asked = values->dimensions();
+  if (shape.size() == 0 || asked.size() != shape.size() || asked.back() > shape.back())
+    return ffi::Error::InvalidArgument("want scores [.., V], and no more than V of them");
+  const int64_t V = shape.back(), W = asked.back();
+  const int64_t rows = static_cast<int64_t>(totals->element_count());
+  const Kernels& kernels = kernels_of(level);
+  const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * V / NUMBERS));
+  share(pool, parts, rows, [&](int64_t i) {
+    kernels.best(scores.typed_data() + i * V, V, W, values->typed_data() + i * W,
+                 places->typed_data() + i * W, totals->typed_data() + i);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_noise(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::U32>>()
+                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<int64_t>("level")
+                                   .To(stree::noise)
+                                   .release();
+  return handler->Call(frame);
+}
+
+STREE_PUBLIC XLA_FFI_Error* stree_best(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<int64_t>("level")
+                                   .To(stree::best)
+                                   .release();
+  return handler->Call(frame);
+}
