@@ -89,5 +89,5 @@ TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float*
       best[at] = x, place[at] = static_cast<int32_t>(i + j);
     }
   }
-  *total = V::log(V::F{} + V::sum(sums))[0] + from;
+  *total = most > NONE ? V::log(V::F{} + V::sum(sums))[0] + from : most;
 }

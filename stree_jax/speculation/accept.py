@@ -413,7 +413,8 @@ def accept_path(
         drafted = jnp.take_along_axis(drafts, child, axis=1)[:, 0]
         token = jnp.where(taken >= 0, drafted, token)
         found = Accepted(node, walking.astype(jnp.int32), token, margin)
-        out = jax.tree.map(lambda old, new: old.at[:, depth].set(new), out, found)
+        write = partial(lax.dynamic_update_index_in_dim, index=depth, axis=1)
+        out = jax.tree.map(write, out, found)
         walking = walking & (taken >= 0)
         node = jnp.take_along_axis(children, child, axis=1)[:, 0]
         node = jnp.where(walking, node, 0)

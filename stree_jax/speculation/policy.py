@@ -22,7 +22,8 @@ class Policy(Protocol):
     def menu(self) -> tuple[Topology, ...]:
         """The trees; their number and sizes are static.
 
-        Each has a compiled step of its own. Plain decoding is `chain(0)`.
+        Each has a compiled step, of its own or in the room of a larger one:
+        `tree.compiled_steps`. Plain decoding is `chain(0)`.
         """
         ...
 

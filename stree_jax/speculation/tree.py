@@ -114,7 +114,7 @@ class Auto:
     """Trees that fit the moment: which nodes, and how many, is chosen at every step.
 
     Attributes:
-      sizes: nodes that a tree may have, each with a compiled step; 1 is plain decoding.
+      sizes: nodes that a tree may have; 1 is plain decoding.
     """
 
     sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 8, 16))

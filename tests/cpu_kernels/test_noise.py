@@ -1,0 +1,75 @@
+"""Noise of the compiled kernels is that of `jax.random`, and the best are the best."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.sampling.best import _definition, best_scores
+from stree_jax.sampling.threefry import noise
+from tests.support.native import built, each_level, use
+
+pytestmark = built
+
+
+def keys_and_numbers(seed, folds):
+    words = jax.random.key_data(jax.random.split(jax.random.key(seed), 5))
+    numbers = np.random.default_rng(seed).integers(0, 2**31 - 1, (5, folds))
+    return words, jnp.asarray(numbers, jnp.int32)
+
+
+def of_jax(words, numbers, size):
+    def one(words, numbers):
+        key = jax.random.wrap_key_data(words)
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return jax.random.gumbel(key, (size,))
+
+    return jax.jit(jax.vmap(one))(words, numbers)
+
+
+@each_level
+@pytest.mark.parametrize("size", [1, 16, 47, 20000])  # the last is cut for threads
+@pytest.mark.parametrize("folds", [0, 2])
+def test_noise_is_that_of_jax(level, size, folds, monkeypatch):
+    """Two logarithms round by two units each; the second's, of noise near 0, too."""
+    use(monkeypatch, level)
+    args = keys_and_numbers(size, folds)
+    run = jax.jit(lambda *args: noise(*args, size))
+    assert "stree_noise" in run.lower(*args).as_text()
+    ours, wanted = run(*args), of_jax(*args, size)
+    np.testing.assert_allclose(ours, wanted, rtol=3e-7, atol=6e-7)
+
+
+def test_noise_of_mapped_keys():
+    words, numbers = keys_and_numbers(3, 1)
+    run = jax.jit(jax.vmap(lambda w, n: noise(w[None], n[None], 33)[0]))
+    assert "stree_noise" in run.lower(words, numbers).as_text()
+    np.testing.assert_array_equal(run(words, numbers), noise(words, numbers, 33))
+
+
+@each_level
+@pytest.mark.parametrize("size", [1, 5, 16, 17, 131])
+def test_the_best_are_the_best(level, size, monkeypatch):
+    """Of equals the first, and also where all or nearly all are minus infinity."""
+    use(monkeypatch, level)
+    rng = np.random.default_rng(size)
+    scores = (30 * rng.standard_normal((4, 3, size))).round().astype(np.float32)
+    scores += 0.0  # to `lax.top_k` -0 is less
+    scores[1, :, 1:] = -np.inf
+    scores[2, 0], scores[2, 1] = 0.0, -np.inf
+    args = jnp.asarray(scores)
+    for count in {1, min(3, size), size}:
+        run = jax.jit(lambda z, n=count: best_scores(z, n))
+        assert "stree_best" in run.lower(args).as_text()
+        ours, wanted = run(args), jax.jit(_definition(count))(args)
+        np.testing.assert_array_equal(ours[0], wanted[0])
+        np.testing.assert_array_equal(ours[1], wanted[1])
+        np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-6, atol=1e-6)
+
+
+def test_one_row_is_left_to_xla():
+    scores = jnp.asarray([3.0, 1.0, 3.0])
+    best, place, _ = best_scores(scores, 2)
+    np.testing.assert_array_equal(best, [3.0, 3.0])
+    np.testing.assert_array_equal(place, [0, 2])
