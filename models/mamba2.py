@@ -130,7 +130,7 @@ def mixed(
     )
     if mixer_unsupported(memory, tree, options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
-    partly = pass_.live is not None
+    partly = pass_.live is not None and pass_.rows is None
     of_path = record is None, pending is not None
     definition = Definition(c, nodes.scan, *of_path, partly)
     args = zxbcdt, weights, memory, tree
@@ -156,13 +156,13 @@ class Definition:
         pending = LayerPending(record, tree.path, tree.length)
         alone = jnp.diagonal(tree.mask, axis1=1, axis2=2)
         count = alone.sum(axis=1, dtype=jnp.int32) if self.partly else None
-        depth = tree.window[..., 0]
-        nodes = Nodes(tree.mask, depth, tree.window, count, self.scan)
+        nodes = Nodes(tree.mask, tree.window[..., 0], tree.window, scan=self.scan)
         pass_ = Pass(
             nodes,
             tree.rows if tree.rows.size else None,
             pending if self.of_last else None,
             tree.length,
+            count,
         )
         state = MambaState(memory.ssm, memory.conv)
         given = None if self.of_last else record

@@ -224,6 +224,7 @@ def through(
     records: Records | None,
     rows: jax.Array | None,
     pending: Pending | None,
+    live: jax.Array | None = None,
 ) -> tuple[jax.Array, Records, State]:
     """The residual stream h [B, Tq, d] after all layers; as `forward_hidden`.
 
@@ -235,7 +236,7 @@ def through(
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
-        pass_ = Pass(nodes, rows, last, length)
+        pass_ = Pass(nodes, rows, last, length, live)
         args = (h, pass_, state.layers[i], record)
         h, record, layer_state = _run(layer, block, embedding, *args)
         out_records.append(record)
@@ -327,15 +328,17 @@ class LanguageModel(nn.Module):
         records: Records | None = None,
         rows: jax.Array | None = None,
         pending: Pending | None = None,
+        live: jax.Array | None = None,
     ) -> tuple[jax.Array, Records, State]:
         """As `forward_hidden`."""
         in_turn = cycle(self.shared)
         blocks = [
             next(in_turn) if kind == "shared" else None for kind in self.config.layers
         ]
-        args = (nodes, state, records, rows, pending)
+        live = nodes.count if rows is None else live
+        args = (nodes, state, records, rows, pending, live)
         h, out, state = through(self.layers, blocks, self.embed(tokens), *args)
-        return self.norm(h, nodes.count if rows is None else None), out, state
+        return self.norm(h, live), out, state
 
     def predict(
         self, tokens: jax.Array, previous: jax.Array, *args: Any
@@ -466,6 +469,7 @@ def forward_hidden(
     rows: jax.Array | None = None,
     pending: Pending | None = None,
     previous: jax.Array | None = None,
+    live: jax.Array | None = None,
 ) -> tuple[jax.Array, Records, State]:
     """Run the nodes of a tree in one packed pass.
 
@@ -478,6 +482,8 @@ def forward_hidden(
       pending: last step's accepted path, replayed first (Algorithm 1).
       previous: of `mtp.mtp_model` alone, [B, Tq, d] float32: the hidden states that
         the tokens were chosen by.
+      live: of `rows`, how many of the new nodes, the first ones, are wanted, [B] int32;
+        None: all.
 
     Returns:
       hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
@@ -492,7 +498,7 @@ def forward_hidden(
     module, variables = model.module, {"params": model.params}
     args = (nodes, state, records, rows, pending)
     if previous is None:
-        return module.apply(variables, tokens, *args)
+        return module.apply(variables, tokens, *args, live)
     return module.apply(variables, tokens, previous, *args, method="predict")
 
 

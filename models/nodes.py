@@ -65,17 +65,15 @@ class Pass(Generic[Record]):
       rows: [Tq] int32, which of them are queried (>= T: none is); None for all, Tq = T.
       pending: what the mixer has to replay first, or None.
       length: [B] int32, committed tokens, those of `pending` among them.
+      live: [B] int32, how many of the queried nodes, the first ones, there are; None:
+        all. What is made of others means nothing.
     """
 
     nodes: Nodes
     rows: jax.Array | None
     pending: LayerPending[Record] | None
     length: jax.Array
-
-    @property
-    def live(self) -> jax.Array | None:
-        """How many of the queried nodes [B] there are; None: all."""
-        return self.nodes.count if self.rows is None else None
+    live: jax.Array | None = None
 
     def nodes_only(self, x: jax.Array) -> jax.Array:
         """x [B, Tq, ...] with 0 for what is no node, before rows are mixed."""

@@ -142,8 +142,12 @@ class AdaptiveDrafter:
         rule: Rule,
         probability: jax.Array,
         worth: Worth,
+        least: jax.Array,
     ) -> tuple[Looking, Pool, jax.Array, jax.Array]:
         """The model's candidates, in the room that `look` left.
+
+        Args:
+          least: as of `best_first`.
 
         Returns:
           the state; the pool; how many passes the model's levels took, [] int32, that
@@ -172,9 +176,8 @@ class AdaptiveDrafter:
             if self.stage is not None:
                 go_on = partial(goes_on, worth)
                 guesser, start = self._through_stage(state, reading, dist, rule, worth)
-        grown = best_first(
-            at_root, guesser, root, dist, rule, probability, start, go_on
-        )
+        given = root, dist, rule, probability
+        grown = best_first(at_root, guesser, *given, start, go_on, least)
         own, more = grown.pool, jnp.int32(0)
         if isinstance(self.model, Model):
             more = grown.passes - 1  # the root was read with the text

@@ -272,6 +272,7 @@ class AdaptivePolicy:
         # A node must gain more than its row costs to be in the tree at all.
         rows = max(self.tree.size - self.tree.sizes[1], 1)
         slope = (times.verify[-1] - times.verify[1]) / rows
+        least = rate * slope / learnt.growth
 
         def worth(
             levels: jax.Array, frontier: jax.Array, passes: float = 1.0, /
@@ -284,7 +285,7 @@ class AdaptivePolicy:
 
         def once(carry: tuple) -> tuple:
             _, looking, pool, *_ = carry
-            asked = root, dist, rule, probability, worth
+            asked = root, dist, rule, probability, worth, least
             return jnp.bool_(False), *drafter.add_levels(looking, pool, *asked)
 
         shape = root.shape[0], drafter.depth, drafter.width

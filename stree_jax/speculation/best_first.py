@@ -157,6 +157,7 @@ def best_first(
     probability: jax.Array,
     start: Grown,
     go_on: Callable[[Grown], jax.Array],
+    least: jax.Array | float = 0.0,
 ) -> Grown:
     """Candidates below the roots [B].
 
@@ -166,6 +167,8 @@ def best_first(
       probability: [Z] float32, of nodes by kind.
       start: `nothing_grown`, of W nodes a level.
       go_on: whether another level is worth it, bool [].
+      least: [] float32, nodes that are worth no more have no children, but for the best
+        one of a level.
     """
     batch, W = start.frontier.value.shape
     depth = start.pool.tokens.shape[1] // W
@@ -183,6 +186,9 @@ def best_first(
         return with_level(grown, best, guess, total, probability)
 
     def level(grown: Grown) -> Grown:
+        above, first = grown.frontier, jnp.arange(W, dtype=jnp.int32)[None] == 0
+        wanted = jnp.where((above.value > least) | first, above.value, 0.0)
+        grown = replace(grown, frontier=replace(above, value=wanted))
         logits, grown = guesser(grown)
         return add(grown, logits)
 
@@ -287,17 +293,22 @@ def by_model(model: Model, state: State) -> Guesser:
     """A model that reads the frontier; `state` is its, after the root."""
 
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
-        rows = grown.frontier.rows
+        above, C = grown.frontier, grown.pool.tokens.shape[1]
+        # The best come first. Of a batch, as many are read as of the row with the most.
+        count = (above.value > 0).sum(axis=1, dtype=jnp.int32).max()
+        place = jnp.arange(above.rows.shape[0], dtype=jnp.int32)
+        live = jnp.full(above.value.shape[:1], count)
         hidden, records, _ = forward_hidden(
             model,
             state,
-            grown.pool.tokens[:, rows],
+            grown.pool.tokens[:, above.rows],
             grown.nodes,
             records=grown.records,
-            rows=rows,
+            rows=jnp.where(place < count, above.rows, C),
+            live=live,
         )
         grown = replace(grown, records=records, passes=grown.passes + 1)
-        return logits_of(model, hidden), grown
+        return logits_of(model, hidden, live), grown
 
     return guess
 
