@@ -1,6 +1,7 @@
 """llama.cpp in a process of its own, by the Python that has it: `llama_worker.py`."""
 
 import json
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ def llama_process(python: Path) -> Iterator[Ask]:
             except BrokenPipeError:
                 answer = ""
             if not answer:
-                raise RuntimeError(f"llama.cpp, {order}: {_last_line(errors)}")
+                died = _signal_of(process)
+                raise RuntimeError(f"llama.cpp, {order}: {died}{_last_line(errors)}")
             return json.loads(answer)
 
         try:
@@ -71,6 +73,15 @@ def llama_version(python: Path) -> dict[str, Any]:
         raise ValueError(
             f"--llama-python: {python}: {error}; pip install llama-cpp-python there"
         ) from error
+
+
+def _signal_of(process: subprocess.Popen[str]) -> str:
+    """What a process died of, if it was a signal."""
+    try:
+        code = process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f"died of {signal.Signals(-code).name}; at last: " if code < 0 else ""
 
 
 def _last_line(errors: IO[str]) -> str:

@@ -16,15 +16,12 @@ from stree_jax.models.config import Rope as Rope
 from stree_jax.models.config import SharedConfig as SharedConfig
 from stree_jax.models.export import register_for_export as register_for_export
 from stree_jax.models.model import Model as Model
-from stree_jax.models.model import abstract_params as abstract_params
 from stree_jax.models.model import base_model as base_model
 from stree_jax.models.model import derived as derived
 from stree_jax.models.model import forward_hidden as forward_hidden
 from stree_jax.models.model import forward_tree as forward_tree
-from stree_jax.models.model import init_params as init_params
 from stree_jax.models.model import logits_of as logits_of
 from stree_jax.models.model import param_dtype as param_dtype
-from stree_jax.models.model import param_shapes as param_shapes
 from stree_jax.models.model import weights_dtype as weights_dtype
 from stree_jax.models.mtp import mtp_model as mtp_model
 from stree_jax.models.mtp import without_mtp as without_mtp
@@ -47,6 +44,9 @@ from stree_jax.models.reading import prefill as prefill
 from stree_jax.models.reading import read_aloud as read_aloud
 from stree_jax.models.reading import read_text as read_text
 from stree_jax.models.reading import reading_chunk as reading_chunk
+from stree_jax.models.shapes import abstract_params as abstract_params
+from stree_jax.models.shapes import init_params as init_params
+from stree_jax.models.shapes import param_shapes as param_shapes
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import abstract_params
 from stree_jax.models.params import array_dtype
+from stree_jax.models.shapes import abstract_params
 from stree_jax.models.state import init_state
 
 

@@ -1,11 +1,10 @@
 """The hybrid stack and its pure functions: a pass over a tree, and its logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -20,23 +19,18 @@ from stree_jax.models.linear import linear
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.models.mlp import MLP
 from stree_jax.models.moe import MoE
-from stree_jax.models.nodes import Nodes, Pass, chain_nodes
+from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
 from stree_jax.models.params import (
     Params,
-    Path,
     array_dtype,
-    by_path,
-    cast_params,
     declare,
     model_params,
     mtp_params,
-    nest,
     parameter_count,
     shared_params,
-    stored,
 )
-from stree_jax.models.quantized import INT8, Quantized
+from stree_jax.models.quantized import Quantized
 from stree_jax.models.shards import WHOLE, Cut, gathered, own, own_rows, total
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
@@ -50,8 +44,6 @@ from stree_jax.models.state import (
     init_state,
 )
 from stree_jax.models.tracing import traced_once
-
-MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
 
 
 @struct.dataclass
@@ -365,87 +357,6 @@ class LanguageModel(nn.Module):
 
 def _looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table[ids].astype(jnp.float32)
-
-
-def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
-    """Freshly initialised parameters.
-
-    `jax.eval_shape` of this is the table of every parameter's name, shape and dtype.
-    """
-    if dtype == INT8:
-        return cast_params(init_params(config, key, jnp.float32), dtype)
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    nodes = chain_nodes(1, 1, config.conv_taps)
-    state = init_state(config, 1, 1, dtype)
-    model = LanguageModel(config, dtype)
-    return model.init(key, tokens, nodes, state, method="init_all")["params"]
-
-
-@cache
-def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Shape of every parameter, by path: what `init_params` would make.
-
-    Layers of a kind are alike, so one of each is traced, however deep the model is.
-    """
-    _check_widths(config)
-    one = replace(config, layers=_kinds(config.layers), mtp=_kinds(config.mtp))
-    tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
-    flat = {path: leaf.shape for path, leaf in by_path(tree).items()}
-    shapes = {
-        path: shape
-        for path, shape in flat.items()
-        if not any(name.startswith("layers_") for name in path)
-    }
-    if config.shared is not None:  # one layer traces one of the shared blocks
-        used = min(config.shared.blocks, config.layers.count("shared"))
-        block = {path[1:]: shapes[path] for path in flat if path[0] == "shared_0"}
-        for b in range(used):
-            shapes |= {(f"shared_{b}", *path): shape for path, shape in block.items()}
-    for within, layers in (((), config.layers), (("mtp",), config.mtp)):
-        shapes |= _all_layers(flat, within, layers)
-    return MappingProxyType(shapes)
-
-
-def abstract_params(config: ModelConfig, dtype: Any) -> Params:
-    """`jax.ShapeDtypeStruct` of every parameter in `dtype`, int8 weights too."""
-    flat = {
-        path: _abstract(path[-1], shape, dtype)
-        for path, shape in param_shapes(config).items()
-    }
-    return nest(flat)
-
-
-@cache
-def _abstract(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    weight = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.eval_shape(lambda weight: stored(name, weight, dtype), weight)
-
-
-def _kinds(layers: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """One layer of each kind, in order."""
-    return tuple(dict.fromkeys(layers))
-
-
-def _all_layers(
-    flat: Mapping[Path, tuple[int, ...]], within: Path, layers: Sequence[LayerKind]
-) -> dict[Path, tuple[int, ...]]:
-    """Shapes of all layers at a path, from those `flat` of one of each kind."""
-    kinds, n = _kinds(layers), len(within)
-    return {
-        (*within, f"layers_{j}", *path[n + 1 :]): shape
-        for j, kind in enumerate(layers)
-        for path, shape in flat.items()
-        if path[: n + 1] == (*within, f"layers_{kinds.index(kind)}")
-    }
-
-
-def _check_widths(config: ModelConfig) -> None:
-    """Products of sizes that JAX could not even trace; raises ValueError."""
-    wide = config.mamba.d_in_proj if config.mamba else 0
-    if config.attention is not None:
-        wide = max(wide, config.attention.num_heads * config.attention.head_dim)
-    if wide > MAX_WIDTH:
-        raise ValueError(f"{wide} channels of a layer are more than {MAX_WIDTH}")
 
 
 def param_dtype(params: Params) -> Any:

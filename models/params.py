@@ -2,7 +2,7 @@
 are cut into parts, which stay float32.
 
 A model's parameters are a nested dictionary of arrays, `layers_0 / mamba / in_proj`;
-`model.param_shapes` lists them all. A matrix is [out, in], PyTorch's own layout.
+`shapes.param_shapes` lists them all. A matrix is [out, in], PyTorch's own layout.
 """
 
 import math

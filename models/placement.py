@@ -11,12 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import (
-    Model,
-    abstract_params,
-    param_shapes,
-    weights_dtype,
-)
+from stree_jax.models.model import Model, weights_dtype
 from stree_jax.models.params import (
     GROUP,
     Param,
@@ -29,6 +24,7 @@ from stree_jax.models.params import (
 )
 from stree_jax.models.parts import cut_at, cut_of, part_config
 from stree_jax.models.quantized import Quantized
+from stree_jax.models.shapes import abstract_params, param_shapes
 from stree_jax.models.shards import (
     DATA,
     MODEL,

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "work.h"
 
@@ -294,80 +293,6 @@ ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed
   return ffi::Error::Success();
 }
 
-struct Top {
-  int32_t place;
-  float lead;  // before the second
-};
-
-// The largest of `size` numbers: of equals the first, or the first NaN.
-Top top_of(const float* z, int64_t size) {
-  constexpr int64_t LANES = 16;
-  constexpr float NONE = -std::numeric_limits<float>::infinity();
-  float first[LANES], second[LANES];
-  std::fill_n(first, LANES, NONE), std::fill_n(second, LANES, NONE);
-  int32_t strange = 0;  // NaNs
-  const auto see = [&](float x, int64_t lane) {
-    const float less = x < first[lane] ? x : first[lane];
-    second[lane] = less > second[lane] ? less : second[lane];
-    first[lane] = x > first[lane] ? x : first[lane];
-    strange |= x != x;
-  };
-  const int64_t whole = size / LANES * LANES;
-  for (int64_t i = 0; i < whole; i += LANES)
-    for (int64_t lane = 0; lane < LANES; lane++) see(z[i + lane], lane);
-  for (int64_t i = whole; i < size; i++) see(z[i], 0);
-  if (strange) {
-    const auto nan = std::find_if(z, z + size, [](float x) { return x != x; });
-    return {static_cast<int32_t>(nan - z), *nan};
-  }
-  const auto best = std::max_element(first, first + LANES);
-  float next = *std::max_element(second, second + LANES);
-  for (const float* lane = first; lane < first + LANES; lane++)
-    if (lane != best) next = std::max(next, *lane);
-  return {static_cast<int32_t>(std::find(z, z + size, *best) - z), *best - next};
-}
-
-// The longest path of the most probable tokens, see accept.py: only nodes on it and those
-// that it could have gone on to are looked at.
-ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 paths,
-                         Out<S32> to_path, Out<S32> to_length, Out<S32> to_tokens,
-                         Out<F32> to_margin, int64_t vocabulary) {
-  const auto shape = scores.dimensions();
-  const int64_t B = shape[0], T = shape[1], V = shape[2], room = paths.dimensions()[2];
-  if (vocabulary < 1 || vocabulary > V) return refused("want scores of all tokens");
-  auto* const top = static_cast<Top*>(scratch_of_thread<0>(T * sizeof(Top)));
-  auto* const right = static_cast<bool*>(scratch_of_thread<1>(T));
-  for (int64_t b = 0; b < B; b++) {
-    const auto of = [&](const S32& table) { return table.typed_data() + b * T; };
-    const int32_t* const up = of(parents);
-    const auto look = [&](int64_t t) -> const Top& {
-      if (top[t].place < 0)
-        top[t] = top_of(scores.typed_data() + (b * T + t) * V, vocabulary);
-      return top[t];
-    };
-    int64_t last = 0;
-    int32_t deepest = -1;
-    for (int64_t t = 0; t < T; t++) {
-      const int32_t parent = up[t];
-      top[t].place = -1;
-      right[t] = parent == -1;
-      if (parent >= 0 && parent < t)
-        right[t] = right[parent] && look(parent).place == of(tokens)[t];
-      if (!right[t] || of(depth)[t] <= deepest) continue;
-      last = t, deepest = of(depth)[t];
-    }
-    to_length->typed_data()[b] = deepest + 1;
-    for (int64_t j = 0; j < room; j++) {
-      const int32_t node = paths.typed_data()[(b * T + last) * room + j];
-      const Top& chosen = look(node);
-      to_path->typed_data()[b * room + j] = node;
-      to_tokens->typed_data()[b * room + j] = chosen.place;
-      to_margin->typed_data()[b * room + j] = chosen.lead;
-    }
-  }
-  return ffi::Error::Success();
-}
-
 // What a drafter's probability makes of a node, see calibration.py.
 int32_t model_kind(float probability, float step, int64_t kinds) {
   const float odds = std::log(probability) - std::log1p(-probability);
@@ -525,21 +450,6 @@ STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
                   .Ret<S32>()
                   .Ret<Bool>()
                   .Attr<int64_t>("no_kind"));
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_accept_greedy(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call<accept_greedy>(frame, ffi::Ffi::Bind()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Attr<int64_t>("vocabulary"));
 }
 
 STREE_PUBLIC XLA_FFI_Error* stree_next_level(XLA_FFI_CallFrame* frame) {

@@ -17,7 +17,7 @@ import pytest
 import stree_jax
 from stree_jax.bench import figures, gguf_writer, peers
 from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
-from stree_jax.bench.llama_process import llama_version
+from stree_jax.bench.llama_process import llama_process, llama_version
 from stree_jax.bench.method import Run
 from stree_jax.bench.speculation import PLAIN, parse_arm
 from stree_jax.checkpoint import Model
@@ -274,3 +274,13 @@ def test_a_report_says_what_was_left_out(monkeypatch, subject):
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     assert "int8 was left out: not yet" in text and "2 threads each" in text
     assert len(figures.draw(report).axes) == 1
+
+
+def test_a_signal_that_ended_it_is_named(tmp_path):
+    """As of instructions that a virtual machine has not: the last words say nothing."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho all is well >&2\nkill -SEGV $$\n")
+    python.chmod(0o755)
+    with llama_process(python) as ask:
+        with pytest.raises(RuntimeError, match="load: died of SIGSEGV.*all is well"):
+            ask("load")

@@ -13,8 +13,10 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.models import logits_of
+from stree_jax.sampling.requests import Requests
+from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation import loop
-from stree_jax.speculation.accept import Accepted
+from stree_jax.speculation.accept import Accepted, resolve_rule
 from stree_jax.speculation.adaptive_policy import (
     FIRST_WAIT,
     TRIALS,
@@ -32,7 +34,8 @@ from stree_jax.speculation.calibration import PRIOR, count, no_counts
 from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
-from stree_jax.speculation.tree import Auto, resolve_tree
+from stree_jax.speculation.specs import make_spec
+from stree_jax.speculation.tree import Auto, Budget, compiled_steps, resolve_tree
 from tests.speculation.auto import (
     NEW,
     SETTINGS,
@@ -318,6 +321,79 @@ def test_levels_are_those_of_a_best_first_search(target, prompts):
             assert set(got) == {path for path, _ in wanted}
             for path, value in wanted:
                 assert got[path] == pytest.approx(value, rel=1e-4)
+
+
+def test_what_is_worth_too_little_has_no_children(target, prompts):
+    """Nor is it read; the others' children are those that they had."""
+    width, depth = 3, 3
+    drafter, state, history, asked = before_a_search(target, prompts)
+
+    @jax.jit
+    def run(state, least):
+        hidden, state, _ = catch_up(drafter, state, history, 4)
+        return best_first(
+            logits_of(drafter, hidden),
+            by_model(drafter, state),
+            *asked,
+            nothing_grown(drafter, len(prompts), width, depth),
+            lambda grown: jnp.bool_(True),
+            least,
+        ).pool
+
+    def of_others(pool, limit):
+        """Children of nodes that are neither the best of a level nor worth more."""
+        value, parents = np.asarray(pool.value), np.asarray(pool.parents) - 1
+        above = np.take_along_axis(value, np.maximum(parents, 0), axis=1)
+        return ((value > 0) & (parents % width > 0) & (above <= limit))[:, width:].sum()
+
+    whole, none = run(state, 0.0), run(state, 2.0)
+    least = float(np.median(np.asarray(whole.value[:, :width])))
+    some = run(state, least)
+    assert of_others(whole, least) > 0 == of_others(some, least) == of_others(none, 2.0)
+    for b in range(len(prompts)):
+        np.testing.assert_allclose(
+            some.value[b, :width], whole.value[b, :width], rtol=1e-5
+        )
+        best = np.asarray(none.value[b]).reshape(depth, width)[:, 0]
+        assert (best > 0).all()
+
+
+def test_small_trees_share_the_step_of_a_larger_one():
+    menu = Auto((1, 4, 8, 16, 32)).shared_menu
+    assert [tree.size for tree in menu] == [1, 4, 8, 16, 32]
+    plain, large, shared = compiled_steps(menu, 4)
+    assert (plain[0].size, plain[1]) == (1, (0,))
+    assert shared == (Budget(16, 15, partly=True), (1, 2, 3))
+    assert (large[0].size, large[1]) == (32, (4,))
+    for trees, rows in ((menu, 5), (Auto().menu, 1)):  # 80 rows are too many
+        places = [step[1] for step in compiled_steps(trees, rows)]
+        assert sorted(places) == [(k,) for k in range(len(trees))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shared_step_decodes_the_same_text(target, drafter, prompts, temperature):
+    """Whichever sizes are taken; steps of their own take as many calls of each size."""
+    sampling = sampling_rows([Sampling(temperature=temperature)], jax.random.key(1), 1)
+    ids, lengths = jnp.asarray(prompts[0])[None], jnp.asarray([len(prompts[0])])
+    requests = Requests(
+        max_new_tokens=jnp.asarray([30], jnp.int32),
+        min_new_tokens=None,
+        stop_tokens=jnp.full((1, 1), -1, jnp.int32),
+        stop_strings=None,
+        sampling=sampling if temperature else None,
+    )
+    tree, found = Auto((1, 4, 8)), []
+    rule = resolve_rule("naive/coupled", tree)
+    for shares in (False, True):
+        spec = make_spec(target, drafter, tree, rule, times([1.0, 1.1, 1.2], 0.1, 0.1))
+        spec = replace(spec, policy=replace(spec.policy, shares=shares))
+        args = spec, ids, lengths, requests
+        d = loop.init_decoding_jit(*args, max_new_tokens=30)
+        found.append(loop.advance_jit(spec, d, jnp.int32(loop.FOREVER)))
+    own, shared = found
+    np.testing.assert_array_equal(own.tokens, shared.tokens)
+    np.testing.assert_array_equal(own.used, shared.used)
+    assert (own.used[0] > 0).sum() > 1
 
 
 def test_counts_are_of_the_children_of_accepted_nodes():
