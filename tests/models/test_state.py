@@ -39,7 +39,7 @@ assert_close = partial(assert_near, tolerance=TOLERANCE)
 BATCH, T, M, CAPACITY = 2, 8, 5, 64
 STRANGE = 30  # a token whose embedding is no number
 FEW = 3  # nodes
-LEVELS = ["off", *([] if INSTRUCTIONS is None else ["portable", ""])]
+LEVELS = ["off", *([] if INSTRUCTIONS is None else [""])]
 
 
 def mixers_of(layers):
