@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, counts, native_call
+from stree_jax.cpu_kernels.native_call import called, counts
 
 
 def silu_gated(
@@ -25,18 +24,13 @@ def silu_gated(
 
     Args:
       live: see `native_call.counts`.
-      definition: of h and what more there is; what runs where no kernel can.
+      definition: of h and counts; what runs where no kernel can.
     """
-    allowed = level()
-    if allowed is None or h.dtype != jnp.float32 or h.ndim < 2 or h.shape[-1] % 2:
-        return definition(h)
-    kernel = Kernel(multiplier)
-    (out,) = native_call(
+    (out,) = called(
         *(h, counts(live)),
-        kernel=kernel,
+        kernel=Kernel(multiplier),
         definition=definition,
-        batched=MoreRows(kernel),
-        level=allowed,
+        fits=h.dtype == jnp.float32 and h.ndim > 1 and h.shape[-1] % 2 == 0,
     )
     return out
 

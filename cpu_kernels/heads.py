@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, counts, native_call
+from stree_jax.cpu_kernels.native_call import called, counts
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,12 @@ def turned_heads(
       live: see `native_call.counts`; keys and values of other rows are 0.
       definition: of the arrays, and counts; what runs where no kernel can.
     """
-    allowed, wide = level(), (jnp.float32, jnp.bfloat16)
-    if allowed is None or qkv.dtype != jnp.float32 or options.dtype not in wide:
-        return definition(qkv, cos, sin, counts(live))
-    kernel = Kernel(options)
-    return native_call(
+    known = options.dtype in (jnp.float32, jnp.bfloat16)
+    return called(
         *(qkv, cos, sin, counts(live)),
-        kernel=kernel,
+        kernel=Kernel(options),
         definition=definition,
-        batched=MoreRows(kernel),
-        level=allowed,
+        fits=known and qkv.dtype == jnp.float32,
     )
 
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from stree_jax.cpu_kernels.library import level
+
 Function = Callable[..., Any]  # of arrays, to one or several
 # The same for arrays of which some, which the second argument says, have a first axis
 # more; the third is `definition`, the fourth `level`.
@@ -92,6 +94,31 @@ class MoreRows:
             level=level,
         )
         return [z.reshape(size, -1, *z.shape[1:]) for z in outs]
+
+
+def called(
+    *args: jax.Array,
+    kernel: Function,
+    definition: Function,
+    shared: tuple[int, ...] = (),
+    fits: bool = True,
+) -> list[jax.Array]:
+    """`native_call` of arrays that have rows first, or the definition's arrays where no
+    kernel is to run or these do not fit it.
+
+    Args:
+      shared: as of `MoreRows`.
+    """
+    allowed = level()
+    if allowed is None or not fits:
+        return jax.tree.leaves(definition(*args))
+    return native_call(
+        *args,
+        kernel=kernel,
+        definition=definition,
+        batched=MoreRows(kernel, shared),
+        level=allowed,
+    )
 
 
 def counts(live: jax.Array | None) -> jax.Array:

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+from stree_jax.cpu_kernels.native_call import called
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,11 @@ def gumbel_noise(
       numbers: [n, k] int32; k may be 0.
       definition: of both; what runs where no kernel can.
     """
-    allowed = level()
-    if allowed is None or 0 in (words.shape[0], size):
-        return definition(words, numbers)
-    kernel = _Noise(size)
-    (out,) = native_call(
+    (out,) = called(
         *(words, numbers),
-        kernel=kernel,
+        kernel=_Noise(size),
         definition=definition,
-        batched=MoreRows(kernel),
-        level=allowed,
+        fits=0 not in (words.shape[0], size),
     )
     return out
 
@@ -79,14 +73,9 @@ def best_scores(
     Args:
       definition: of the scores; what runs where no kernel can.
     """
-    allowed = level()
-    if allowed is None or scores.ndim < 2 or scores.size == 0:
-        return definition(scores)
-    kernel = _Best(count)
-    return native_call(
+    return called(
         scores,
-        kernel=kernel,
+        kernel=_Best(count),
         definition=definition,
-        batched=MoreRows(kernel),
-        level=allowed,
+        fits=scores.ndim > 1 and scores.size > 0,
     )

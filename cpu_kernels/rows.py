@@ -8,8 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+from stree_jax.cpu_kernels.native_call import called
 
 
 def table_rows(
@@ -23,15 +22,13 @@ def table_rows(
     Args:
       definition: of both; what runs where no kernel can.
     """
-    allowed, known = level(), table.dtype in (jnp.float32, jnp.bfloat16)
-    if allowed is None or not known or 0 in (table.size, ids.size):
-        return definition(table, ids)
-    (out,) = native_call(
+    known = table.dtype in (jnp.float32, jnp.bfloat16)
+    (out,) = called(
         *(table, ids),
         kernel=_call,
         definition=definition,
-        batched=MoreRows(_call, (0,)),
-        level=allowed,
+        shared=(0,),
+        fits=known and 0 not in (table.size, ids.size),
     )
     return out
 

@@ -18,33 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.cpu_kernels.library import level
-from stree_jax.cpu_kernels.native_call import MoreRows, native_call
+from stree_jax.cpu_kernels.native_call import called
 
 MOST_PLACES = 8
 MOST_WIDTH = 64
 
 Definition = Callable[..., Any]  # of the same arrays; hashed, as programs are
-
-
-def _called(
-    *args: jax.Array,
-    kernel: Any,
-    definition: Definition,
-    shared: tuple[int, ...] = (),
-    fits: bool = True,
-) -> list[jax.Array]:
-    """The kernel where one CPU runs the program, or the definition."""
-    allowed = level()
-    if allowed is None or not fits:
-        return jax.tree.leaves(definition(*args))
-    return native_call(
-        *args,
-        kernel=kernel,
-        definition=definition,
-        batched=MoreRows(kernel, shared),
-        level=allowed,
-    )
 
 
 def _like(z: jax.Array, *shape: int) -> jax.ShapeDtypeStruct:
@@ -71,7 +50,7 @@ def tree_nodes(
 ) -> list[jax.Array]:
     """Mask [B, T, T] bool, depth [B, T] and window [B, T, K] of parents [B, T]."""
     many = parents.shape[1] > 1  # of the root alone XLA makes constants
-    return _called(parents, kernel=_TreeNodes(taps), definition=definition, fits=many)
+    return called(parents, kernel=_TreeNodes(taps), definition=definition, fits=many)
 
 
 @dataclass(frozen=True)
@@ -90,7 +69,7 @@ def tree_layout(
 ) -> list[jax.Array]:
     """Depth [B, T], paths [B, T, M + 1] and children [B, T, most] of parents [B, T]."""
     kernel, many = _TreeLayout(depth, children), parents.shape[1] > 1
-    return _called(parents, kernel=kernel, definition=definition, fits=many)
+    return called(parents, kernel=kernel, definition=definition, fits=many)
 
 
 @dataclass(frozen=True)
@@ -140,7 +119,7 @@ def look_up(
       probability: [Z] float32.
       places, depth, longest, prime, first_kind: W, M and the constants of `lookup`.
     """
-    return _called(
+    return called(
         *(tokens, length, probability),
         kernel=_LookUp(places, depth, longest, prime, first_kind),
         definition=definition,
@@ -158,7 +137,7 @@ def _merged(*pools: jax.Array, level: int) -> Sequence[jax.Array]:
 
 def merged(*pools: jax.Array, definition: Definition) -> list[jax.Array]:
     """Two pools as one: of each its six arrays [B, C], as `pool.Pool` lists them."""
-    return _called(*pools, kernel=_merged, definition=definition)
+    return called(*pools, kernel=_merged, definition=definition)
 
 
 @dataclass(frozen=True)
@@ -185,7 +164,7 @@ def best_nodes(
       size: T, the root included.
     """
     kernel = _BestNodes(size, no_kind)
-    return _called(*arrays, kernel=kernel, definition=definition)
+    return called(*arrays, kernel=kernel, definition=definition)
 
 
 @dataclass(frozen=True)
@@ -225,7 +204,7 @@ def next_level(
         [B, W, K], value and path [B, W]; the candidates' tokens, parents, value, kind
         and path [B, C]; mask [B, C', C'], depth [B, C'] and window [B, C', K] of nodes.
     """
-    return _called(
+    return called(
         *arrays,
         kernel=_NextLevel(prime, step, model_kinds),
         definition=definition,
@@ -257,4 +236,4 @@ def accept_greedy(
       vocabulary: V.
     """
     kernel = _AcceptGreedy(vocabulary)
-    return _called(*arrays, kernel=kernel, definition=definition)
+    return called(*arrays, kernel=kernel, definition=definition)

@@ -160,7 +160,7 @@ def written_over(old: jax.Array, new: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(old, new, 0, axis=1)
 
 
-def shortened(record: LayerRecord) -> LayerRecord:
+def shortened(record: Any) -> Any:
     """A layer's record of one token. A mixer's stays as long as it is where a kernel
     writes records in place: what is behind the first one is on no path."""
     match record:
@@ -168,7 +168,7 @@ def shortened(record: LayerRecord) -> LayerRecord:
             return record
         case ParallelRecord():
             both = shortened(record.mamba), shortened(record.attention)
-            return ParallelRecord(*both)  # type: ignore[arg-type]
+            return ParallelRecord(*both)
         case _:
             return jax.tree.map(lambda x: x[:, :1], record)
 

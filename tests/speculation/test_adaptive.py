@@ -291,22 +291,29 @@ def brute_force(model, text, width, depth):
     return levels
 
 
-def test_levels_are_those_of_a_best_first_search(target, prompts):
-    width, depth = 3, 4
-    drafter, state, history, asked = before_a_search(target, prompts)
+def searching(drafter, history, asked, shape):
+    """A search of all levels, compiled: of a state, and what children must be worth."""
 
     @jax.jit
-    def run(state):
+    def run(state, least):
         hidden, state, _ = catch_up(drafter, state, history, 4)
         return best_first(
             logits_of(drafter, hidden),
             by_model(drafter, state),
             *asked,
-            nothing_grown(drafter, len(prompts), width, depth),
+            nothing_grown(drafter, hidden.shape[0], *shape),
             lambda grown: jnp.bool_(True),
+            least,
         )
 
-    grown = run(state)
+    return run
+
+
+def test_levels_are_those_of_a_best_first_search(target, prompts):
+    width, depth = 3, 4
+    drafter, state, history, asked = before_a_search(target, prompts)
+
+    grown = searching(drafter, history, asked, (width, depth))(state, 0.0)
     pool = grown.pool
     assert int(grown.levels) == int(grown.passes) == depth
     for b, ids in enumerate(prompts):
@@ -328,17 +335,7 @@ def test_what_is_worth_too_little_has_no_children(target, prompts):
     width, depth = 3, 3
     drafter, state, history, asked = before_a_search(target, prompts)
 
-    @jax.jit
-    def run(state, least):
-        hidden, state, _ = catch_up(drafter, state, history, 4)
-        return best_first(
-            logits_of(drafter, hidden),
-            by_model(drafter, state),
-            *asked,
-            nothing_grown(drafter, len(prompts), width, depth),
-            lambda grown: jnp.bool_(True),
-            least,
-        ).pool
+    run = searching(drafter, history, asked, (width, depth))
 
     def of_others(pool, limit):
         """Children of nodes that are neither the best of a level nor worth more."""
@@ -346,9 +343,9 @@ def test_what_is_worth_too_little_has_no_children(target, prompts):
         above = np.take_along_axis(value, np.maximum(parents, 0), axis=1)
         return ((value > 0) & (parents % width > 0) & (above <= limit))[:, width:].sum()
 
-    whole, none = run(state, 0.0), run(state, 2.0)
+    whole, none = run(state, 0.0).pool, run(state, 2.0).pool
     least = float(np.median(np.asarray(whole.value[:, :width])))
-    some = run(state, least)
+    some = run(state, least).pool
     assert of_others(whole, least) > 0 == of_others(some, least) == of_others(none, 2.0)
     for b in range(len(prompts)):
         np.testing.assert_allclose(
