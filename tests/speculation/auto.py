@@ -1,10 +1,18 @@
 """What tests of tree "auto" share: sizes, times, and ways of decoding."""
 
+import jax
 import jax.numpy as jnp
 
 import stree_jax
 from stree_jax import Sampling, StepTimes
 from stree_jax.generation import begin
+from stree_jax.models import logits_of
+from stree_jax.speculation.best_first import (
+    best_first,
+    by_model,
+    catch_up,
+    nothing_grown,
+)
 from stree_jax.speculation.calibration import PRIOR
 from stree_jax.speculation.lookup import begin_history
 from tests.speculation.steps import prompts_of
@@ -40,3 +48,21 @@ def before_a_search(target, prompts):
     root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
     asked = root, begun.distribution(REAL), plan.spec.rule, jnp.asarray(PRIOR)
     return plan.spec.target, begun.state, history, asked
+
+
+def searching(drafter, history, asked, shape):
+    """A search of all levels, compiled: of a state, and what children must be worth."""
+
+    @jax.jit
+    def run(state, least):
+        hidden, state, _ = catch_up(drafter, state, history, 4)
+        return best_first(
+            logits_of(drafter, hidden),
+            by_model(drafter, state),
+            *asked,
+            nothing_grown(drafter, hidden.shape[0], *shape),
+            lambda grown: jnp.bool_(True),
+            least,
+        )
+
+    return run

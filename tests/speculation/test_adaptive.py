@@ -12,7 +12,6 @@ from flax import struct
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
-from stree_jax.models import logits_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation import loop
@@ -23,12 +22,6 @@ from stree_jax.speculation.adaptive_policy import (
     AdaptivePolicy,
     Force,
     forced,
-)
-from stree_jax.speculation.best_first import (
-    best_first,
-    by_model,
-    catch_up,
-    nothing_grown,
 )
 from stree_jax.speculation.calibration import PRIOR, count, no_counts
 from stree_jax.speculation.decoding import OPEN
@@ -42,6 +35,7 @@ from tests.speculation.auto import (
     TREE,
     before_a_search,
     plain_of,
+    searching,
     times,
 )
 from tests.speculation.steps import decode
@@ -289,24 +283,6 @@ def brute_force(model, text, width, depth):
         frontier = sorted(found, key=lambda entry: -entry[1])[:width]
         levels.append(frontier)
     return levels
-
-
-def searching(drafter, history, asked, shape):
-    """A search of all levels, compiled: of a state, and what children must be worth."""
-
-    @jax.jit
-    def run(state, least):
-        hidden, state, _ = catch_up(drafter, state, history, 4)
-        return best_first(
-            logits_of(drafter, hidden),
-            by_model(drafter, state),
-            *asked,
-            nothing_grown(drafter, hidden.shape[0], *shape),
-            lambda grown: jnp.bool_(True),
-            least,
-        )
-
-    return run
 
 
 def test_levels_are_those_of_a_best_first_search(target, prompts):
