@@ -21,6 +21,7 @@ ffi::Error noise(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
   const Kernels& kernels = kernels_of(level);
   const int64_t pieces = shape[0] * cuts;
   const int64_t parts = std::max<int64_t>(1, std::min(pieces, shape[0] * size / NUMBERS));
+  keep_awake(pool);
   share(pool, parts, pieces, [&](int64_t i) {
     const int64_t row = i / cuts, begin = i % cuts * NUMBERS;
     kernels.noise(keys.typed_data() + 2 * row, numbers.typed_data() + row * folds[1],
@@ -40,6 +41,7 @@ ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores,
   const int64_t rows = static_cast<int64_t>(totals->element_count());
   const Kernels& kernels = kernels_of(level);
   const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * V / NUMBERS));
+  keep_awake(pool);
   share(pool, parts, rows, [&](int64_t i) {
     kernels.best(scores.typed_data() + i * V, V, W, values->typed_data() + i * W,
                  places->typed_data() + i * W, totals->typed_data() + i);

@@ -376,9 +376,21 @@ ffi::Error next_level(F32 best, S32 guess, F32 total, S32 level, F32 probability
   return ffi::Error::Success();
 }
 
+template <auto run>
+struct Awake;
+template <class... Args, ffi::Error (*run)(Args...)>
+struct Awake<run> {
+  static ffi::Error call(ffi::ThreadPool pool, Args... args) {
+    keep_awake(pool);
+    return run(args...);
+  }
+};
+
+auto bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+
 template <auto run, class Binding>
 XLA_FFI_Error* call(XLA_FFI_CallFrame* frame, Binding binding) {
-  static const auto* handler = binding.To(run).release();
+  static const auto* handler = binding.To(Awake<run>::call).release();
   return handler->Call(frame);
 }
 
@@ -387,17 +399,17 @@ XLA_FFI_Error* call(XLA_FFI_CallFrame* frame, Binding binding) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_tree_nodes(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<tree_nodes>(frame, ffi::Ffi::Bind().Arg<S32>().Ret<Bool>().Ret<S32>().Ret<S32>());
+  return call<tree_nodes>(frame, bind().Arg<S32>().Ret<Bool>().Ret<S32>().Ret<S32>());
 }
 
 STREE_PUBLIC XLA_FFI_Error* stree_tree_layout(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<tree_layout>(frame, ffi::Ffi::Bind().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
+  return call<tree_layout>(frame, bind().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
 }
 
 STREE_PUBLIC XLA_FFI_Error* stree_look_up(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<look_up>(frame, ffi::Ffi::Bind()
+  return call<look_up>(frame, bind()
                   .Arg<S32>()
                   .Arg<S32>()
                   .Arg<F32>()
@@ -414,7 +426,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_look_up(XLA_FFI_CallFrame* frame) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_merged(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<merged>(frame, ffi::Ffi::Bind()
+  return call<merged>(frame, bind()
                   .Arg<S32>()
                   .Arg<S32>()
                   .Arg<F32>()
@@ -437,7 +449,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_merged(XLA_FFI_CallFrame* frame) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<best_nodes>(frame, ffi::Ffi::Bind()
+  return call<best_nodes>(frame, bind()
                   .Arg<S32>()
                   .Arg<S32>()
                   .Arg<F32>()
@@ -454,7 +466,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_next_level(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<next_level>(frame, ffi::Ffi::Bind()
+  return call<next_level>(frame, bind()
                   .Arg<F32>()  // what the model says
                   .Arg<S32>()
                   .Arg<F32>()

@@ -67,6 +67,13 @@ inline void* scratch_of_thread(int64_t bytes) {
   return memory.get() + (64 - address % 64) % 64;
 }
 
+// Has a thread of the pool look for work, so that it has not gone to sleep by the time
+// there is some: to wake one can take as long as a small product (40 us on a virtual
+// machine), and takes it of whoever has the work.
+inline void keep_awake(xla::ffi::ThreadPool& pool) {
+  if (pool.num_threads() > 1) pool.Schedule([] {});
+}
+
 // work(part) for every part below `parts`, by this thread and those of the pool.
 //
 // Whoever is free takes the next part. The caller takes parts, too, and so never waits
