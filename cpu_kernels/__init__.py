@@ -18,6 +18,7 @@ from stree_jax.cpu_kernels.mixer import mixer_pass as mixer_pass
 from stree_jax.cpu_kernels.mixer import mixer_unsupported as mixer_unsupported
 from stree_jax.cpu_kernels.mixer import parted as parted
 from stree_jax.cpu_kernels.native_call import counts as counts
+from stree_jax.cpu_kernels.noise import best_drawn as best_drawn
 from stree_jax.cpu_kernels.noise import best_scores as best_scores
 from stree_jax.cpu_kernels.noise import gumbel_noise as gumbel_noise
 from stree_jax.cpu_kernels.norm import norm_unsupported as norm_unsupported

@@ -30,6 +30,7 @@ TARGETS = (
     "stree_rows",
     "stree_noise",
     "stree_best",
+    "stree_best_drawn",
 )
 
 

@@ -55,13 +55,14 @@ def gumbel_noise(
 class _Best:
     count: int
 
-    def __call__(self, scores: jax.Array, *, level: int) -> Sequence[jax.Array]:
-        shape = *scores.shape[:-1], self.count
+    def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
+        target = "stree_best" if len(arrays) == 1 else "stree_best_drawn"
+        shape = *arrays[0].shape[:-1], self.count
         values = jax.ShapeDtypeStruct(shape, jnp.float32)
         places = jax.ShapeDtypeStruct(shape, jnp.int32)
         totals = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.float32)
-        call = jax.ffi.ffi_call("stree_best", (values, places, totals))
-        return call(scores, level=np.int64(level))
+        call = jax.ffi.ffi_call(target, (values, places, totals))
+        return call(*arrays, level=np.int64(level))
 
 
 def best_scores(
@@ -78,4 +79,25 @@ def best_scores(
         kernel=_Best(count),
         definition=definition,
         fits=scores.ndim > 1 and scores.size > 0,
+    )
+
+
+def best_drawn(
+    logits: jax.Array,
+    temperature: jax.Array,
+    noise: jax.Array,
+    count: int,
+    *,
+    definition: Callable[..., Any],
+) -> Sequence[jax.Array]:
+    """`best_scores` of logits [B, Q, V] by temperatures [B], and with noise [B, V].
+
+    Args:
+      definition: of the arrays; what runs where no kernel can.
+    """
+    return called(
+        *(logits, temperature, noise),
+        kernel=_Best(count),
+        definition=definition,
+        fits=logits.size > 0,
     )

@@ -182,7 +182,8 @@ def _unprocessed_q(drafter, state, root, tree, dist, rule):
 
 def _top_p_for_the_drafter_only(rule, draft, logits, dist):
     sampling = dist.sampling
-    sampling = replace(sampling, top_p=jnp.ones_like(sampling.top_p))
+    filters = replace(sampling.filters, top_p=jnp.ones_like(sampling.filters.top_p))
+    sampling = replace(sampling, filters=filters)
     dist = replace(dist, requests=replace(dist.requests, sampling=sampling))
     return _accept_path(rule, draft, logits, dist)
 

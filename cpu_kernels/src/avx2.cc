@@ -131,7 +131,7 @@ const Kernels& avx2() {
                                    mixer_kernel<Float32>(),
                                    attention_kernel<Float32>(),
                                    attention_kernel<Bfloat16>(), gate_row,
-                                   noise_row, best_row};
+                                   noise_row, best_row, drawn_row};
   return kernels;
 }
 

@@ -137,6 +137,9 @@ struct Kernels {
   // The W largest of `size` scores, their places, log sum exp.
   void (*best)(const float* scores, int64_t size, int64_t W, float* best, int32_t* place,
                float* total);
+  // Logits by a temperature, 0 for none, and noise.
+  void (*drawn)(const float* logits, int64_t size, float temperature, const float* noise,
+                float* scores);
 };
 
 // Each in a file of its own, compiled for its instructions; called only where the

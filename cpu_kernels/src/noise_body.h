@@ -91,3 +91,26 @@ TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float*
   }
   *total = most > NONE ? V::log(V::F{} + V::sum(sums))[0] + from : most;
 }
+
+// Logits below the largest, by a temperature, and noise; 0 is greedy, and has none.
+TARGET inline void drawn_row(const float* logits, int64_t size, float temperature,
+                             const float* noise, float* scores) {
+  using V = Lanes;
+  constexpr float NONE = -__builtin_inff();
+  V::F top = V::F{} + NONE;
+  int64_t i = 0;
+  for (; i + V::W <= size; i += V::W) {
+    const V::F z = V::load(logits + i, V::W);
+    top = z > top ? z : top;
+  }
+  for (; i < size; i++) top[0] = logits[i] > top[0] ? logits[i] : top[0];
+  float most = NONE;
+  for (int lane = 0; lane < V::W; lane++) most = top[lane] > most ? top[lane] : most;
+  const bool greedy = temperature == 0.0f;
+  const float scale = greedy ? 1.0f : 1.0f / temperature;
+  for (i = 0; i < size; i += V::W) {
+    V::F z = (V::load(logits + i, size - i) - most) * scale;
+    if (!greedy) z += V::load(noise + i, size - i);
+    V::store(scores + i, z, size - i);
+  }
+}

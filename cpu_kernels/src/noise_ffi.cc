@@ -31,22 +31,52 @@ ffi::Error noise(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
   return ffi::Error::Success();
 }
 
-ffi::Error best(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores,
-                ffi::ResultBuffer<ffi::F32> values, ffi::ResultBuffer<ffi::S32> places,
-                ffi::ResultBuffer<ffi::F32> totals, int64_t level) {
+using F32 = ffi::Buffer<ffi::F32>;
+using Places = ffi::ResultBuffer<ffi::S32>;
+using Numbers = ffi::ResultBuffer<ffi::F32>;
+
+// Of rows of V scores, which `scores_of(row, room)` gives or makes, the W best of each.
+template <class ScoresOf>
+ffi::Error best_of(ffi::ThreadPool& pool, const F32& scores, Numbers& values, Places& places,
+                   Numbers& totals, const Kernels& kernels, const ScoresOf& scores_of) {
   const auto shape = scores.dimensions(), asked = values->dimensions();
   if (shape.size() == 0 || asked.size() != shape.size() || asked.back() > shape.back())
     return ffi::Error::InvalidArgument("want scores [.., V], and no more than V of them");
   const int64_t V = shape.back(), W = asked.back();
   const int64_t rows = static_cast<int64_t>(totals->element_count());
-  const Kernels& kernels = kernels_of(level);
   const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * V / NUMBERS));
   keep_awake(pool);
   share(pool, parts, rows, [&](int64_t i) {
-    kernels.best(scores.typed_data() + i * V, V, W, values->typed_data() + i * W,
+    kernels.best(scores_of(i), V, W, values->typed_data() + i * W,
                  places->typed_data() + i * W, totals->typed_data() + i);
   });
   return ffi::Error::Success();
+}
+
+ffi::Error best(ffi::ThreadPool pool, F32 scores, Numbers values, Places places, Numbers totals,
+                int64_t level) {
+  const int64_t V = scores.dimensions().size() ? scores.dimensions().back() : 0;
+  const auto as_they_are = [&](int64_t row) { return scores.typed_data() + row * V; };
+  return best_of(pool, scores, values, places, totals, kernels_of(level), as_they_are);
+}
+
+ffi::Error best_drawn(ffi::ThreadPool pool, F32 logits, F32 temperature, F32 noise,
+                      Numbers values, Places places, Numbers totals, int64_t level) {
+  const auto shape = logits.dimensions(), drawn = noise.dimensions();
+  const bool fits = shape.size() == 3 && drawn.size() == 2 && drawn[0] == shape[0] &&
+                    drawn[1] == shape[2] && temperature.element_count() == shape[0];
+  if (!fits)
+    return ffi::Error::InvalidArgument("want logits [B, Q, V], and of each row a temperature "
+                                       "and noise [B, V]");
+  const int64_t Q = shape[1], V = shape[2];
+  const Kernels& kernels = kernels_of(level);
+  const auto made = [&](int64_t row) {
+    auto* const room = static_cast<float*>(scratch_of_thread<0>(V * sizeof(float)));
+    kernels.drawn(logits.typed_data() + row * V, V, temperature.typed_data()[row / Q],
+                  noise.typed_data() + row / Q * V, room);
+    return room;
+  };
+  return best_of(pool, logits, values, places, totals, kernels, made);
 }
 
 }  // namespace
@@ -73,6 +103,21 @@ STREE_PUBLIC XLA_FFI_Error* stree_best(XLA_FFI_CallFrame* frame) {
                                    .Ret<ffi::Buffer<ffi::F32>>()
                                    .Attr<int64_t>("level")
                                    .To(stree::best)
+                                   .release();
+  return handler->Call(frame);
+}
+
+STREE_PUBLIC XLA_FFI_Error* stree_best_drawn(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                   .Attr<int64_t>("level")
+                                   .To(stree::best_drawn)
                                    .release();
   return handler->Call(frame);
 }

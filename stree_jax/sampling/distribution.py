@@ -7,6 +7,7 @@ compares the two distributions that tokens are really drawn from.
 Letters: B rows, Q nodes of a tree, V tokens, D tokens on a path.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -15,8 +16,9 @@ from flax import struct
 from jax import lax
 
 from stree_jax.sampling import threefry
+from stree_jax.sampling.best import best_drawn, best_scores, tempered
 from stree_jax.sampling.requests import Requests
-from stree_jax.sampling.settings import SamplingRows
+from stree_jax.sampling.settings import Filters, SamplingRows
 from stree_jax.sampling.threefry import fold_in
 
 # What a random number is for: each purpose has a stream of its own.
@@ -82,10 +84,9 @@ class Distribution:
         Returns:
           [B, Q, V] float32, -inf for tokens that are out of the question.
         """
-        logits = self._allowed(logits, depth)
         if self.sampling is None:
-            return logits
-        z = filtered(self.sampling, tempered(self.sampling, logits, self._seen(path)))
+            return self._allowed(logits, depth)
+        z = tempered(self.sampling.temperature, self._kept(logits, depth, path))
         return jax.nn.log_softmax(z, axis=-1) if normalised else z
 
     def scores_and_edges(
@@ -98,13 +99,93 @@ class Distribution:
     ) -> tuple[jax.Array, Edges]:
         """`scores` of rows that are sampled, and how near the filters' edges are."""
         assert self.sampling is not None  # a greedy batch has no filters
-        logits = self._allowed(logits, depth)
-        z = tempered(self.sampling, logits, self._seen(path))
-        kept, distance = filtered_and_distance(self.sampling, z)
+        logits = self._punished(logits, depth, path)
+        z = tempered(self.sampling.temperature, logits)
+        kept, distance = filtered_and_distance(self.sampling.filters, z)
         if not normalised:
             return kept, Edges(distance, z)
         total = jax.nn.logsumexp(kept, axis=-1, keepdims=True)
         return jax.nn.log_softmax(kept, axis=-1), Edges(distance, z - total)
+
+    def best(
+        self,
+        logits: jax.Array,
+        depth: jax.Array,
+        count: int,
+        path: jax.Array | None = None,
+        *,
+        drawn: bool = True,
+    ) -> Sequence[jax.Array]:
+        """The best tokens after nodes of one depth, by `scores`, not normalised.
+
+        Args:
+          logits: [B, Q, >= V] float32.
+          depth: [] int32, of the nodes.
+          count: of tokens.
+          path: as of `scores`.
+          drawn: with the noise that the target chooses by; greedy rows have none.
+
+        Returns:
+          their scores, the tokens, and a logarithm of a sum: see `best_scores`.
+        """
+        depths = jnp.broadcast_to(depth, (1, logits.shape[1]))
+        if self.sampling is None or not drawn:
+            scores = self.scores(logits, depths, path, normalised=False)
+            return best_scores(scores, count)
+        kept = self._kept(logits, depths, path)
+        return best_drawn(
+            kept, self.sampling.temperature, self._gumbel_of(depth), count
+        )
+
+    def draw(self, logits: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the target says after a node [B, >= V] of a depth [] int32.
+
+        Returns:
+          token [B] int32, and by how much scores would have to change for another one
+          [B] float32, see `choice_margin`.
+        """
+        assert self.sampling is not None  # greedy batches have `accept_greedy`
+        logits, filters = logits[:, None], self.sampling.filters
+        best, tokens, _ = self.best(logits, depth, 2)
+        token, lead = tokens[:, 0, 0], best[:, 0, 0] - best[:, 0, 1]
+        if filters is None:
+            return token, lead
+
+        def by_edges(logits: jax.Array) -> jax.Array:
+            depths = depth[None, None]
+            z, edges = self.scores_and_edges(logits, depths, normalised=False)
+            noise = self.noise(depth)
+            return choice_margin(z[:, 0] + noise, edges, noise, token)
+
+        return token, lax.cond(filters.any(), by_edges, lambda _: lead, logits)
+
+    def _kept(
+        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
+    ) -> jax.Array:
+        """Logits [B, Q, V] before temperature, -inf for what is out of the question."""
+        assert self.sampling is not None
+        logits = self._punished(logits, depth, path)
+        temperature, filters = self.sampling.temperature, self.sampling.filters
+        if filters is None:
+            return logits
+
+        def some(logits: jax.Array) -> jax.Array:
+            kept, _ = _filters(filters, tempered(temperature, logits))
+            return jnp.where(kept, logits, -jnp.inf)
+
+        return lax.cond(filters.any(), some, lambda logits: logits, logits)
+
+    def _punished(
+        self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
+    ) -> jax.Array:
+        """Logits [B, Q, V] after repetition penalty, -inf for stop tokens too early."""
+        assert self.sampling is not None
+        logits, seen = self._allowed(logits, depth), self._seen(path)
+        if self.sampling.penalty is None or seen is None:
+            return logits
+        penalty = _by_row(self.sampling.penalty)
+        less = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        return jnp.where(seen, less, logits)
 
     def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:
         """Logits [B, Q, V], -inf for stop tokens before `min_new_tokens`."""
@@ -153,9 +234,15 @@ class Distribution:
         It belongs to a place of the output: plain decoding finds the same there.
         """
         assert self.sampling is not None  # greedy rows draw nothing
+        return _but_greedy(self.sampling.greedy, self._gumbel_of(depth))
+
+    def _gumbel_of(self, depth: jax.Array) -> jax.Array:
+        """`noise`, of greedy rows as well."""
+        assert self.sampling is not None
         place = self.output_place + depth
         numbers = jnp.stack([jnp.full_like(place, NOISE), place], axis=1)
-        return self._noise(self.sampling.key, numbers)
+        words = jax.random.key_data(self.sampling.key)
+        return threefry.noise(words, numbers, self.num_tokens)
 
     def gumbel(self, keys: jax.Array) -> jax.Array:
         """Gumbel noise [B, ..., V] of keys [B, ...]; 0 for greedy rows.
@@ -164,17 +251,17 @@ class Distribution:
         replacement in the order they were drawn, and for greedy rows both are just the
         most probable tokens.
         """
-        flat = keys.reshape(-1)
-        return self._noise(keys, jnp.zeros((flat.shape[0], 0), jnp.int32))
-
-    def _noise(self, keys: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Noise [B, ..., V] of keys [B, ...] folded with their numbers [n, k]."""
         assert self.sampling is not None
         words = jax.random.key_data(keys.reshape(-1))
-        noise = threefry.noise(words, numbers, self.num_tokens)
+        none = jnp.zeros((words.shape[0], 0), jnp.int32)
+        noise = threefry.noise(words, none, self.num_tokens)
         noise = noise.reshape(*keys.shape, self.num_tokens)
-        greedy = self.sampling.greedy.reshape(-1, *[1] * (noise.ndim - 1))
-        return jnp.where(greedy, 0.0, noise)
+        return _but_greedy(self.sampling.greedy, noise)
+
+
+def _but_greedy(greedy: jax.Array, noise: jax.Array) -> jax.Array:
+    """Noise [B, ...], 0 for greedy rows [B]."""
+    return jnp.where(greedy.reshape(-1, *[1] * (noise.ndim - 1)), 0.0, noise)
 
 
 def _by_row(values: jax.Array) -> jax.Array:
@@ -182,54 +269,21 @@ def _by_row(values: jax.Array) -> jax.Array:
     return values[:, None, None]
 
 
-def tempered(
-    sampling: SamplingRows, logits: jax.Array, seen: jax.Array | None
-) -> jax.Array:
-    """Logits [B, Q, V] after repetition penalty and temperature; the largest is 0.
-
-    Args:
-      logits: [B, Q, V] float32, -inf for tokens that are out of the question.
-      seen: [B, Q, V] bool, tokens in the text before; None without a penalty.
-    """
-    if sampling.penalty is not None and seen is not None:
-        penalty = _by_row(sampling.penalty)
-        punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        logits = jnp.where(seen, punished, logits)
-    # The largest logit becomes 0 first, so that a tiny temperature cannot overflow.
-    z = logits - logits.max(axis=-1, keepdims=True)
-    return z / _by_row(jnp.where(sampling.greedy, 1.0, sampling.temperature))
-
-
-def filtered(sampling: SamplingRows, z: jax.Array) -> jax.Array:
-    """`tempered` logits [B, Q, V], -inf for tokens that are filtered out.
-
-    A greedy row's token is their argmax.
-    """
-
-    def kept(z: jax.Array) -> jax.Array:
-        return jnp.where(_filters(sampling, z)[0], z, -jnp.inf)
-
-    return lax.cond(_any_filter(sampling), kept, lambda z: z, z)
-
-
 def filtered_and_distance(
-    sampling: SamplingRows, z: jax.Array
+    filters: Filters | None, z: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`filtered`, and `Edges.distance`."""
+    """`tempered` logits [B, Q, V], -inf for tokens that are filtered out, and
+    `Edges.distance`; a greedy row's token is their argmax."""
 
     def some(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kept, distance = _filters(sampling, z)
+        assert filters is not None
+        kept, distance = _filters(filters, z)
         return jnp.where(kept, z, -jnp.inf), distance
 
     def whole(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         return z, jnp.full_like(z, jnp.inf)
 
-    return lax.cond(_any_filter(sampling), some, whole, z)
-
-
-def _any_filter(sampling: SamplingRows) -> jax.Array:
-    s = sampling
-    return ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0)).any()
+    return whole(z) if filters is None else lax.cond(filters.any(), some, whole, z)
 
 
 def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
@@ -255,7 +309,7 @@ def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array
     return lax.fori_loop(0, 32, bit, start)
 
 
-def _filters(sampling: SamplingRows, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _filters(filters: Filters, z: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Top-k, then top-p of what is left, then min-p.
 
     Args:
@@ -267,12 +321,12 @@ def _filters(sampling: SamplingRows, z: jax.Array) -> tuple[jax.Array, jax.Array
     z = jnp.maximum(z, jnp.finfo(jnp.float32).min)  # differences of infinities are NaN
     raw = lax.bitcast_convert_type(z, jnp.uint32)
     bits = jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
-    top_k = jnp.where(sampling.top_k > 0, sampling.top_k.astype(jnp.float32), jnp.inf)
+    top_k = jnp.where(filters.top_k > 0, filters.top_k.astype(jnp.float32), jnp.inf)
     by_k = bits >= _threshold(bits, jnp.ones_like(z), _by_row(top_k))
     p = jax.nn.softmax(jnp.where(by_k, z, -jnp.inf), axis=-1)
-    top_p = _by_row(jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf))
+    top_p = _by_row(jnp.where(filters.top_p < 1, filters.top_p, jnp.inf))
     by_p = by_k & (bits >= _threshold(bits, p, top_p))
-    min_z = jnp.log(_by_row(sampling.min_p))
+    min_z = jnp.log(_by_row(filters.min_p))
     kept = by_p & (z >= min_z)
     distance = jnp.minimum(_order_distance(z, by_k), _mass_distance(z, p, by_p, top_p))
     return kept, jnp.minimum(distance, z - min_z)

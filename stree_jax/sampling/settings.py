@@ -55,19 +55,36 @@ class Sampling:
 
 
 @struct.dataclass
+class Filters:
+    """What leaves tokens of B rows out of the question.
+
+    Attributes:
+      top_k: [B] int32.
+      top_p, min_p: [B] float32.
+    """
+
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+
+    def any(self) -> jax.Array:
+        """[] bool, whether any row has one."""
+        return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
+
+
+@struct.dataclass
 class SamplingRows:
     """`Sampling` of B rows, on the device.
 
     Attributes:
-      temperature, top_p, min_p: [B] float32; top_k: [B] int32.
+      temperature: [B] float32.
+      filters: None where no row has any: programs are smaller then.
       penalty: [B] float32, or None where no row has a repetition penalty.
       key: [B] typed keys, one a row.
     """
 
     temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    filters: Filters | None
     penalty: jax.Array | None
     key: jax.Array
 
@@ -92,7 +109,11 @@ def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
 
 
 def sampling_rows(
-    settings: Sequence[Sampling], key: jax.Array | None = None, samples: int = 1
+    settings: Sequence[Sampling],
+    key: jax.Array | None = None,
+    samples: int = 1,
+    *,
+    filters: bool = False,
 ) -> SamplingRows:
     """Settings of B prompts as arrays of B * `samples` rows, prompt by prompt.
 
@@ -100,6 +121,8 @@ def sampling_rows(
       settings: one a prompt.
       key: base of all random numbers, a key of `jax.random.key`; default: `key(0)`.
       samples: rows per prompt.
+      filters: whether there is room for filters though no row has any, as where rows
+        are to be replaced by others.
 
     Raises:
       ValueError: a key whose random numbers would depend on a row's place.
@@ -121,11 +144,16 @@ def sampling_rows(
         return jnp.asarray(np.repeat(values, samples))
 
     penalised = any(s.repetition_penalty != 1 for s in settings)
+    filters = filters or any(s.top_k or s.top_p != 1 or s.min_p for s in settings)
     return SamplingRows(
         temperature=rows("temperature", np.float32),
-        top_k=rows("top_k", np.int32),
-        top_p=rows("top_p", np.float32),
-        min_p=rows("min_p", np.float32),
+        filters=Filters(
+            rows("top_k", np.int32),
+            rows("top_p", np.float32),
+            rows("min_p", np.float32),
+        )
+        if filters
+        else None,
         penalty=rows("repetition_penalty", np.float32) if penalised else None,
         key=row_keys(key, jnp.asarray(np.array(seeds, np.uint32)), samples),
     )

@@ -144,7 +144,7 @@ def requests_of(asked: Asked, stops: jax.Array, key: jax.Array) -> Requests:
       stops: [1, n] stop tokens.
       key: of the base of the random numbers.
     """
-    drawn = sampling_rows([asked.sampling])
+    drawn = sampling_rows([asked.sampling], filters=True)  # others' may have some
     seed = np.uint32(asked.sampling.seed or 0)
     own = row_key_jit(key, jnp.asarray(seed), jnp.int32(asked.sample))
     return Requests(

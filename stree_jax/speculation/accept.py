@@ -37,7 +37,6 @@ from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
     Distribution,
-    choice_margin,
     top2_margin,
 )
 from stree_jax.speculation.draft import Draft
@@ -368,6 +367,32 @@ def try_siblings(
     return taken, p
 
 
+def by_probability(
+    rule: Rule,
+    dist: Distribution,
+    logits: jax.Array,
+    q: jax.Array,
+    drafts: jax.Array,
+    exists: jax.Array,
+    depth: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Test a node's drafts by their probabilities, each accepted or used up.
+
+    Args:
+      logits: [B, >= V] float32, after the node, which is at a depth [] int32.
+      q: [B, V] float32, what the drafts were drawn from.
+      drafts, exists: as of `try_siblings`.
+
+    Returns:
+      the rank of the accepted one [B], or -1, and a token [B] drawn from what is left.
+    """
+    z = dist.scores(logits[:, None], depth[None, None])[:, 0]
+    keys = dist.keys(ACCEPT, depth)
+    u = jax.vmap(lambda k: jax.random.uniform(k, drafts.shape[1:], z.dtype))(keys)
+    taken, p = try_siblings(rule, jnp.exp(z), q, drafts, exists, u)
+    return taken, argmax(jnp.log(p) + dist.noise(depth))
+
+
 def accept_path(
     rule: Rule, draft: Draft, logits: jax.Array, dist: Distribution
 ) -> Accepted:
@@ -379,7 +404,6 @@ def accept_path(
     layout, q, (batch, T) = draft.layout, draft.q, draft.tokens.shape
     b = jnp.arange(batch, dtype=jnp.int32)
     greedy = dist.sampling.greedy
-    by_argmax = greedy | (not rule.needs_q)
 
     def alive(carry: tuple) -> jax.Array:
         depth, _, walking, _, _ = carry
@@ -387,27 +411,23 @@ def accept_path(
 
     def down(carry: tuple) -> tuple:
         depth, node, walking, dist, out = carry
-        asked = logits[b, node][:, None], depth[None, None]
-        z, edges = dist.scores_and_edges(*asked, normalised=rule.needs_q)
-        z = z[:, 0]
+        here = logits[b, node]
         children = layout.children[b, node]
         exists = children < T
         clipped = jnp.minimum(children, T - 1)
         drafts = jnp.take_along_axis(draft.tokens, clipped, axis=1)
-        taken = jnp.full((batch,), -1, jnp.int32)
-        if q is not None:
-            draw = jax.vmap(lambda k: jax.random.uniform(k, drafts.shape[1:], z.dtype))
-            u, tried = draw(dist.keys(ACCEPT, depth)), exists & ~greedy[:, None]
-            taken, p = try_siblings(rule, jnp.exp(z), q[b, node], drafts, tried, u)
-            z = jnp.where(greedy[:, None], z, jnp.log(p))
-
-        noise = dist.noise(depth)
-        token = argmax(z + noise)
-        margin = choice_margin(z + noise, edges, noise, token)
-        margin = jnp.where(by_argmax, margin, jnp.inf)
+        token, margin = dist.draw(here, depth)
         hit = exists & (drafts == token[:, None])
         match = jnp.where(hit.any(axis=1), jnp.argmax(hit, axis=1), -1)
-        taken = jnp.where(by_argmax, match.astype(jnp.int32), taken)
+        taken = match.astype(jnp.int32)
+        if q is not None:
+            tried = drafts, exists & ~greedy[:, None]
+            passed, left = by_probability(rule, dist, here, q[b, node], *tried, depth)
+            taken, token = (
+                jnp.where(greedy, taken, passed),
+                jnp.where(greedy, token, left),
+            )
+            margin = jnp.where(greedy, margin, jnp.inf)
 
         child = jnp.maximum(taken, 0)[:, None]
         drafted = jnp.take_along_axis(drafts, child, axis=1)[:, 0]

@@ -28,7 +28,6 @@ from stree_jax.models import (
     logits_of,
     param_dtype,
 )
-from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.calibration import LOGIT_STEP, model_kind
@@ -177,12 +176,9 @@ def best_first(
         """The next level, children of the frontier, from logits [B, W or 1, V]."""
         pool, d, above = grown.pool, grown.levels, grown.frontier
         Q = logits.shape[1]
-        depths = jnp.broadcast_to(d, (1, Q))
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
-        scores = dist.scores(logits, depths, text[:, :Q], normalised=False)
-        if dist.sampling is not None and rule.drafting == "coupled":
-            scores = scores + dist.noise(d)[:, None]
-        best, guess, total = best_scores(scores, W)
+        coupled = rule.drafting == "coupled"
+        best, guess, total = dist.best(logits, d, W, text[:, :Q], drawn=coupled)
         return with_level(grown, best, guess, total, probability)
 
     def level(grown: Grown) -> Grown:

@@ -25,7 +25,6 @@ from stree_jax.speculation.drafter import DraftState, News, Prompts
 from stree_jax.speculation.layout import tree_levels
 from stree_jax.speculation.model_drafter import (
     by_slot,
-    draw_children,
     draw_level,
     empty_draft,
 )
@@ -106,13 +105,10 @@ def fill_by_depth(
         if not drawn_alike(dist, rule):
             z = jnp.broadcast_to(z, (z.shape[0], tree.inner, z.shape[2]))
             return draw_level(draft, z, depth, tree, levels, dist, rule), None
-        scores = dist.scores(z, depth[None, None], normalised=rule.needs_q)
-        noise = None
-        if dist.sampling is not None and rule.drafting == "coupled":
-            noise = dist.noise(depth)[:, None]
+        coupled = rule.drafting == "coupled"
+        children = dist.best(z, depth, tree.children, drawn=coupled)[1]
         above, shape = levels.inner[depth], (z.shape[0], tree.inner, tree.children)
-        drawn = rule.drafting, dist, scores, above[:1], noise, tree.children
-        children = jnp.broadcast_to(draw_children(*drawn), shape)
+        children = jnp.broadcast_to(children, shape)
         tokens, written = by_slot(children, above, tree, levels)
         return replace(draft, tokens=jnp.where(written, tokens, draft.tokens)), None
 

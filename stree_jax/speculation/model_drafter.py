@@ -257,16 +257,16 @@ def draw_level(
     """
     above = levels.inner[depth, : logits.shape[1]]
     paths = draft.layout.paths[0, jnp.minimum(above, tree.size - 1)]  # rows are alike
-    depths = jnp.broadcast_to(depth, (1, above.shape[0]))
-    text = draft.tokens[:, paths]
-    z = dist.scores(logits, depths, text, normalised=rule.needs_q)
-    noise = None
-    if dist.sampling is not None and rule.drafting == "coupled":
-        noise = dist.noise(depth)[:, None]
-    children = draw_children(rule.drafting, dist, z, above, noise, tree.children)
-    q = draft.q
-    if q is not None:
-        q = q.at[:, above].set(jnp.exp(z), mode="drop")
+    text, q = draft.tokens[:, paths], draft.q
+    coupled = rule.drafting == "coupled"
+    if dist.sampling is None or coupled or rule.drafting == "top_k":
+        children = dist.best(logits, depth, tree.children, text, drawn=coupled)[1]
+    else:
+        depths = jnp.broadcast_to(depth, (1, above.shape[0]))
+        z = dist.scores(logits, depths, text, normalised=rule.needs_q)
+        children = draw_children(rule.drafting, dist, z, above, None, tree.children)
+        if q is not None:
+            q = q.at[:, above].set(jnp.exp(z), mode="drop")
     tokens, drawn = by_slot(children, above, tree, levels)
     return replace(draft, tokens=jnp.where(drawn, tokens, draft.tokens), q=q)
 

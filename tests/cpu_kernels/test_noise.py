@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.sampling.best import _definition, best_scores
+from stree_jax.sampling.best import _best, _drawn, best_drawn, best_scores
 from stree_jax.sampling.threefry import noise
 from tests.support.native import built, each_level, use
 
@@ -62,7 +62,7 @@ def test_the_best_are_the_best(level, size, monkeypatch):
     for count in {1, min(3, size), size}:
         run = jax.jit(lambda z, n=count: best_scores(z, n))
         assert "stree_best" in run.lower(args).as_text()
-        ours, wanted = run(args), jax.jit(_definition(count))(args)
+        ours, wanted = run(args), jax.jit(_best(count))(args)
         np.testing.assert_array_equal(ours[0], wanted[0])
         np.testing.assert_array_equal(ours[1], wanted[1])
         np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-6, atol=1e-6)
@@ -73,3 +73,24 @@ def test_one_row_is_left_to_xla():
     best, place, _ = best_scores(scores, 2)
     np.testing.assert_array_equal(best, [3.0, 3.0])
     np.testing.assert_array_equal(place, [0, 2])
+
+
+@each_level
+@pytest.mark.parametrize("size", [2, 16, 131])
+def test_the_best_that_are_drawn(level, size, monkeypatch):
+    """A greedy row without its noise, and rows with one token or none but it left."""
+    use(monkeypatch, level)
+    rng = np.random.default_rng(size)
+    logits = 30 * rng.standard_normal((4, 3, size)).astype(np.float32)
+    logits[1, :, 1:] = -np.inf
+    logits[2, 0, :-1] = -np.inf
+    noise = rng.standard_normal((4, size)).astype(np.float32)
+    heat = np.asarray([1.0, 1e-30, 0.7, 0.0], np.float32)
+    args = [jnp.asarray(x) for x in (logits, heat, noise)]
+    for count in sorted({1, 2, min(3, size)}):
+        run = jax.jit(lambda *args, n=count: best_drawn(*args, n))
+        assert "stree_best_drawn" in run.lower(*args).as_text()
+        ours, wanted = run(*args), jax.jit(_drawn(count))(*args)
+        np.testing.assert_allclose(ours[0], wanted[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(ours[1], wanted[1])
+        np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-5, atol=1e-5)

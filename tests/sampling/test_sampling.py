@@ -18,8 +18,6 @@ from stree_jax import Sampling, sampling_rows
 from stree_jax.sampling.distribution import (
     Distribution,
     choice_margin,
-    filtered,
-    tempered,
 )
 from stree_jax.sampling.requests import Requests
 from tests import distribution
@@ -49,7 +47,9 @@ def dist_of(sampling, places, V, seen=None):
 
 
 def processed(sampling, logits, seen):
-    return jax.nn.log_softmax(filtered(sampling, tempered(sampling, logits, seen)))
+    (batch, Q, V), seen = logits.shape, None if seen is None else seen[:, 0]
+    dist = dist_of(sampling, [0] * batch, V, seen)
+    return dist.scores(logits, jnp.zeros((1, Q), jnp.int32))
 
 
 SETTINGS = [
