@@ -24,6 +24,8 @@ TARGETS = (
     "stree_best_nodes",
     "stree_next_level",
     "stree_accept_greedy",
+    "stree_cut",
+    "stree_record",
     "stree_norm",
     "stree_gate",
     "stree_heads",

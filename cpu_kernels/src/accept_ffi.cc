@@ -98,7 +98,7 @@ ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 pat
 
 STREE_PUBLIC XLA_FFI_Error* stree_accept_greedy(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  static const auto* handler = ffi::Ffi::Bind()
+  return call_serial<accept_greedy>(frame, bind_serial()
                                    .Arg<F32>()
                                    .Arg<S32>()
                                    .Arg<S32>()
@@ -108,8 +108,5 @@ STREE_PUBLIC XLA_FFI_Error* stree_accept_greedy(XLA_FFI_CallFrame* frame) {
                                    .Ret<S32>()
                                    .Ret<S32>()
                                    .Ret<F32>()
-                                   .Attr<int64_t>("vocabulary")
-                                   .To(accept_greedy)
-                                   .release();
-  return handler->Call(frame);
+                                   .Attr<int64_t>("vocabulary"));
 }

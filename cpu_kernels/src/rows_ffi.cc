@@ -22,8 +22,8 @@ void copy_row(const E* from, int64_t size, float* to) {
 }
 
 // As in JAX a row below 0 is counted from the end, and one outside is the nearest.
-ffi::Error rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> ids,
-                ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error copied(ffi::AnyBuffer& table, ffi::Buffer<ffi::S32>& ids,
+                  ffi::ResultBuffer<ffi::F32>& out) {
   const auto shape = table.dimensions();
   if (shape.size() != 2 || shape[0] < 1 ||
       static_cast<int64_t>(out->element_count()) !=
@@ -48,11 +48,18 @@ ffi::Error rows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> ids,
   }
 }
 
+// Every pass of a model begins with it.
+ffi::Future rows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::Buffer<ffi::S32> ids,
+                 ffi::ResultBuffer<ffi::F32> out) {
+  return going_on_in(pool, copied(table, ids, out));
+}
+
 }  // namespace
 }  // namespace stree
 
 STREE_PUBLIC XLA_FFI_Error* stree_rows(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
                                    .Arg<ffi::AnyBuffer>()
                                    .Arg<ffi::Buffer<ffi::S32>>()
                                    .Ret<ffi::Buffer<ffi::F32>>()

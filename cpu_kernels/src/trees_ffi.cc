@@ -376,40 +376,22 @@ ffi::Error next_level(F32 best, S32 guess, F32 total, S32 level, F32 probability
   return ffi::Error::Success();
 }
 
-template <auto run>
-struct Awake;
-template <class... Args, ffi::Error (*run)(Args...)>
-struct Awake<run> {
-  static ffi::Error call(ffi::ThreadPool pool, Args... args) {
-    keep_awake(pool);
-    return run(args...);
-  }
-};
-
-auto bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
-
-template <auto run, class Binding>
-XLA_FFI_Error* call(XLA_FFI_CallFrame* frame, Binding binding) {
-  static const auto* handler = binding.To(Awake<run>::call).release();
-  return handler->Call(frame);
-}
-
 }  // namespace
 }  // namespace stree
 
 STREE_PUBLIC XLA_FFI_Error* stree_tree_nodes(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<tree_nodes>(frame, bind().Arg<S32>().Ret<Bool>().Ret<S32>().Ret<S32>());
+  return call_serial<tree_nodes>(frame, bind_serial().Arg<S32>().Ret<Bool>().Ret<S32>().Ret<S32>());
 }
 
 STREE_PUBLIC XLA_FFI_Error* stree_tree_layout(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<tree_layout>(frame, bind().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
+  return call_serial<tree_layout>(frame, bind_serial().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
 }
 
 STREE_PUBLIC XLA_FFI_Error* stree_look_up(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<look_up>(frame, bind()
+  return call_serial<look_up>(frame, bind_serial()
                   .Arg<S32>()
                   .Arg<S32>()
                   .Arg<F32>()
@@ -426,7 +408,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_look_up(XLA_FFI_CallFrame* frame) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_merged(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<merged>(frame, bind()
+  return call_serial<merged>(frame, bind_serial()
                   .Arg<S32>()
                   .Arg<S32>()
                   .Arg<F32>()
@@ -449,7 +431,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_merged(XLA_FFI_CallFrame* frame) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<best_nodes>(frame, bind()
+  return call_serial<best_nodes>(frame, bind_serial()
                   .Arg<S32>()
                   .Arg<S32>()
                   .Arg<F32>()
@@ -466,7 +448,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
 
 STREE_PUBLIC XLA_FFI_Error* stree_next_level(XLA_FFI_CallFrame* frame) {
   using namespace stree;
-  return call<next_level>(frame, bind()
+  return call_serial<next_level>(frame, bind_serial()
                   .Arg<F32>()  // what the model says
                   .Arg<S32>()
                   .Arg<F32>()

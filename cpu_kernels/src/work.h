@@ -67,6 +67,30 @@ inline void* scratch_of_thread(int64_t bytes) {
   return memory.get() + (64 - address % 64) % 64;
 }
 
+// Whether this thread is one of the pool's.
+inline thread_local bool in_pool = false;
+
+// Has what comes after a call go on in a thread of the pool.
+//
+// XLA begins a program in a thread of its own, and may stay there. With it the pool has a
+// thread too many for its cores: one looks for work and the others sleep, and Eigen wakes
+// one that sleeps for every task there is.
+inline xla::ffi::Future going_on_in(xla::ffi::ThreadPool& pool, const xla::ffi::Error& error) {
+  xla::ffi::Promise promise;
+  xla::ffi::Future future(promise);
+  if (error.failure()) {
+    promise.SetError(error);
+  } else if (in_pool || pool.num_threads() < 2) {
+    promise.SetAvailable();
+  } else {
+    pool.Schedule([promise]() mutable {
+      in_pool = true;
+      promise.SetAvailable();
+    });
+  }
+  return future;
+}
+
 // Has a thread of the pool look for work, so that it has not gone to sleep by the time
 // there is some: to wake one can take as long as a small product (40 us on a virtual
 // machine), and takes it of whoever has the work.
@@ -116,6 +140,25 @@ void share(xla::ffi::ThreadPool& pool, int64_t parts, int64_t count, const Work&
   share(pool, parts, [&](int64_t part) {
     for (int64_t i = count * part / parts; i < count * (part + 1) / parts; i++) work(i);
   });
+}
+
+// Handlers of serial work, which keep a thread awake for whatever comes after them.
+template <auto run>
+struct Awake;
+template <class... Args, xla::ffi::Error (*run)(Args...)>
+struct Awake<run> {
+  static xla::ffi::Error call(xla::ffi::ThreadPool pool, Args... args) {
+    keep_awake(pool);
+    return run(args...);
+  }
+};
+
+inline auto bind_serial() { return xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>(); }
+
+template <auto run, class Binding>
+XLA_FFI_Error* call_serial(XLA_FFI_CallFrame* frame, Binding binding) {
+  static const auto* handler = binding.To(Awake<run>::call).release();
+  return handler->Call(frame);
 }
 
 }  // namespace stree

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax import cpu_kernels
 from stree_jax.models import Pending, State
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.distribution import Distribution
@@ -117,33 +118,51 @@ def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
     Returns:
       `accepted` with the length after the cut (0 for finished rows), and what stopped.
     """
-    running, tokens = d.finish == RUNNING, accepted.tokens
-    width = tokens.shape[1]
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-
-    def first(stops: jax.Array) -> jax.Array:
-        return jnp.where(stops, index, width).min(axis=1)
-
-    stop_tokens = d.requests.stop_tokens[:, None]
-    by_token = first((tokens[..., None] == stop_tokens).any(axis=-1))
-    states, by_string = follow_stop_strings(d, tokens), jnp.full_like(by_token, width)
-    if states is not None:
-        by_string = first(states < 0)
-
-    room = d.requests.max_new_tokens - d.length
-    length = jnp.minimum(accepted.length, jnp.minimum(by_token, by_string) + 1)
-    length = jnp.minimum(length, room)
-    finish = jnp.where(length == room, OUT_OF_LENGTH, RUNNING)
-    finish = jnp.where(by_token < length, STOP_TOKEN, finish)
-    finish = jnp.where(by_string < length, STOP_STRING, finish)  # texts leave it out
-    finish = jnp.where(running, finish, d.finish)
-    stop_state = d.stop_state
-    if states is not None and stop_state is not None:
-        last = jnp.maximum(length - 1, 0)[:, None]
-        after = jnp.take_along_axis(states, last, axis=1)[:, 0]
-        stop_state = jnp.where(running, after, stop_state)
-    length = jnp.where(running, length, 0)
+    limits = d.requests.max_new_tokens, d.requests.stop_tokens
+    asked = accepted.tokens, accepted.length, d.length, d.finish, *limits
+    states = follow_stop_strings(d, accepted.tokens)
+    if states is None or d.stop_state is None:
+        length, finish = cpu_kernels.cut(*asked, definition=_cut)
+        return replace(accepted, length=length), Stop(finish, d.stop_state)
+    by_string = _first(states < 0)
+    length, finish = _cut(*asked, by_string)
+    last = jnp.maximum(length - 1, 0)[:, None]
+    after = jnp.take_along_axis(states, last, axis=1)[:, 0]
+    stop_state = jnp.where(d.finish == RUNNING, after, d.stop_state)
     return replace(accepted, length=length), Stop(finish, stop_state)
+
+
+def _first(marks: jax.Array) -> jax.Array:
+    """Places [B] of the first marks of [B, M + 1] bool; M + 1 where there are none."""
+    width = marks.shape[1]
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    return jnp.where(marks, index, width).min(axis=1)
+
+
+def _cut(
+    tokens: jax.Array,
+    accepted: jax.Array,
+    before: jax.Array,
+    finish: jax.Array,
+    limit: jax.Array,
+    stop_tokens: jax.Array,
+    by_string: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """How many tokens [B] are kept, and `finish` [B]; see `cpu_kernels.cut`.
+
+    Args:
+      by_string: [B] int32, at which token a stop string is complete.
+    """
+    running, room = finish == RUNNING, limit - before
+    by_token = _first((tokens[..., None] == stop_tokens[:, None]).any(axis=-1))
+    length = jnp.minimum(jnp.minimum(accepted, by_token + 1), room)
+    if by_string is not None:
+        length = jnp.minimum(length, by_string + 1)
+    end = jnp.where(length == room, OUT_OF_LENGTH, RUNNING)
+    end = jnp.where(by_token < length, STOP_TOKEN, end)
+    if by_string is not None:
+        end = jnp.where(by_string < length, STOP_STRING, end)  # texts leave it out
+    return jnp.where(running, length, 0), jnp.where(running, end, finish)
 
 
 def record_step(
@@ -162,50 +181,90 @@ def record_step(
       accepted, stop: after the cut.
       dist: what the tokens below the root were chosen by.
     """
-    length, tokens = accepted.length, accepted.tokens
-    row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-    depth = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    counts = depth[None] < length[:, None]
-    places = jnp.where(counts, d.length[:, None] + depth[None], d.tokens.shape[1])
     seen, lists = d.seen, d.logprobs
+    if lists is not None or seen is not None:
+        places = _places(d.length, accepted.length, accepted.tokens, d.tokens.shape[1])
     if lists is not None:
+        depth = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)
         on_path = jnp.take_along_axis(logits, accepted.path[..., None], axis=1)
         path = jnp.take_along_axis(draft.tokens, accepted.path, axis=1)
         above = path[:, jnp.minimum(depth[:, None], depth[None])]  # [B, M + 1, M + 1]
         chosen_by = dist.scores(on_path, depth[None], above)
         raw = on_path[..., : dist.num_tokens]
-        lists = logprobs.write(lists, raw, chosen_by, tokens, places)
+        lists = logprobs.write(lists, raw, chosen_by, accepted.tokens, places)
     if seen is not None:
-        text = jnp.where(counts, tokens, seen.shape[1])
+        row = jnp.arange(seen.shape[0], dtype=jnp.int32)[:, None]
+        text = jnp.where(places < d.tokens.shape[1], accepted.tokens, seen.shape[1])
         seen = seen.at[row, text].set(True, mode="drop")
+    origin = draft.origin
+    if origin is None:
+        origin = jnp.full_like(draft.tokens, DRAFTER, jnp.uint8)
+    before = d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin
+    gain = accepted.tokens, accepted.path, accepted.margin, accepted.length, origin
+    after = cpu_kernels.record(
+        *before, d.choice, d.finish == RUNNING, *gain, definition=_recorded
+    )
+    tokens, output_origin, root, length, used, gained, margin = after
+    return replace(
+        d,
+        tokens=tokens,
+        origin=output_origin,
+        root=root,
+        length=length,
+        used=used,
+        gained=gained,
+        margin=margin,
+        seen=seen,
+        logprobs=lists,
+        finish=stop.finish,
+        stop_state=stop.state,
+    )
+
+
+def _places(
+    before: jax.Array, count: jax.Array, tokens: jax.Array, room: int
+) -> jax.Array:
+    """Places in the output of tokens [B, M + 1]; `room` for those that do not count."""
+    depth = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(depth < count[:, None], before[:, None] + depth, room)
+
+
+def _recorded(
+    output: jax.Array,
+    output_origin: jax.Array,
+    root: jax.Array,
+    before: jax.Array,
+    used: jax.Array,
+    gained: jax.Array,
+    margin: jax.Array,
+    choice: jax.Array,
+    running: jax.Array,
+    tokens: jax.Array,
+    path: jax.Array,
+    margins: jax.Array,
+    length: jax.Array,
+    origin: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The first seven arrays after a step; see `cpu_kernels.record`."""
+    places = _places(before, length, tokens, output.shape[1])
+    after = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))  # nodes lead to the next; 0: none
+    drafted = jnp.take_along_axis(origin, after, axis=1)
+    drafted = jnp.where(after > 0, drafted, jnp.uint8(TARGET))
 
     def write(old: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[place].set(new, mode="drop")  # by row: shardings stay
 
     last = jnp.maximum(length - 1, 0)[:, None]
-    root = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
-    ran = (d.finish == RUNNING).astype(jnp.int32)
-    margin = jnp.where(counts, accepted.margin, jnp.inf).min(axis=1)
-    return replace(
-        d,
-        root=jnp.where(length > 0, root, d.root),
-        tokens=jax.vmap(write)(d.tokens, places, tokens),
-        length=d.length + length,
-        seen=seen,
-        stop_state=stop.state,
-        logprobs=lists,
-        finish=stop.finish,
-        origin=jax.vmap(write)(d.origin, places, _origins(draft, accepted)),
-        used=d.used.at[:, d.choice].add(ran),
-        gained=d.gained.at[row[:, 0], length].add(ran),
-        margin=jnp.minimum(d.margin, margin),
+    end = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
+    row = jnp.arange(length.shape[0], dtype=jnp.int32)
+    ran = running.astype(jnp.int32)
+    counts = jnp.arange(path.shape[1], dtype=jnp.int32)[None] < length[:, None]
+    return (
+        jax.vmap(write)(output, places, tokens),
+        jax.vmap(write)(output_origin, places, drafted),
+        jnp.where(length > 0, end, root),
+        before + length,
+        used.at[:, choice].add(ran),
+        gained.at[row, length].add(ran),
+        jnp.minimum(margin, jnp.where(counts, margins, jnp.inf).min(axis=1)),
     )
-
-
-def _origins(draft: Draft, accepted: Accepted) -> jax.Array:
-    """Where the accepted tokens [B, M + 1] come from, uint8; nodes lead to the next."""
-    after = jnp.pad(accepted.path[:, 1:], ((0, 0), (0, 1)))  # 0, the root: no draft
-    if draft.origin is None:
-        return jnp.where(after > 0, DRAFTER, TARGET).astype(jnp.uint8)
-    origin = jnp.take_along_axis(draft.origin, after, axis=1)
-    return jnp.where(after > 0, origin, jnp.uint8(TARGET))

@@ -24,7 +24,7 @@ from stree_jax.speculation.pool import (
     without_rest,
 )
 from stree_jax.speculation.tree import Auto, Beam, Budget, chain
-from tests.support.native import built, use
+from tests.support.native import assert_same, built, use
 from tests.support.reference import random_parents
 
 pytestmark = built
@@ -33,33 +33,6 @@ pytestmark = built
 @pytest.fixture(params=range(2))
 def rng(request):
     return np.random.default_rng(request.param)
-
-
-@pytest.fixture
-def both(monkeypatch):
-    """What a function gives with the kernels and without, after one another."""
-
-    def run(function, *args):
-        outs = []
-        for level in ("portable", "off"):
-            use(monkeypatch, level)
-            jax.clear_caches()
-            program = jax.jit(lambda args: function(*args))
-            called = "stree_" in program.lower(args).as_text()
-            assert called == (level != "off")
-            outs.append(program(args))
-        return outs
-
-    return run
-
-
-def assert_same(ours, wanted):
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
-        assert one.shape == other.shape and one.dtype == other.dtype
-        if one.dtype == jnp.float32:
-            np.testing.assert_allclose(one, other, rtol=1e-6)
-        else:
-            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 7), (3, 16), (2, 40)])

@@ -1,6 +1,8 @@
 """Which of the compiled CPU kernels' instructions this machine has."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, library
@@ -28,3 +30,12 @@ def use(monkeypatch, level):
     """Programs traced from here on have kernels with these instructions, or none."""
     monkeypatch.setenv(VARIABLE, level)
     jax.clear_caches()
+
+
+def assert_same(ours, wanted):
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        if one.dtype == jnp.float32:
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(one, other)

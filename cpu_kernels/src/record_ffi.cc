@@ -1,0 +1,126 @@
+// What XLA calls to write down what a step gained.
+//
+// Defined by stree_jax/speculation/decoding.py, `_cut` and `_recorded`.
+//
+// Letters: B rows, M depth, T nodes, O room for output, K trees of a menu.
+#include <algorithm>
+#include <limits>
+
+#include "work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+using S32 = ffi::Buffer<ffi::S32>;
+using F32 = ffi::Buffer<ffi::F32>;
+using U8 = ffi::Buffer<ffi::U8>;
+using Bool = ffi::Buffer<ffi::PRED>;
+template <class Array>
+using Out = ffi::Result<Array>;
+
+constexpr int32_t RUNNING = 0, STOP_TOKEN = 1, OUT_OF_LENGTH = 2;  // of decoding.py
+constexpr uint8_t TARGET_SAID = 0;                                 // of draft.py
+
+ffi::Error cut(S32 tokens, S32 accepted, S32 lengths, S32 finish, S32 limits, S32 stops,
+               Out<S32> to_length, Out<S32> to_finish) {
+  const int64_t B = tokens.dimensions()[0], room = tokens.dimensions()[1];
+  const int64_t n = stops.dimensions()[1];
+  for (int64_t b = 0; b < B; b++) {
+    const int32_t* const stop = stops.typed_data() + b * n;
+    const int32_t* const token = tokens.typed_data() + b * room;
+    const auto ends = [&](int32_t t) { return std::find(stop, stop + n, t) != stop + n; };
+    const auto first = static_cast<int32_t>(std::find_if(token, token + room, ends) - token);
+    const int32_t left = limits.typed_data()[b] - lengths.typed_data()[b];
+    const int32_t length = std::min({accepted.typed_data()[b], first + 1, left});
+    const bool runs = finish.typed_data()[b] == RUNNING;
+    int32_t end = length == left ? OUT_OF_LENGTH : RUNNING;
+    if (first < length) end = STOP_TOKEN;
+    to_length->typed_data()[b] = runs ? length : 0;
+    to_finish->typed_data()[b] = runs ? end : finish.typed_data()[b];
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 gained,
+                  F32 margin, S32 choice, Bool running, S32 new_tokens, S32 path,
+                  F32 margins, S32 counts, U8 origins, Out<S32> to_tokens, Out<U8> to_origin,
+                  Out<S32> to_root, Out<S32> to_lengths, Out<S32> to_used,
+                  Out<S32> to_gained, Out<F32> to_margin) {
+  const auto copy = [](const auto& from, auto& to) {
+    if (from.typed_data() != to->typed_data())
+      std::copy_n(from.typed_data(), from.element_count(), to->typed_data());
+  };
+  copy(tokens, to_tokens), copy(origin, to_origin), copy(root, to_root);
+  copy(lengths, to_lengths), copy(used, to_used), copy(gained, to_gained);
+  copy(margin, to_margin);
+  const int64_t B = tokens.dimensions()[0], O = tokens.dimensions()[1];
+  const int64_t room = path.dimensions()[1], T = origins.dimensions()[1];
+  const int64_t K = used.dimensions()[1], most = gained.dimensions()[1];
+  int64_t tree = *choice.typed_data();
+  if (tree < 0) tree += K;
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t count = std::min<int64_t>(counts.typed_data()[b], room);
+    const int32_t ran = running.typed_data()[b] ? 1 : 0;
+    const int64_t before = to_lengths->typed_data()[b];
+    for (int64_t j = 0; j < count; j++) {
+      const int64_t at = b * room + j;
+      float& least = to_margin->typed_data()[b];
+      least = std::min(least, margins.typed_data()[at]);
+      if (before + j >= O) continue;
+      const int32_t after = j + 1 < room ? path.typed_data()[at + 1] : 0;  // 0: no draft
+      to_tokens->typed_data()[b * O + before + j] = new_tokens.typed_data()[at];
+      to_origin->typed_data()[b * O + before + j] =
+          after > 0 ? origins.typed_data()[b * T + std::min<int64_t>(after, T - 1)]
+                    : TARGET_SAID;
+    }
+    if (count > 0) to_root->typed_data()[b] = new_tokens.typed_data()[b * room + count - 1];
+    to_lengths->typed_data()[b] += static_cast<int32_t>(counts.typed_data()[b]);
+    if (tree >= 0 && tree < K) to_used->typed_data()[b * K + tree] += ran;
+    if (count >= 0 && count < most) to_gained->typed_data()[b * most + count] += ran;
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_cut(XLA_FFI_CallFrame* frame) {
+  using namespace stree;
+  return call_serial<cut>(frame, bind_serial()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Ret<S32>()
+                                   .Ret<S32>());
+}
+
+STREE_PUBLIC XLA_FFI_Error* stree_record(XLA_FFI_CallFrame* frame) {
+  using namespace stree;
+  return call_serial<record>(frame, bind_serial()
+                                   .Arg<S32>()  // what is written
+                                   .Arg<U8>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<F32>()
+                                   .Arg<S32>()  // the step
+                                   .Arg<Bool>()
+                                   .Arg<S32>()
+                                   .Arg<S32>()
+                                   .Arg<F32>()
+                                   .Arg<S32>()
+                                   .Arg<U8>()
+                                   .Ret<S32>()
+                                   .Ret<U8>()
+                                   .Ret<S32>()
+                                   .Ret<S32>()
+                                   .Ret<S32>()
+                                   .Ret<S32>()
+                                   .Ret<F32>());
+}

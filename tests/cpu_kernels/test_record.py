@@ -1,0 +1,60 @@
+"""What a step gained is written down in C++ as in JAX."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax import cpu_kernels
+from stree_jax.speculation.decoding import OPEN, _cut, _recorded
+from tests.support.native import assert_same, built
+
+pytestmark = built
+ROWS, WIDTH, STOPS = 64, 5, 3
+
+
+@pytest.fixture(params=range(3))
+def rng(request):
+    return np.random.default_rng(request.param)
+
+
+def test_what_is_kept(rng, both):
+    """Rows at their limit, with stop tokens before and behind it, and finished ones."""
+    tokens = rng.integers(0, 9, (ROWS, WIDTH))
+    stops = rng.integers(-1, 9, (ROWS, STOPS))
+    before = rng.integers(0, 20, ROWS)
+    limit = before + rng.integers(0, WIDTH + 2, ROWS)
+    rest = rng.integers(1, WIDTH + 1, ROWS), before, rng.integers(0, 4, ROWS), limit
+    arrays = [jnp.asarray(z, jnp.int32) for z in (tokens, *rest, stops)]
+    length, finish = both(lambda *z: cpu_kernels.cut(*z, definition=_cut), *arrays)[0]
+    assert {0, 1, 2, 3} == set(np.asarray(finish).tolist())
+    assert 0 < int((length > 0).sum()) < ROWS
+    assert_same(*both(lambda *z: cpu_kernels.cut(*z, definition=_cut), *arrays))
+
+
+@pytest.mark.parametrize("choice", [0, 2, OPEN])
+@pytest.mark.parametrize("nodes", [1, 7])
+def test_what_is_written(choice, nodes, rng, both):
+    """Also into full outputs, and nothing of rows that gained nothing."""
+    room, trees = 12, 3
+
+    def ints(most, *shape):
+        return jnp.asarray(rng.integers(0, most, shape), jnp.int32)
+
+    count = ints(WIDTH + 1, ROWS).at[0].set(0)
+    arrays = (
+        ints(99, ROWS, room),
+        ints(5, ROWS, room).astype(jnp.uint8),
+        ints(99, ROWS),
+        jnp.minimum(ints(room + 1, ROWS), room - count + (count > 3).astype(jnp.int32)),
+        ints(9, ROWS, trees),
+        ints(9, ROWS, WIDTH + 1),
+        jnp.asarray(rng.standard_normal(ROWS), jnp.float32).at[1].set(jnp.inf),
+        jnp.int32(choice),
+        ints(2, ROWS) > 0,
+        ints(99, ROWS, WIDTH),
+        ints(nodes, ROWS, WIDTH),
+        jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32),
+        count,
+        ints(5, ROWS, nodes).astype(jnp.uint8),
+    )
+    assert_same(*both(lambda *z: cpu_kernels.record(*z, definition=_recorded), *arrays))
