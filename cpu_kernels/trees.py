@@ -76,6 +76,7 @@ def tree_layout(
 class _LookUp:
     places: int
     depth: int
+    room: int
     longest: int
     prime: int
     first_kind: int
@@ -83,7 +84,7 @@ class _LookUp:
     def __call__(
         self, tokens: jax.Array, length: jax.Array, probability: jax.Array, level: int
     ) -> Sequence[jax.Array]:
-        shape = tokens.shape[0], self.places * self.depth
+        shape = tokens.shape[0], self.places * self.depth + self.room
         ints = _ints(*shape)
         outs = ints, ints, _like(probability, *shape), ints
         call = jax.ffi.ffi_call(
@@ -94,6 +95,7 @@ class _LookUp:
             length,
             probability,
             places=np.int64(self.places),
+            depth=np.int64(self.depth),
             longest=np.int64(self.longest),
             prime=np.int64(self.prime),
             first_kind=np.int64(self.first_kind),
@@ -107,12 +109,13 @@ def look_up(
     *,
     places: int,
     depth: int,
+    room: int,
     longest: int,
     prime: int,
     first_kind: int,
     definition: Definition,
 ) -> list[jax.Array]:
-    """Tokens, parents, value, kind and path [B, W * M] of what may come.
+    """Tokens, parents, value, kind and path [B, W * M + room] of what may come.
 
     Args:
       tokens, length: [B, S] and [B] int32, texts.
@@ -121,7 +124,7 @@ def look_up(
     """
     return called(
         *(tokens, length, probability),
-        kernel=_LookUp(places, depth, longest, prime, first_kind),
+        kernel=_LookUp(places, depth, room, longest, prime, first_kind),
         definition=definition,
         shared=(2,),
         fits=places <= MOST_PLACES,
@@ -129,14 +132,14 @@ def look_up(
 
 
 def _merged(*pools: jax.Array, level: int) -> Sequence[jax.Array]:
-    first, second = pools[:6], pools[6:]
-    B, C, more = *first[0].shape, second[0].shape[1]
-    outs = [_like(z, B, C + more) for z in first]
-    return jax.ffi.ffi_call("stree_merged", outs)(*pools)
+    outs, places = [_like(z) for z in pools[:6]], {i: i for i in range(6)}
+    call = jax.ffi.ffi_call("stree_merged", outs, input_output_aliases=places)
+    return call(*pools)
 
 
 def merged(*pools: jax.Array, definition: Definition) -> list[jax.Array]:
-    """Two pools as one: of each its six arrays [B, C], as `pool.Pool` lists them."""
+    """Two pools as one, in place: of each its six arrays [B, C], as `pool.Pool` lists
+    them; the first has room behind its candidates for the second's."""
     return called(*pools, kernel=_merged, definition=definition)
 
 
@@ -168,18 +171,42 @@ def best_nodes(
 
 
 @dataclass(frozen=True)
-class _NextLevel:
+class Levels:
+    """Of trees that grow level by level.
+
+    Attributes:
+      depth: most levels; C is W times that.
+      taps, ahead: K, and by how much C' is more than C.
+      prime, step, model_kinds: constants of `best_first`.
+    """
+
+    depth: int
+    taps: int
+    ahead: int
     prime: int
     step: float
     model_kinds: int
 
+    def shapes(self, batch: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of what grows, see `next_level`."""
+        B, W, C, K = batch, width, width * self.depth, self.taps
+        N = C + self.ahead
+
+        def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((B, *shape), dtype)
+
+        masks = of(jnp.bool_, W, C), of(jnp.bool_, N, N)
+        i, f, u = jnp.int32, jnp.float32, jnp.uint32
+        frontier = masks[0], of(i, W, K), of(f, W), of(u, W)
+        candidates = of(i, C), of(i, C), of(f, C), of(i, C), of(u, C)
+        return *frontier, *candidates, masks[1], of(i, N), of(i, N, K)
+
     def __call__(self, *arrays: jax.Array, level: int) -> Sequence[jax.Array]:
-        first = 5  # what becomes new in place
-        call = jax.ffi.ffi_call(
-            "stree_next_level",
-            [_like(z) for z in arrays[first:]],
-            input_output_aliases={first + i: i for i in range(len(arrays) - first)},
-        )
+        (batch, _, W), first = arrays[0].shape, 5  # what becomes new in place
+        name = "stree_next_level" if len(arrays) > first else "stree_first_level"
+        outs = self.shapes(batch, W)
+        places = {first + i: i for i in range(len(arrays) - first)}
+        call = jax.ffi.ffi_call(name, outs, input_output_aliases=places)
         return call(
             *arrays,
             prime=np.int64(self.prime),
@@ -189,24 +216,21 @@ class _NextLevel:
 
 
 def next_level(
-    *arrays: jax.Array,
-    prime: int,
-    step: float,
-    model_kinds: int,
-    definition: Definition,
+    *arrays: jax.Array, levels: Levels, definition: Definition
 ) -> list[jax.Array]:
     """A frontier, candidates and nodes after another level, in place.
 
     Args:
       arrays: the best W scores after each of the frontier's nodes
-        [B, W or 1, W], their tokens, and what to take off them [B, W or 1, 1]; the
-        level [1] int32; probability [Z]; the frontier's mask [B, W, C], window
-        [B, W, K], value and path [B, W]; the candidates' tokens, parents, value, kind
-        and path [B, C]; mask [B, C', C'], depth [B, C'] and window [B, C', K] of nodes.
+        [B, W or 1, W], their tokens, and what to take off them [B, W or 1, 1];
+        probability [Z]; and for all levels but the first, below the root: the level [1]
+        int32; the frontier's mask [B, W, C], window [B, W, K], value and path [B, W];
+        the candidates' tokens, parents, value, kind and path [B, C]; mask [B, C', C'],
+        depth [B, C'] and window [B, C', K] of nodes.
     """
     return called(
         *arrays,
-        kernel=_NextLevel(prime, step, model_kinds),
+        kernel=levels,
         definition=definition,
         shared=(3, 4),
         fits=arrays[0].shape[2] <= MOST_WIDTH,

@@ -1,7 +1,7 @@
 // Bookkeeping of trees, one call each instead of dozens of XLA's smallest operations.
 //
 // What each computes is defined in JAX: models/nodes.py, and layout.py, lookup.py,
-// pool.py and best_first.py of stree_jax/speculation. All integers are the same; of equals
+// and pool.py of stree_jax/speculation. All integers are the same; of equals
 // the first is chosen, as `lax.top_k` and `argmax` do.
 //
 // Letters: B rows, T nodes, K taps, M depth, C candidates, W nodes of a level.
@@ -9,21 +9,12 @@
 #include <cmath>
 #include <cstring>
 
-#include "work.h"
+#include "trees.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
-
-using S32 = ffi::Buffer<ffi::S32>;
-using U32 = ffi::Buffer<ffi::U32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using Bool = ffi::Buffer<ffi::PRED>;
-template <class Array>
-using Out = ffi::Result<Array>;
-
-ffi::Error refused(const char* why) { return ffi::Error::InvalidArgument(why); }
 
 constexpr int32_t NO_NODE = -2;  // as a parent, see models/nodes.py
 
@@ -106,12 +97,13 @@ void find_matches(const int32_t* text, int64_t length, int64_t longest, Place* f
 
 // Continuations [B, W * M] of texts [B, S]: candidates, see pool.py.
 ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<S32> parent,
-                   Out<F32> value, Out<S32> kind, Out<U32> path, int64_t W, int64_t longest,
-                   int64_t prime, int64_t first_kind) {
+                   Out<F32> value, Out<S32> kind, Out<U32> path, int64_t W, int64_t M,
+                   int64_t longest, int64_t prime, int64_t first_kind) {
   const int64_t B = tokens.dimensions()[0], S = tokens.dimensions()[1];
-  const int64_t C = token->dimensions()[1], M = W > 0 ? C / W : 0;
+  const int64_t C = token->dimensions()[1];
   constexpr int64_t MOST = 8;
-  if (W < 1 || W > MOST || C != W * M || S < 1) return refused("want W * M candidates");
+  if (W < 1 || W > MOST || M < 0 || C < W * M || S < 1)
+    return refused("want room for W * M candidates");
   for (int64_t b = 0; b < B; b++) {
     const int32_t* const text = tokens.typed_data() + b * S;
     const int64_t count = std::min<int64_t>(length.typed_data()[b], S);
@@ -143,6 +135,7 @@ ffi::Error look_up(S32 tokens, S32 length, F32 probability, Out<S32> token, Out<
     float worth[MOST];
     uint32_t power = 1;
     for (int64_t w = 0; w < W; w++) numbers[w] = 0, worth[w] = 1;
+    for (int64_t c = W * M; c < C; c++) t[c] = up[c] = z[c] = 0, v[c] = 0, p[c] = 0;
     for (int64_t j = 0; j < M; j++, power *= static_cast<uint32_t>(prime)) {
       int64_t before[MOST];
       for (int64_t w = 0; w < W; w++) {
@@ -198,15 +191,14 @@ void copy_to(const Made& to, int64_t at, const Given& from) {
   std::copy_n(from.guessed, from.C, to.guessed + at);
 }
 
-// Two pools as one, in `to`; a path that both have is the first's, and worth the more.
-void merge(const Given& first, const Given& second, const Made& to) {
-  const int64_t C = first.C;
-  copy_to(to, 0, first);
+// Two pools as one, in `to`, whose first C candidates are the first; a path that both
+// have is its, and worth the more.
+void merge(const Given& second, int64_t C, const Made& to) {
   copy_to(to, C, second);
   const auto twin_of = [&](int64_t j) {
     int64_t i = 0;
     if (second.value[j] <= 0) return C;
-    while (i < C && !(first.value[i] > 0 && first.path[i] == second.path[j])) i++;
+    while (i < C && !(to.value[i] > 0 && to.path[i] == second.path[j])) i++;
     return i;
   };
   for (int64_t j = 0; j < second.C; j++) {
@@ -218,7 +210,7 @@ void merge(const Given& first, const Given& second, const Made& to) {
     if (twin == C) continue;
     to.value[C + j] = 0;
     for (int64_t i = twin; i < C; i++) {
-      const bool same = first.value[i] > 0 && first.path[i] == second.path[j];
+      const bool same = to.value[i] > 0 && to.path[i] == second.path[j];
       if (!same || second.value[j] <= to.value[i]) continue;
       to.value[i] = second.value[j];
       to.kind[i] = second.kind[j];
@@ -234,29 +226,19 @@ ffi::Error merged(S32 tokens, S32 parents, F32 value, S32 kind, U32 path, Bool g
                   Out<Bool> to_guessed) {
   const int64_t B = tokens.dimensions()[0];
   const int64_t C = tokens.dimensions()[1], C2 = tokens2.dimensions()[1];
-  if (to_tokens->dimensions()[1] != C + C2) return refused("want room for both pools");
+  if (C < C2) return refused("want room for both pools");
   const Given first{tokens.typed_data(), parents.typed_data(), value.typed_data(),
                     kind.typed_data(),   path.typed_data(),    guessed.typed_data(), C};
   const Given second{tokens2.typed_data(), parents2.typed_data(), value2.typed_data(),
                      kind2.typed_data(),   path2.typed_data(),    guessed2.typed_data(),
                      C2};
   const Made to{to_tokens->typed_data(), to_parents->typed_data(), to_value->typed_data(),
-                to_kind->typed_data(),   to_path->typed_data(), to_guessed->typed_data(),
-                C + C2};
-  for (int64_t b = 0; b < B; b++) merge(first.row(b), second.row(b), to.row(b));
-  return ffi::Error::Success();
-}
-
-// The places of the `wanted` largest values, of equals the first: -1 where there are no
-// more. Values are at least 0.
-void best_places(const float* value, int64_t count, int64_t wanted, int32_t* places) {
-  auto* const left = static_cast<float*>(scratch_of_thread<0>(count * sizeof(float)));
-  std::copy_n(value, count, left);
-  for (int64_t n = 0; n < wanted; n++) {
-    const auto best = n < count ? std::max_element(left, left + count) : left + count;
-    places[n] = n < count ? static_cast<int32_t>(best - left) : -1;
-    if (n < count) *best = -1;
+                to_kind->typed_data(),   to_path->typed_data(), to_guessed->typed_data(), C};
+  for (int64_t b = 0; b < B; b++) {
+    if (first.tokens != to.tokens) copy_to(to.row(b), 0, first.row(b));
+    merge(second.row(b), C - C2, to.row(b));
   }
+  return ffi::Error::Success();
 }
 
 // The T - 1 best candidates of a pool, with the root [B] before them; see pool.py.
@@ -293,89 +275,6 @@ ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed
   return ffi::Error::Success();
 }
 
-// What a drafter's probability makes of a node, see calibration.py.
-int32_t model_kind(float probability, float step, int64_t kinds) {
-  const float odds = std::log(probability) - std::log1p(-probability);
-  const float place = std::floor((odds + 4.0f) / step);
-  if (!(place > 0)) return 0;
-  return static_cast<int32_t>(std::min(place, static_cast<float>(kinds - 1)));
-}
-
-// The next level of a tree that grows, see best_first.py. All is written in place.
-ffi::Error next_level(F32 best, S32 guess, F32 total, S32 level, F32 probability,
-                      Bool mask, S32 window, F32 value, U32 path, S32 tokens, S32 parents,
-                      F32 values, S32 kinds, U32 paths, Bool node_mask, S32 node_depth,
-                      S32 node_window, Out<Bool> to_mask, Out<S32> to_window,
-                      Out<F32> to_value, Out<U32> to_path, Out<S32> to_tokens,
-                      Out<S32> to_parents, Out<F32> to_values, Out<S32> to_kinds,
-                      Out<U32> to_paths, Out<Bool> to_node_mask, Out<S32> to_node_depth,
-                      Out<S32> to_node_window, int64_t prime, float step,
-                      int64_t model_kinds) {
-  const int64_t B = mask.dimensions()[0], W = mask.dimensions()[1];
-  const int64_t C = mask.dimensions()[2], K = window.dimensions()[2];
-  const int64_t Q = best.dimensions()[1], nodes = node_depth.dimensions()[1];
-  const int64_t d = level.typed_data()[0];
-  constexpr int64_t MOST = 64;
-  if (W > MOST || best.dimensions()[2] != W || (Q != 1 && Q != W))
-    return refused("want at most 64 guesses a node, as many as nodes");
-  if (d < 0 || (d + 1) * W > C) return refused("want room for a level more");
-  const auto keep = [](const auto& before, auto& after) {
-    if (before.untyped_data() != after->untyped_data())
-      std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
-  };
-  keep(tokens, to_tokens), keep(parents, to_parents), keep(values, to_values);
-  keep(kinds, to_kinds), keep(paths, to_paths), keep(node_mask, to_node_mask);
-  keep(node_depth, to_node_depth), keep(node_window, to_node_window);
-  uint32_t power = 1;
-  for (int64_t i = 0; i < d; i++) power *= static_cast<uint32_t>(prime);
-  const int64_t first = d * W;  // of the level, among the candidates
-  auto* const old_mask = static_cast<bool*>(scratch_of_thread<1>(W * C));
-  auto* const old_window = static_cast<int32_t*>(scratch_of_thread<2>(4 * W * K));
-  for (int64_t b = 0; b < B; b++) {
-    float worth[MOST * MOST], old_value[MOST];
-    uint32_t old_path[MOST];
-    int32_t kind[MOST * MOST], chosen[MOST];
-    std::copy_n(value.typed_data() + b * W, W, old_value);
-    std::copy_n(path.typed_data() + b * W, W, old_path);
-    std::copy_n(mask.typed_data() + b * W * C, W * C, old_mask);
-    std::copy_n(window.typed_data() + b * W * K, W * K, old_window);
-    const auto query = [&](int64_t w) { return b * Q + (Q == 1 ? 0 : w); };
-    for (int64_t w = 0; w < W; w++)
-      for (int64_t j = 0; j < W; j++) {
-        const float below = best.typed_data()[query(w) * W + j] - total.typed_data()[query(w)];
-        const int32_t z = model_kind(std::exp(below), step, model_kinds);
-        kind[w * W + j] = z;
-        worth[w * W + j] = old_value[w] * probability.typed_data()[z];
-      }
-    best_places(worth, W * W, W, chosen);
-    for (int64_t n = 0; n < W; n++) {
-      const int64_t w = chosen[n] / W, c = first + n, at = b * W + n;
-      const int32_t token = guess.typed_data()[query(w) * W + chosen[n] % W];
-      const uint32_t number = old_path[w] + (static_cast<uint32_t>(token) + 1) * power;
-      const float v = worth[chosen[n]];
-      to_value->typed_data()[at] = v;
-      to_path->typed_data()[at] = number;
-      bool* const m = to_mask->typed_data() + at * C;
-      std::copy_n(old_mask + w * C, C, m);
-      m[c] = true;
-      int32_t* const taps = to_window->typed_data() + at * K;
-      std::copy_n(old_window + w * K + 1, K - 1, taps);
-      taps[K - 1] = static_cast<int32_t>(c + K - 1);
-      to_tokens->typed_data()[b * C + c] = token;
-      to_parents->typed_data()[b * C + c] = static_cast<int32_t>(d ? first - W + w + 1 : 0);
-      to_values->typed_data()[b * C + c] = v;
-      to_kinds->typed_data()[b * C + c] = kind[chosen[n]];
-      to_paths->typed_data()[b * C + c] = number;
-      bool* const row = to_node_mask->typed_data() + (b * nodes + c) * nodes;
-      std::copy_n(m, C, row);
-      std::fill(row + C, row + nodes, false);
-      to_node_depth->typed_data()[b * nodes + c] = static_cast<int32_t>(d);
-      std::copy_n(taps, K, to_node_window->typed_data() + (b * nodes + c) * K);
-    }
-  }
-  return ffi::Error::Success();
-}
-
 }  // namespace
 }  // namespace stree
 
@@ -401,6 +300,7 @@ STREE_PUBLIC XLA_FFI_Error* stree_look_up(XLA_FFI_CallFrame* frame) {
                   .Ret<S32>()
                   .Ret<U32>()
                   .Attr<int64_t>("places")
+                  .Attr<int64_t>("depth")
                   .Attr<int64_t>("longest")
                   .Attr<int64_t>("prime")
                   .Attr<int64_t>("first_kind"));
@@ -444,41 +344,4 @@ STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
                   .Ret<S32>()
                   .Ret<Bool>()
                   .Attr<int64_t>("no_kind"));
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_next_level(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<next_level>(frame, bind_serial()
-                  .Arg<F32>()  // what the model says
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<S32>()  // which level, and what kinds are worth
-                  .Arg<F32>()
-                  .Arg<Bool>()  // the frontier
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<U32>()
-                  .Arg<S32>()  // the pool
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<U32>()
-                  .Arg<Bool>()  // its nodes
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Ret<Bool>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<U32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<S32>()
-                  .Ret<U32>()
-                  .Ret<Bool>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Attr<int64_t>("prime")
-                  .Attr<float>("step")
-                  .Attr<int64_t>("model_kinds"));
 }

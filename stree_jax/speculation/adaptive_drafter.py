@@ -50,9 +50,7 @@ from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.pool import (
     Pool,
     first_nodes,
-    joined,
     merged,
-    no_candidates,
     no_tree,
 )
 from stree_jax.speculation.tree import Budget, Topology
@@ -127,11 +125,8 @@ class AdaptiveDrafter:
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
         """Candidates from the text, and room for the model's behind them."""
-        found = look_up(state.history, probability, self.largest.depth)
-        if self.model is None:
-            return found
-        batch = state.history.length.shape[0]
-        return joined(found, no_candidates(batch, self.width * self.depth))
+        room = 0 if self.model is None else self.width * self.depth
+        return look_up(state.history, probability, self.largest.depth, room)
 
     def add_levels(
         self,
@@ -181,13 +176,11 @@ class AdaptiveDrafter:
         own, more = grown.pool, jnp.int32(0)
         if isinstance(self.model, Model):
             more = grown.passes - 1  # the root was read with the text
-        count = pool.tokens.shape[1] - own.tokens.shape[1]
-        found = jax.tree.map(lambda x: x[:, :count], pool)
         values = own.value.reshape(-1, self.depth, self.width)
         state = replace(state, reading=reading, passes=state.passes + passes + more)
         if self.stage is not None:
             state = replace(state, guessing=state.guessing + more)
-        return state, merged(found, own), grown.passes, values
+        return state, merged(pool, own), grown.passes, values
 
     def _through_stage(
         self,
@@ -219,9 +212,12 @@ class AdaptiveDrafter:
         # A draft that stayed as it is would be the same throughout the loop over steps
         # of one size. XLA would take the work on it, such as the first layer's product,
         # out of every size's loop, to be done at each step whatever its size.
-        used_up = replace(state, draft=jax.tree.map(jnp.zeros_like, state.draft))
+        draft = state.draft
+        parents = jnp.zeros_like(draft.layout.parents)
+        layout = replace(draft.layout, parents=parents)
+        used_up = replace(draft, tokens=jnp.zeros_like(draft.tokens), layout=layout)
         assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
-        return first_nodes(state.draft, tree), used_up
+        return first_nodes(draft, tree), replace(state, draft=used_up)
 
     def commit(self, state: Looking, news: News) -> Looking:
         if isinstance(self.model, MedusaDrafter):

@@ -9,6 +9,7 @@ V tokens of the vocabulary, d width of hidden states, K taps of a convolution.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Protocol
 
 import jax
@@ -36,7 +37,6 @@ from stree_jax.speculation.pool import (
     MODEL_KINDS,
     PRIME,
     Pool,
-    no_candidates,
     path_powers,
 )
 
@@ -172,14 +172,14 @@ def best_first(
     batch, W = start.frontier.value.shape
     depth = start.pool.tokens.shape[1] // W
 
-    def add(grown: Grown, logits: jax.Array) -> Grown:
+    def add(grown: Grown, logits: jax.Array, first: bool = False) -> Grown:
         """The next level, children of the frontier, from logits [B, W or 1, V]."""
         pool, d, above = grown.pool, grown.levels, grown.frontier
         Q = logits.shape[1]
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
         coupled = rule.drafting == "coupled"
         best, guess, total = dist.best(logits, d, W, text[:, :Q], drawn=coupled)
-        return with_level(grown, best, guess, total, probability)
+        return with_level(grown, best, guess, total, probability, first=first)
 
     def level(grown: Grown) -> Grown:
         above, first = grown.frontier, jnp.arange(W, dtype=jnp.int32)[None] == 0
@@ -191,7 +191,7 @@ def best_first(
     def wanted(grown: Grown) -> jax.Array:
         return (grown.levels < depth) & go_on(grown)
 
-    first = replace(add(start, at_root), passes=jnp.int32(1))
+    first = replace(add(start, at_root, first=True), passes=jnp.int32(1))
     return lax.while_loop(wanted, level, first)
 
 
@@ -201,6 +201,8 @@ def with_level(
     guess: jax.Array,
     total: jax.Array,
     probability: jax.Array,
+    *,
+    first: bool = False,
 ) -> Grown:
     """The next level: the W children of the frontier of most value.
 
@@ -209,19 +211,25 @@ def with_level(
         frontier's nodes, and their tokens.
       total: [B, W or 1, 1] float32, what a score is the logarithm over.
       probability: [Z] float32, of nodes by kind.
+      first: whether it is `nothing_grown`, of which nothing need be made then.
     """
     pool, nodes, above, d = grown.pool, grown.nodes, grown.frontier, grown.levels
-    W = best.shape[2]
-    tables = cpu_kernels.next_level(
-        *(best, guess.astype(jnp.int32), total, d[None], probability),
-        *(above.mask, above.window, above.value, above.path),
-        *(pool.tokens, pool.parents, pool.value, pool.kind, pool.path),
-        *(nodes.mask, nodes.depth, nodes.window),
-        prime=PRIME,
-        step=LOGIT_STEP,
-        model_kinds=MODEL_KINDS,
-        definition=_next_level,
-    )
+    C, W, taps = pool.tokens.shape[1], best.shape[2], nodes.window.shape[2]
+    levels = _levels(C // W, taps, nodes.depth.shape[1] - C)
+    said = best, guess.astype(jnp.int32), total, probability
+    if first:
+        tables = cpu_kernels.next_level(
+            *said, levels=levels, definition=_first_level(levels)
+        )
+    else:
+        tables = cpu_kernels.next_level(
+            *(*said, d[None]),
+            *(above.mask, above.window, above.value, above.path),
+            *(pool.tokens, pool.parents, pool.value, pool.kind, pool.path),
+            *(nodes.mask, nodes.depth, nodes.window),
+            levels=levels,
+            definition=_next_level,
+        )
     mask, window, value, path = tables[:4]
     tokens, parents, values, kinds, paths = tables[4:9]
     node_mask, depth, node_window = tables[9:]
@@ -239,8 +247,8 @@ def _next_level(
     best: jax.Array,
     guess: jax.Array,
     total: jax.Array,
-    level: jax.Array,
     probability: jax.Array,
+    level: jax.Array,
     *before: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """The arrays `before` after another level, see `cpu_kernels.next_level`."""
@@ -278,6 +286,30 @@ def _next_level(
     news = token, above, worth, of(kind), path, wide, d, window
     written = (write(table, new) for table, new in zip(tables, news, strict=True))
     return mask, window, worth, path, *written
+
+
+@cache
+def _first_level(levels: cpu_kernels.Levels) -> Callable[..., tuple[jax.Array, ...]]:
+    def first(best: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        (batch, _, W), d = best.shape, jnp.zeros((1,), jnp.int32)
+        return _next_level(best, *rest, d, *_no_levels(levels, batch, W))
+
+    return first
+
+
+def _levels(depth: int, taps: int, ahead: int) -> cpu_kernels.Levels:
+    return cpu_kernels.Levels(depth, taps, ahead, PRIME, LOGIT_STEP, MODEL_KINDS)
+
+
+def _no_levels(
+    levels: cpu_kernels.Levels, batch: int, width: int
+) -> tuple[jax.Array, ...]:
+    """What `_next_level` makes new, with the root alone in the frontier."""
+    tables = [jnp.zeros(z.shape, z.dtype) for z in levels.shapes(batch, width)]
+    last_tokens = jnp.arange(levels.taps, dtype=jnp.int32) - 1  # the window after it
+    tables[1] = jnp.broadcast_to(last_tokens, tables[1].shape)
+    tables[2] = tables[2].at[:, 0].set(1.0)
+    return tuple(tables)
 
 
 Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
@@ -340,24 +372,17 @@ def nothing_grown(
     if model is not None:
         room = batch, C + ahead, param_dtype(model.params)
         records = init_records(model.config, *room)
-    last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # of the window after the root
-    once = jnp.where(jnp.arange(W, dtype=jnp.int32) == 0, 1.0, 0.0)[None]
-    root = Frontier(
-        rows=jnp.full((W,), -1, jnp.int32),
-        mask=jnp.zeros((batch, W, C), bool),
-        window=jnp.broadcast_to(last_tokens, (batch, W, taps)),
-        value=jnp.broadcast_to(once.astype(jnp.float32), (batch, W)),
-        path=jnp.zeros((batch, W), jnp.uint32),
+    tables = _no_levels(_levels(depth, taps, ahead), batch, width)
+    mask, window, value, path, tokens, parents, values, kinds, paths = tables[:9]
+    guessed, (node_mask, node_depth, node_window) = (
+        jnp.zeros((batch, C), bool),
+        tables[9:],
     )
     return Grown(
-        pool=no_candidates(batch, C),
-        nodes=Nodes(
-            mask=jnp.zeros((batch, C + ahead, C + ahead), bool),
-            depth=jnp.zeros((batch, C + ahead), jnp.int32),
-            window=jnp.zeros((batch, C + ahead, taps), jnp.int32),
-        ),
+        pool=Pool(tokens, parents, values, kinds, paths, guessed),
+        nodes=Nodes(node_mask, node_depth, node_window),
         records=records,
-        frontier=root,
+        frontier=Frontier(jnp.full((W,), -1, jnp.int32), mask, window, value, path),
         levels=jnp.int32(0),
         passes=jnp.int32(0),
     )

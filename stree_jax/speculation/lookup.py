@@ -7,7 +7,7 @@ recent. What followed there is drafted, several such continuations merged into o
 Letters: B rows, S room for text, W places, M tokens of a continuation.
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -107,7 +107,9 @@ def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Arr
     return places, jnp.take_along_axis(length, places, axis=1)
 
 
-def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
+def look_up(
+    history: History, probability: jax.Array, depth: int, room: int = 0
+) -> Pool:
     """Continuations of the text as candidates, W * `depth` of them.
 
     A continuation that reaches the text's end goes on from its own begin, as a text
@@ -116,6 +118,7 @@ def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
     Args:
       probability: [Z] float32, of nodes by kind.
       depth: M.
+      room: for so many candidates behind them, which are none yet.
     """
     tokens, parents, value, kind, path = cpu_kernels.look_up(
         history.tokens,
@@ -123,18 +126,25 @@ def look_up(history: History, probability: jax.Array, depth: int) -> Pool:
         probability,
         places=PLACES,
         depth=depth,
+        room=room,
         longest=LONGEST,
         prime=PRIME,
         first_kind=MODEL_KINDS,
-        definition=_continuations(depth),
+        definition=_continuations(depth, room),
     )
     nobody = jnp.zeros(tokens.shape, bool)
     return Pool(tokens, parents, value, kind, path, nobody)
 
 
 @cache
-def _continuations(depth: int) -> Any:
-    return partial(_candidates, depth=depth)
+def _continuations(depth: int, room: int) -> Any:
+    def found(
+        tokens: jax.Array, length: jax.Array, probability: jax.Array
+    ) -> list[jax.Array]:
+        pool = _candidates(tokens, length, probability, depth)
+        return [jnp.pad(z, ((0, 0), (0, room))) for z in pool]
+
+    return found
 
 
 def _candidates(

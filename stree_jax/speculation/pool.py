@@ -61,15 +61,20 @@ def path_powers(depth: int) -> jax.Array:
 
 
 def merged(first: Pool, second: Pool) -> Pool:
-    """Both pools as one; a path that both have is the first's, and worth the more."""
+    """Both pools as one; a path that both have is the first's, and worth the more.
+
+    Args:
+      first: has room behind its candidates for those of the second.
+    """
     pools = jax.tree.leaves((first, second))
     return Pool(*cpu_kernels.merged(*pools, definition=_merged))
 
 
 def _merged(*pools: jax.Array) -> Pool:
     """`merged`, of the first's arrays and the second's."""
-    first, second = Pool(*pools[:6]), Pool(*pools[6:])
-    C = first.tokens.shape[1]
+    second = Pool(*pools[6:])
+    C = pools[0].shape[1] - second.tokens.shape[1]
+    first = Pool(*(z[:, :C] for z in pools[:6]))
     same = second.path[:, :, None] == first.path[:, None]  # [B, C2, C]
     same &= (second.value > 0)[:, :, None] & (first.value > 0)[:, None]
     known, twin = same.any(axis=2), jnp.argmax(same, axis=2).astype(jnp.int32)

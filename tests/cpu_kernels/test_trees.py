@@ -80,7 +80,10 @@ def test_look_up(tokens, rng, both):
     probability = jnp.asarray(rng.uniform(0.05, 1, KINDS), jnp.float32)
     for depth in (1, 6, 15):
         asked = History(text, length), probability
-        assert_same(*both(lambda text, p, d=depth: look_up(text, p, d), *asked))
+        for room in (0, 5):
+            assert_same(
+                *both(lambda text, p, d=depth, r=room: look_up(text, p, d, r), *asked)
+            )
 
 
 def some_pool(rng, batch, count):
@@ -106,8 +109,9 @@ def some_pool(rng, batch, count):
 
 def test_merged(rng, both):
     for counts in ((9, 7), (1, 12), (12, 1)):
-        pools = [some_pool(rng, 3, count) for count in counts]
-        assert_same(*both(merged, *pools))
+        first, second = (some_pool(rng, 3, count) for count in counts)
+        roomy = pool.joined(first, some_pool(rng, 3, counts[1]))  # whatever is there
+        assert_same(*both(merged, roomy, second))
 
 
 @pytest.mark.parametrize("size", [2, 5, 16, 30])  # fewer and more than candidates

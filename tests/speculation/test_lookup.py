@@ -19,7 +19,13 @@ from stree_jax.speculation.lookup import (
     look_up,
     matched_tokens,
 )
-from stree_jax.speculation.pool import best_tree, first_nodes, merged
+from stree_jax.speculation.pool import (
+    best_tree,
+    first_nodes,
+    joined,
+    merged,
+    no_candidates,
+)
 from stree_jax.speculation.tree import Budget
 from tests.speculation.steps import prompts_of
 from tests.support.tiny import REAL, perturbed, tiny
@@ -162,17 +168,23 @@ def test_news_are_looked_up_at_once():
         assert history.tokens[b, : len(text)].tolist() == text
 
 
+def both_of(first, second):
+    """The first with room for the second, and this in it."""
+    room = no_candidates(*second.tokens.shape)
+    return merged(joined(first, room), second)
+
+
 def test_what_both_have_is_there_once_and_worth_the_more():
     probability = jnp.asarray(PRIOR)
     one = look_up(history_of([TEXTS["two ways"]]), probability, DEPTH)
     other = look_up(history_of([TEXTS["two ways"]]), probability**0.5, DEPTH)
-    both = paths_of(merged(one, other), 0)
+    both = paths_of(both_of(one, other), 0)
     dear = paths_of(other, 0)
     assert both.keys() == dear.keys()
     for path, (value, kind) in dear.items():
         assert both[path] == (pytest.approx(value), kind)
     elsewhere = look_up(history_of([[2, 4, 2]]), probability, DEPTH)
-    apart = paths_of(merged(one, elsewhere), 0)
+    apart = paths_of(both_of(one, elsewhere), 0)
     assert apart == paths_of(one, 0) | paths_of(elsewhere, 0)
 
 
@@ -183,10 +195,10 @@ def test_rows_are_merged_each_with_its_own():
     def pools(texts):
         return look_up(history_of(texts), jnp.asarray(PRIOR), DEPTH)
 
-    together = merged(pools(texts), pools(others))
+    together = both_of(pools(texts), pools(others))
     for b, (text, other) in enumerate(zip(texts, others, strict=True)):
         assert paths_of(together, b) == paths_of(
-            merged(pools([text]), pools([other])), 0
+            both_of(pools([text]), pools([other])), 0
         )
 
 

@@ -1,0 +1,32 @@
+// What files of trees share: names of arrays, and the places of the best.
+#pragma once
+#include <algorithm>
+
+#include "work.h"
+
+namespace stree {
+
+using S32 = xla::ffi::Buffer<xla::ffi::S32>;
+using U32 = xla::ffi::Buffer<xla::ffi::U32>;
+using F32 = xla::ffi::Buffer<xla::ffi::F32>;
+using Bool = xla::ffi::Buffer<xla::ffi::PRED>;
+template <class Array>
+using Out = xla::ffi::Result<Array>;
+
+inline xla::ffi::Error refused(const char* why) {
+  return xla::ffi::Error::InvalidArgument(why);
+}
+
+// The places of the `wanted` largest values, of equals the first: -1 where there are no
+// more. Values are at least 0.
+inline void best_places(const float* value, int64_t count, int64_t wanted, int32_t* places) {
+  auto* const left = static_cast<float*>(scratch_of_thread<0>(count * sizeof(float)));
+  std::copy_n(value, count, left);
+  for (int64_t n = 0; n < wanted; n++) {
+    const auto best = n < count ? std::max_element(left, left + count) : left + count;
+    places[n] = n < count ? static_cast<int32_t>(best - left) : -1;
+    if (n < count) *best = -1;
+  }
+}
+
+}  // namespace stree
