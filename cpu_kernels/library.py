@@ -22,6 +22,7 @@ TARGETS = (
     "stree_look_up",
     "stree_merged",
     "stree_best_nodes",
+    "stree_gains",
     "stree_first_level",
     "stree_next_level",
     "stree_accept_greedy",

@@ -170,6 +170,19 @@ def best_nodes(
     return called(*arrays, kernel=kernel, definition=definition)
 
 
+def _gains(value: jax.Array, last: jax.Array, level: int) -> jax.Array:
+    out = _like(value, value.shape[0], last.shape[0])
+    return jax.ffi.ffi_call("stree_gains", out)(value, last)
+
+
+def gains(value: jax.Array, last: jax.Array, definition: Definition) -> list[jax.Array]:
+    """1 and the sums of the best values [B, C], so many [K] of them: [B, K]."""
+    fits = value.shape[1] > 0
+    return called(
+        value, last, kernel=_gains, definition=definition, shared=(1,), fits=fits
+    )
+
+
 @dataclass(frozen=True)
 class Levels:
     """Of trees that grow level by level.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 
 #include "trees.h"
 
@@ -275,6 +276,24 @@ ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed
   return ffi::Error::Success();
 }
 
+// 1 and the sums [B, K] of the best values [B, C], so many [K].
+ffi::Error gains(F32 value, S32 last, Out<F32> gained) {
+  const int64_t B = value.dimensions()[0], C = value.dimensions()[1];
+  const auto K = static_cast<int64_t>(last.element_count());
+  auto* const sorted = static_cast<float*>(scratch_of_thread<1>(C * sizeof(float)));
+  for (int64_t b = 0; b < B; b++) {
+    std::copy_n(value.typed_data() + b * C, C, sorted);
+    std::sort(sorted, sorted + C, std::greater<float>());
+    for (int64_t k = 0; k < K; k++) {
+      const int64_t count = std::min<int64_t>(last.typed_data()[k], C);
+      float sum = 1;
+      for (int64_t i = 0; i < count; i++) sum += sorted[i];
+      gained->typed_data()[b * K + k] = sum;
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace stree
 
@@ -344,4 +363,9 @@ STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
                   .Ret<S32>()
                   .Ret<Bool>()
                   .Attr<int64_t>("no_kind"));
+}
+
+STREE_PUBLIC XLA_FFI_Error* stree_gains(XLA_FFI_CallFrame* frame) {
+  using namespace stree;
+  return call_serial<gains>(frame, bind_serial().Arg<F32>().Arg<S32>().Ret<F32>());
 }

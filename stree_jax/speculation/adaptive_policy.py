@@ -212,10 +212,7 @@ class AdaptivePolicy:
 
     def _by_size(self, value: jax.Array, running: jax.Array) -> jax.Array:
         """Tokens [K] that all running rows' best candidates, of values [B, C], gain."""
-        best, _ = lax.top_k(value, min(self.tree.size - 1, value.shape[1]))
-        more = self.tree.size - 1 - best.shape[1]
-        best = jnp.pad(best, ((0, 0), (1, more)), constant_values=((0, 0), (1.0, 0)))
-        return self._of_rows(gains(best, self.tree.sizes) * running[:, None])
+        return self._of_rows(gains(value, self.tree.sizes) * running[:, None])
 
     def _of_rows(self, x: jax.Array) -> jax.Array:
         """The sum over all rows of x [B, ...]."""
@@ -330,7 +327,7 @@ class AdaptivePolicy:
           value: [B, T] float32, of the nodes of the largest tree.
           spent: [] float32, seconds of the model.
         """
-        by_row = gains(value, self.tree.sizes)  # [B, K]
+        by_row = gains(value[:, 1:], self.tree.sizes)  # [B, K]
         by_size = self._of_rows(by_row * running[:, None])
         seconds = self.times.verify + spent
         plain = jnp.arange(len(self.tree.sizes), dtype=jnp.int32) == 0

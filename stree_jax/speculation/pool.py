@@ -216,10 +216,18 @@ def joined(first: Pool, second: Pool) -> Pool:
 
 
 def gains(value: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Tokens [B, K] that the first nodes, so many, of a tree are expected to gain.
+    """Tokens [B, K] that trees of so many nodes, the root included, should gain.
 
     Args:
-      value: [B, T] float32, of the nodes of a `best_tree`.
+      value: [B, C] float32, of candidates; their best are taken.
     """
     last = jnp.asarray([n - 1 for n in sizes], jnp.int32)
-    return jnp.cumsum(value, axis=1)[:, last]
+    (gained,) = cpu_kernels.gains(value, last, definition=_gains)
+    return gained
+
+
+def _gains(value: jax.Array, last: jax.Array) -> jax.Array:
+    """1 and the sums [B, K] of the best `last` [K] values [B, C]."""
+    best, _ = lax.top_k(value, value.shape[1])
+    sums = jnp.cumsum(jnp.pad(best, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
+    return jnp.take(sums, jnp.minimum(last, value.shape[1]), axis=1)

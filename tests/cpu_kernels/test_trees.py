@@ -107,6 +107,13 @@ def some_pool(rng, batch, count):
     )
 
 
+def test_gains(rng, both):
+    """Of equal values, of none, and of more than there are."""
+    for count in (1, 7, 24):
+        value = some_pool(rng, 3, count).value.at[2].set(0.0)
+        assert_same(*both(lambda z: pool.gains(z, (1, 4, 8, 16)), value))
+
+
 def test_merged(rng, both):
     for counts in ((9, 7), (1, 12), (12, 1)):
         first, second = (some_pool(rng, 3, count) for count in counts)
