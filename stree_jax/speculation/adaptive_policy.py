@@ -32,12 +32,12 @@ from stree_jax.speculation.tree import Auto, Budget
 FADE = 0.9  # a step, of the rate of steps with the model
 # What promises to be faster must promise so much more: to ask a model, to go on with
 # it, to draft at all. The best of several guesses promises more than it holds.
-BEGIN, STAY, DRAFT = 1.1, 1.03, 1.05
-TRIALS, FIRST_WAIT, LONGEST_WAIT = 6, 48, 256  # steps: at first; between later trials
-SURE, HOPELESS = 2, 0.9  # so many trials are enough where they promise but so much
+BEGIN, STAY, DRAFT = 1.03, 1.0, 1.05
+TRIALS, FIRST_WAIT, LONGEST_WAIT = 12, 48, 256  # steps: at first; between later trials
+SURE, HOPELESS = 6, 0.9  # so many trials are enough where they promise but so much
 # Of greedy and of sampled text, how often a good model's draft is right: if that were
-# not enough to be faster here, a model is not tried at first.
-USUAL = 0.8, 0.7
+# not enough to be so much faster here, a model is not tried at first.
+USUAL, LEAST = (0.8, 0.7), 1.1
 # Of greedy and of sampled text, which seldom begins to repeat itself.
 READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
 LONGEST_REST = 3, 15  # plain steps without looking for drafts, where there were none
@@ -177,7 +177,7 @@ class AdaptivePolicy:
             gain = sum(usual**i for i in range(levels + 1))
             seconds = times.verify[size] + times.draft + (levels - 1) * times.level
             rates.append(gain / seconds)
-        return jnp.stack(rates).max() * times.verify[0] > BEGIN
+        return jnp.stack(rates).max() * times.verify[0] > LEAST
 
     def choose(
         self, decoding: Decoding, drafter: Drafter, rule: Rule, num_tokens: int

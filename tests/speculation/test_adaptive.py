@@ -410,11 +410,11 @@ def test_a_step_is_chosen_for_before_it_is_made(target, drafter, prompts):
     [
         (0, 0.0, True, True),
         (0, 0.0, False, False),
-        (1, 0.5, False, True),  # too little is known yet
-        (2, 0.5, True, False),  # hopeless
-        (2, 0.95, True, True),  # it may still turn out to pay
-        (6, 0.95, True, False),  # it has had its trials
-        (6, 1.2, False, True),
+        (5, 0.5, False, True),  # too little is known yet
+        (6, 0.5, True, False),  # hopeless
+        (6, 0.95, True, True),  # it may still turn out to pay
+        (12, 0.95, True, False),  # it has had its trials
+        (12, 1.2, False, True),
     ],
 )
 def test_a_model_has_fewer_trials_where_they_promise_little(
