@@ -423,10 +423,8 @@ def accept_path(
         if q is not None:
             tried = drafts, exists & ~greedy[:, None]
             passed, left = by_probability(rule, dist, here, q[b, node], *tried, depth)
-            taken, token = (
-                jnp.where(greedy, taken, passed),
-                jnp.where(greedy, token, left),
-            )
+            taken = jnp.where(greedy, taken, passed)
+            token = jnp.where(greedy, token, left)
             margin = jnp.where(greedy, margin, jnp.inf)
 
         child = jnp.maximum(taken, 0)[:, None]

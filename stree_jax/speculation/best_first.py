@@ -223,7 +223,8 @@ def with_level(
         )
     else:
         tables = cpu_kernels.next_level(
-            *(*said, d[None]),
+            *said,
+            d[None],
             *(above.mask, above.window, above.value, above.path),
             *(pool.tokens, pool.parents, pool.value, pool.kind, pool.path),
             *(nodes.mask, nodes.depth, nodes.window),
@@ -374,10 +375,8 @@ def nothing_grown(
         records = init_records(model.config, *room)
     tables = _no_levels(_levels(depth, taps, ahead), batch, width)
     mask, window, value, path, tokens, parents, values, kinds, paths = tables[:9]
-    guessed, (node_mask, node_depth, node_window) = (
-        jnp.zeros((batch, C), bool),
-        tables[9:],
-    )
+    node_mask, node_depth, node_window = tables[9:]
+    guessed = jnp.zeros((batch, C), bool)
     return Grown(
         pool=Pool(tokens, parents, values, kinds, paths, guessed),
         nodes=Nodes(node_mask, node_depth, node_window),

@@ -172,6 +172,31 @@ def test_without_filters_the_margin_is_the_gap_of_the_scores():
     np.testing.assert_allclose(margin, two[:, 1] - two[:, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [9, 2048])
+def test_a_row_is_drawn_alike_in_programs_with_filters_and_without(size):
+    """To the bit: a text does not depend on what its neighbours ask for."""
+    calm = [Sampling(0.7, seed=1), Sampling(1.6, seed=2), Sampling(0, seed=3)]
+    logits = np.random.default_rng(size).normal(size=(4, size)).astype(np.float32)
+
+    @jax.jit
+    def best(sampling, logits, depth):
+        dist = dist_of(sampling, [5] * len(logits), size)
+        return dist.best(logits[:, None], depth, 2), dist.draw(logits, depth)
+
+    alone = sampling_rows(calm)
+    room = sampling_rows(calm, filters=True)
+    beside = sampling_rows([*calm, Sampling(top_p=0.5, seed=4)])
+    assert alone.filters is None and beside.filters is not None
+    for depth in range(20):
+        want = best(alone, logits[:3], jnp.int32(depth))
+        for rows, n in ((room, 3), (beside, 4)):
+            (scores, tokens, _), drawn = best(rows, logits[:n], jnp.int32(depth))
+            np.testing.assert_array_equal(scores[:3], want[0][0])
+            np.testing.assert_array_equal(tokens[:3], want[0][1])
+            np.testing.assert_array_equal(drawn[0][:3], want[1][0])
+            np.testing.assert_allclose(drawn[1][:3], want[1][1], atol=1e-5)
+
+
 def test_filters_without_jit():
     """`jax.disable_jit()` runs the loop over bits in Python."""
     rows = sampling_rows([Sampling(top_p=0.6, top_k=2)])
