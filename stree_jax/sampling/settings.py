@@ -72,6 +72,12 @@ class Filters:
         return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
 
 
+def no_filters(rows: int) -> Filters:
+    """Filters that are all off."""
+    off, all_of_it = jnp.zeros((rows,), jnp.float32), jnp.ones((rows,), jnp.float32)
+    return Filters(jnp.zeros((rows,), jnp.int32), all_of_it, off)
+
+
 @struct.dataclass
 class SamplingRows:
     """`Sampling` of B rows, on the device.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.models import State, commit
+from stree_jax.sampling.settings import no_filters
 from stree_jax.speculation.adaptive_drafter import to_keep
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import DraftState
@@ -40,12 +41,23 @@ def _by_row(policy: Policy, d: Decoding) -> Decoding:
     return replace(marks, choice=False, policy=keeps_by_row(policy))
 
 
+def _open_to_filters(d: Decoding) -> Decoding:
+    """With room for filters, if rows are sampled."""
+    sampling = d.requests.sampling
+    if sampling is None or sampling.filters is not None:
+        return d
+    sampling = replace(sampling, filters=no_filters(*sampling.temperature.shape))
+    return replace(d, requests=replace(d.requests, sampling=sampling))
+
+
 def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
     """A batch of `rows` rows, none of which runs.
 
     Args:
-      one: any decoding of one row: its shapes are those of all that can be admitted.
+      one: any decoding of one row: its shapes are those of all that can be admitted,
+        and whether it is sampled.
     """
+    one = _open_to_filters(one)
 
     def repeated(has_rows: bool, x: jax.Array) -> jax.Array:
         return jnp.repeat(x, rows, axis=0) if has_rows else x
@@ -67,6 +79,9 @@ def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Deco
     Raises:
       ValueError: parts or sizes that `decoding` does not have.
     """
+    sampling = decoding.requests.sampling
+    if sampling is not None and sampling.filters is not None:
+        one = _open_to_filters(one)
     _check_alike(decoding, one)
 
     def written(has_rows: bool, x: jax.Array, new: jax.Array) -> jax.Array:
