@@ -137,6 +137,7 @@ def _begin(
     state, drafting, root = repeated
     batch, dtype = root.shape[0], param_dtype(target.params)
     zeros = jnp.zeros((batch,), jnp.int32)
+    finish = jnp.where(requests.max_new_tokens > 0, RUNNING, OUT_OF_LENGTH)
     records = init_records(target.config, batch, max(t.size for t in menu), dtype)
     seen = None
     if requests.sampling is not None and requests.sampling.penalty is not None:
@@ -157,7 +158,7 @@ def _begin(
         logprobs=None
         if top_logprobs is None
         else logprobs.empty(batch, max_new_tokens, top_logprobs),
-        finish=jnp.where(requests.max_new_tokens > 0, RUNNING, OUT_OF_LENGTH),
+        finish=finish.astype(jnp.int32),
         origin=jnp.zeros((batch, max_new_tokens), jnp.uint8),
         used=jnp.zeros((batch, len(menu)), jnp.int32),
         gained=jnp.zeros((batch, M + 2), jnp.int32),

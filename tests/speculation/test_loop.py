@@ -314,3 +314,21 @@ def test_first_difference_says_where_and_how_far(target, prompts, plain):
     assert gap == pytest.approx(float(logits[tokens[3]] - logits[other]), abs=1e-5)
     longer = stree_jax.first_difference(target, prompt, tokens, tokens[:5])
     assert longer == (5, float("inf"))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("tree", [None, "A", "auto"])
+def test_going_on_compiles_nothing(target, drafters, prompts, tree, sampled):
+    """What the loop gives is what it takes, to types that only `jit` can tell apart:
+    an integer that is weakly one is another program's argument."""
+    options = dict(sampling=stree_jax.Sampling(1.0)) if sampled else {}
+    if tree is not None:
+        options |= dict(drafter=drafters["half"], tree=tree)
+    decoding, plan = begin(target, prompts, max_new_tokens=24, **options)
+    traced = jax.make_jaxpr(loop.advance)(plan.spec, decoding, jnp.int32(1))
+
+    def facts(kind):
+        return kind.shape, kind.dtype, kind.weak_type
+
+    before = map(jax.typeof, jax.tree.leaves(decoding))
+    assert list(map(facts, before)) == list(map(facts, traced.out_avals))
