@@ -105,6 +105,11 @@ def any_row(x: jax.Array, rows: str | None) -> jax.Array:
     return over_rows(x.any().astype(jnp.int32), rows) > 0
 
 
+def least_of(x: jax.Array, rows: str | None) -> jax.Array:
+    """The least of all devices' least x [] of their rows of a batch."""
+    return x if rows is None else lax.pmin(x, rows)
+
+
 def gathered(x: jax.Array, n: int) -> jax.Array:
     """All parts' last axes, one behind the other, in every part."""
     if n == 1:

@@ -43,8 +43,8 @@ from stree_jax.version import __version__
 
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
-ROUNDS = 4  # of all ways to step
-SEGMENT_S = 0.04  # of one way in a round, about
+ROUNDS = 3  # of all ways to step
+SEGMENT_S = 0.03  # of one way in a round, about
 MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
@@ -275,8 +275,10 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
                 at, _ = _timed_steps(spec, at, 1)
                 compiled, began = True, time.perf_counter()
             at, once = _timed_steps(spec, at, 1)
+            about = min([once, *seconds[way]])
+            steps = int(np.clip(SEGMENT_S / about, 1, MOST_STEPS))
+            at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
             at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
-            steps = int(np.clip(SEGMENT_S / once, 1, MOST_STEPS))
             at, took = _timed_steps(spec, at, steps)
             ended = not (np.asarray(at.finish) == RUNNING).all()  # a stop string came
             took = once if ended else max(took - call, 0.1 * once) / steps

@@ -31,7 +31,13 @@ from stree_jax.speculation.loop import (
     deepest,
     init_decoding_jit,
 )
-from stree_jax.speculation.rows import admit_jit, cancel_jit, past_jit, vacant_jit
+from stree_jax.speculation.rows import (
+    admit_jit,
+    cancel_jit,
+    past_jit,
+    refilled,
+    vacant_jit,
+)
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
@@ -183,8 +189,9 @@ class Batch:
         self.model, self.sizes, self.spare = model, sizes, spare
         self.rows: list[Row | None] = [None] * sizes.rows
         self.prefixes = Prefixes(sizes.prefixes)
-        self._specs = {False: spec, True: spec}  # by whether any row is drawn
         self._layout = Layout.of(model.config, spec, sizes)
+        spec = refilled(spec)
+        self._specs = {False: spec, True: spec}  # by whether any row is drawn
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
         self._key = jax.random.key(0)  # as of `sampling_rows`
         self._decoding: Decoding | None = None

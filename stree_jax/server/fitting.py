@@ -32,7 +32,7 @@ from stree_jax.speculation.loop import (
     init_decoding,
     init_decoding_jit,
 )
-from stree_jax.speculation.rows import admit_jit, past_jit, past_of, vacant
+from stree_jax.speculation.rows import admit_jit, past_jit, past_of, refilled, vacant
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 
@@ -183,7 +183,7 @@ def predicted(model: Model, spec: Spec, sizes: Sizes, given: int) -> int:
 
 def needs(model: Model, spec: Spec, sizes: Sizes) -> Iterator[int]:
     """Bytes beside the weights of one program after another, by the compiler's word."""
-    shapes = _shapes(model, spec, sizes)
+    spec, shapes = refilled(spec), _shapes(model, spec, sizes)
     held, layout = shapes.held(sizes), shapes.layout
     pasts = [None, shapes.past] if sizes.prefixes else [None]
     for width, past in product(layout.widths, pasts):

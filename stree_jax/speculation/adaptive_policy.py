@@ -1,10 +1,12 @@
 """Trees that fit the moment: how many nodes, who drafts them, and whether to draft.
 
 At every step the sizes n of the menu are compared by G(n) / t(n): the tokens that the n
-best candidates are expected to gain, summed over the rows, by the seconds of a step of
-that size, measured on this machine. Plain decoding is n = 1. A drafting model is asked
-only where steps with it have been the faster ones, and for another level only while
-that level's gain is worth its time; while it is not asked, it is tried now and then.
+best candidates are expected to gain, in the mean of the rows, by the seconds of a step
+of that size, measured on this machine. Plain decoding is n = 1. A batch is done when
+its last row is, so a row counts the less the further it is ahead of the last. A
+drafting model is asked only where steps with it have been the faster ones, and for
+another level only while that level's gain is worth its time; while it is not asked, it
+is tried now and then.
 
 Letters: B rows, K sizes, W nodes of a model's level.
 """
@@ -19,7 +21,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.models.shards import any_row, over_rows
+from stree_jax.models.shards import any_row, least_of, over_rows
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter, Looking
 from stree_jax.speculation.calibration import Counts, count, no_counts
@@ -40,6 +42,7 @@ SURE, HOPELESS = 6, 0.9  # so many trials are enough where they promise but so m
 USUAL, LEAST = (0.8, 0.7), 1.1
 # Of greedy and of sampled text, which seldom begins to repeat itself.
 READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
+AHEAD = 4.0  # tokens by which a row is ahead when it counts 1/e of the last one
 LONGEST_REST = 3, 15  # plain steps without looking for drafts, where there were none
 FREE = -1  # of `Learnt.force`
 
@@ -106,6 +109,7 @@ class Learnt:
       rest, resting: [] int32, plain steps to go without looking for drafts, and how
         many the next time.
       expected: [B] float32, tokens that the steps so far were expected to gain.
+      weights: [B] float32, how much each row counted in the step that was chosen.
       force: see there.
     """
 
@@ -122,6 +126,7 @@ class Learnt:
     rest: jax.Array
     resting: jax.Array
     expected: jax.Array
+    weights: jax.Array
     force: Force
 
 
@@ -134,12 +139,15 @@ class AdaptivePolicy:
       tree: the sizes.
       rows: as of `Spec`.
       shares: whether trees share a compiled step, which takes the time of their nodes.
+      refilled: whether others take the place of rows that have ended, so that nobody
+        waits for the last one.
     """
 
     times: StepTimes
     tree: Auto = struct.field(pytree_node=False)
     rows: str | None = struct.field(pytree_node=False, default=None)
     shares: bool = struct.field(pytree_node=False, default=False)
+    refilled: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def menu(self) -> tuple[Budget, ...]:
@@ -160,6 +168,7 @@ class AdaptivePolicy:
             rest=jnp.int32(0),
             resting=jnp.int32(0),
             expected=jnp.zeros((batch,), jnp.float32),
+            weights=jnp.zeros((batch,), jnp.float32),
             force=forced(FREE, 0),
         )
 
@@ -186,17 +195,18 @@ class AdaptivePolicy:
         d, learnt, looking = decoding, decoding.policy, decoding.drafting
         sampled = d.requests.sampling is not None
         probability = learnt.counts.probability(sampled)
-        running = (d.finish == RUNNING).astype(jnp.float32)
+        running = d.finish == RUNNING
+        weights = self._weights(running, d.length)
         pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
         if drafter.model is None:
             learnt = replace(learnt, modelling=jnp.bool_(False))
         else:
             dist = d.distribution(num_tokens)
-            asked = drafter, dist, rule, probability, d.root, running
-            rate = (self._by_size(pool.value, running) / self.times.verify).max()
+            asked = drafter, dist, rule, probability, d.root, weights
+            rate = (self._by_size(pool.value, weights) / self.times.verify).max()
             left = d.requests.max_new_tokens - d.length
-            pays = (running > 0) & (left >= READ_FOR[sampled] * drafter.unread(looking))
+            pays = running & (left >= READ_FOR[sampled] * drafter.unread(looking))
             pays = any_row(pays, self.rows)
             promising = self.reads_prompts(drafter, sampled)
             learnt, wanted = self._wants_model(learnt, rate, pays, promising)
@@ -204,15 +214,26 @@ class AdaptivePolicy:
                 asked, learnt, looking, pool, wanted, rate
             )
         draft, value = best_tree(pool, d.root, self.tree.menu[-1])
-        d = self._chosen(d, learnt, value, running, spent)
+        d = self._chosen(d, replace(learnt, weights=weights), value, spent)
         if self.shares:
             sizes = jnp.asarray(self.tree.sizes, jnp.int32)
             draft = without_rest(draft, sizes[d.choice])
         return replace(d, drafting=replace(looking, draft=draft))
 
-    def _by_size(self, value: jax.Array, running: jax.Array) -> jax.Array:
-        """Tokens [K] that all running rows' best candidates, of values [B, C], gain."""
-        return self._of_rows(gains(value, self.tree.sizes) * running[:, None])
+    def _weights(self, running: jax.Array, length: jax.Array) -> jax.Array:
+        """How much each row [B] counts, 1 in all: rows that are ahead count less."""
+        weights = running.astype(jnp.float32)
+        if running.shape[0] == 1 and self.rows is None:
+            return weights
+        if not self.refilled:
+            last = jnp.where(running, length, np.iinfo(np.int32).max).min()
+            ahead = (length - least_of(last, self.rows)).astype(jnp.float32)
+            weights *= jnp.exp(-ahead / AHEAD)
+        return weights / jnp.maximum(self._of_rows(weights), 1e-30)
+
+    def _by_size(self, value: jax.Array, weights: jax.Array) -> jax.Array:
+        """Tokens [K] that the best candidates, of values [B, C], gain in the mean."""
+        return self._of_rows(gains(value, self.tree.sizes) * weights[:, None])
 
     def _of_rows(self, x: jax.Array) -> jax.Array:
         """The sum over all rows of x [B, ...]."""
@@ -221,7 +242,7 @@ class AdaptivePolicy:
     def _wants_model(
         self, learnt: Learnt, rate: jax.Array, pays: jax.Array, promising: jax.Array
     ) -> tuple[Learnt, jax.Array]:
-        """Whether to ask the model, where `rate` [] tokens a second can be had without.
+        """Whether to ask the model, where `rate` [] is a row's tokens a second without.
 
         As long as it has not been tried for `TRIALS` steps (`SURE`, if that was
         hopeless), if it is promising; and later in every `patience`-th step, whatever
@@ -263,7 +284,7 @@ class AdaptivePolicy:
         rate: jax.Array,
     ) -> tuple[Learnt, Looking, Pool, jax.Array]:
         """The model's levels in the pool if they are wanted, and their seconds []."""
-        drafter, dist, rule, probability, root, running = asked
+        drafter, dist, rule, probability, root, weights = asked
         times, force = self.times, learnt.force
         rate = jnp.maximum(rate, learnt.gain / jnp.maximum(learnt.seconds, 1e-30))
         # A node must gain more than its row costs to be in the tree at all.
@@ -274,9 +295,8 @@ class AdaptivePolicy:
         def worth(
             levels: jax.Array, frontier: jax.Array, passes: float = 1.0, /
         ) -> jax.Array:
-            value = frontier * running[:, None]
-            added = jnp.maximum(value * learnt.growth - rate * slope, 0.0)
-            added = self._of_rows(added.sum(axis=1))
+            added = jnp.maximum(frontier * learnt.growth - rate * slope, 0.0)
+            added = self._of_rows(added.sum(axis=1) * weights)
             dear = rate * times.level * passes
             return jnp.where(force.size == FREE, added > dear, levels < force.levels)
 
@@ -291,25 +311,24 @@ class AdaptivePolicy:
         _, looking, pool, passes, values = lax.while_loop(lambda c: c[0], once, start)
         more = jnp.maximum(passes - 1, 0).astype(jnp.float32)
         spent = jnp.where(passes > 0, times.draft + more * times.level, 0.0)
-        learnt = self._note_model(learnt, values, running, spent)
+        learnt = self._note_model(learnt, values, weights, spent)
         return learnt, looking, pool, spent
 
     def _note_model(
-        self, learnt: Learnt, values: jax.Array, running: jax.Array, spent: jax.Array
+        self, learnt: Learnt, values: jax.Array, weights: jax.Array, spent: jax.Array
     ) -> Learnt:
         """What the model's own drafts, without those from the text, would have gained.
 
         Args:
           values: [B, M, W] float32, of its levels, 0 where there are none.
         """
-        by_size = self._by_size(values.reshape(values.shape[0], -1), running)
+        by_size = self._by_size(values.reshape(values.shape[0], -1), weights)
         seconds = self.times.verify + spent
         best = jnp.argmax(by_size / seconds)
         gain = FADE * learnt.gain + by_size[best]
         total = FADE * learnt.seconds + seconds[best]
-        by_level = self._of_rows(values.sum(axis=2))
-        roots = self._of_rows(jnp.ones_like(running))
-        growth = _growth(learnt.growth, by_level, roots)
+        by_level = self._of_rows(values.sum(axis=2) * weights[:, None])
+        growth = _growth(learnt.growth, by_level)
         noted = replace(learnt, gain=gain, seconds=total, growth=growth)
         return jax.tree.map(lambda a, b: jnp.where(spent > 0, a, b), noted, learnt)
 
@@ -318,7 +337,6 @@ class AdaptivePolicy:
         d: Decoding,
         learnt: Learnt,
         value: jax.Array,
-        running: jax.Array,
         spent: jax.Array,
     ) -> Decoding:
         """The size of the best rate, and what is noted of it.
@@ -328,7 +346,7 @@ class AdaptivePolicy:
           spent: [] float32, seconds of the model.
         """
         by_row = gains(value[:, 1:], self.tree.sizes)  # [B, K]
-        by_size = self._of_rows(by_row * running[:, None])
+        by_size = self._of_rows(by_row * learnt.weights[:, None])
         seconds = self.times.verify + spent
         plain = jnp.arange(len(self.tree.sizes), dtype=jnp.int32) == 0
         rates = by_size / seconds * jnp.where(plain & (spent == 0), DRAFT, 1.0)
@@ -343,7 +361,8 @@ class AdaptivePolicy:
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
             asked=spent,
-            expected=learnt.expected + running * by_row[:, choice],
+            expected=learnt.expected
+            + jnp.where(d.finish == RUNNING, by_row[:, choice], 0.0),
         )
         return replace(d, choice=choice, policy=learnt)
 
@@ -378,20 +397,19 @@ class AdaptivePolicy:
         seconds = self.times.verify[choice] + learnt.asked
         noted = replace(
             learnt,
-            came=FADE * learnt.came + self._of_rows(came),
+            came=FADE * learnt.came + self._of_rows(came * learnt.weights),
             took=FADE * learnt.took + seconds,
         )
         noted = jax.tree.map(partial(jnp.where, learnt.asked > 0), noted, learnt)
         return replace(noted, asked=jnp.float32(0))
 
 
-def _growth(before: jax.Array, by_level: jax.Array, roots: jax.Array) -> jax.Array:
-    """What a level is worth by the level above it, faded.
+def _growth(before: jax.Array, by_level: jax.Array) -> jax.Array:
+    """What a level is worth by the level above it, faded; the root is worth 1.
 
     Args:
       by_level: [M] float32, values of a model's levels, 0 where there are none.
-      roots: [] float32, of all rows.
     """
-    above = jnp.concatenate([roots[None], by_level[:-1]])
+    above = jnp.concatenate([jnp.ones((1,), jnp.float32), by_level[:-1]])
     above = jnp.where(by_level > 0, above, 0.0).sum()
     return FADE * before + (1 - FADE) * by_level.sum() / jnp.maximum(above, 1e-6)

@@ -19,10 +19,18 @@ from jax import lax
 from stree_jax.models import State, commit
 from stree_jax.sampling.settings import no_filters
 from stree_jax.speculation.adaptive_drafter import to_keep
+from stree_jax.speculation.adaptive_policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
+
+
+def refilled(spec: Spec) -> Spec:
+    """The same decoding, of rows that come and go: nobody waits for the last one."""
+    if not isinstance(spec.policy, AdaptivePolicy):
+        return spec
+    return replace(spec, policy=replace(spec.policy, refilled=True))
 
 
 def _by_row(policy: Policy, d: Decoding) -> Decoding:

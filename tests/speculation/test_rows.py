@@ -11,6 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.speculation import loop, rows
+from stree_jax.speculation.adaptive_policy import AHEAD
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.support.tiny import REAL
 
@@ -103,6 +104,21 @@ def test_so_are_its_drafts(target, drafter, alone):
     texts, calls = served(target, options, 2)
     assert list(texts) == alone
     assert list(calls) == by_itself(target, options)[1]
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_a_row_that_is_ahead_counts_less_unless_others_take_its_place(
+    target, refilled, nothing_measured
+):
+    """Nothing is done sooner where those gain that wait for the others anyway."""
+    prompts = [*asked_prompts()[:3], [9, 8]]
+    batch, plan = begin(target, prompts, max_new_tokens=NEW, drafter="lookup")
+    spec = rows.refilled(plan.spec) if refilled else plan.spec
+    ended = batch.finish.at[3].set(OUT_OF_LENGTH)
+    batch = replace(batch, length=jnp.asarray([3, 1, 1, 0], jnp.int32), finish=ended)
+    batch = loop.advance_jit(spec, batch, jnp.int32(1))
+    counts = np.asarray([1 if refilled else np.exp(-2 / AHEAD), 1, 1, 0])
+    np.testing.assert_allclose(batch.policy.weights, counts / counts.sum(), rtol=1e-6)
 
 
 def test_a_cancelled_row_gains_nothing_more(target, alone):
