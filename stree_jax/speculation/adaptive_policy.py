@@ -228,7 +228,7 @@ class AdaptivePolicy:
         if not self.refilled:
             last = jnp.where(running, length, np.iinfo(np.int32).max).min()
             ahead = (length - least_of(last, self.rows)).astype(jnp.float32)
-            weights *= jnp.exp(-ahead / AHEAD)
+            weights = jnp.where(running, jnp.exp(-ahead / AHEAD), 0.0)
         return weights / jnp.maximum(self._of_rows(weights), 1e-30)
 
     def _by_size(self, value: jax.Array, weights: jax.Array) -> jax.Array:
