@@ -27,7 +27,11 @@ from stree_jax.speculation.step import Spec
 
 
 def refilled(spec: Spec) -> Spec:
-    """The same decoding, of rows that come and go: nobody waits for the last one."""
+    """The same decoding, of rows that come and go: nobody waits for the last one.
+
+    With tree "auto" all rows then count alike, however long their texts are; any other
+    tree takes no notice.
+    """
     if not isinstance(spec.policy, AdaptivePolicy):
         return spec
     return replace(spec, policy=replace(spec.policy, refilled=True))
@@ -62,6 +66,7 @@ def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
     """A batch of `rows` rows, none of which runs.
 
     Args:
+      spec: `refilled`, if others are to take the place of rows that end.
       one: any decoding of one row: its shapes are those of all that can be admitted,
         and whether it is sampled.
     """
