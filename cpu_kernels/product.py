@@ -1,9 +1,9 @@
 """Products of a few rows with a weight, which is read once: `src/product_body.h`, and
-`src/amx.cc` by tiles.
+`src/amx.cc` and `src/amx_float32.cc` by tiles.
 
 | weight | rows become | sums | by |
 | --- | --- | --- | --- |
-| float32 [m, k] | float32 | float32 | FMA |
+| float32 [m, k] | float32 | float32 | FMA; AMX for large ones, by parts in bfloat16 |
 | bfloat16 [m, k] | bfloat16, to the nearest | float32 | AMX, AVX512-BF16, or FMA |
 | int8 [m, k], scales [m, G] | int8, scaled by group | int32, float32 | AMX, VNNI |
 

@@ -1,11 +1,4 @@
 // AMX: sums of products of whole tiles, as Intel has them from Sapphire Rapids on.
-//
-// A tile has 16 rows of 64 bytes. A tile of weights is 16 rows of the weight as they lie
-// in memory. A tile of the product's rows holds, 4 bytes at a time, what 16 of them have
-// there: line j has their bytes 4 j to 4 j + 3. Sums then have a line for each row of the
-// weight and a column for each row of the product, and are turned when they are stored.
-//
-// An element's sum goes through k in order, whatever else is in its tile.
 #include "kernels.h"
 #if STREE_AMX
 #include <immintrin.h>
@@ -18,9 +11,9 @@ namespace {
 
 #include "product_body.h"
 #include "avx512_lanes.h"
+#include "amx_tiles.h"
 #include "int8_body.h"
 
-constexpr int TILE = 16, LINE = 64, TILE_BYTES = TILE * LINE;
 constexpr int PANEL = 2 * TILE;  // rows of the weight that are gone through together
 constexpr int MOST_BLOCKS = 2;   // of 16 of the product's rows, likewise
 // Registers: sums of tile i of weights and block j of rows, those weights, those rows.
@@ -28,54 +21,12 @@ constexpr int sums_of(int i, int j) { return 2 * i + j; }
 constexpr int weights_of(int i) { return 4 + i; }
 constexpr int rows_of(int j) { return 6 + j; }
 
-// The compilers' own functions do not say that a tile is read from memory.
-template <int N>
-TARGET inline void load(const void* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(N) : "memory");
-}
-template <int N>
-TARGET inline void store(void* to) {
-  const int64_t stride = LINE;
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(N) : "memory");
-}
-template <int N>
-TARGET inline void clear() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(N));
-}
-
-struct Bfloat16Tiles {
-  static constexpr int size = 2;  // bytes of a number
-  template <int S, int W, int R>
-  TARGET static inline void dot() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(S), "i"(W), "i"(R));
-  }
-};
-
 struct Int8Tiles {
   static constexpr int size = 1;
   template <int S, int W, int R>
   TARGET static inline void dot() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(S), "i"(W), "i"(R));
   }
-};
-
-// All tiles of this thread are whole ones for as long as this lives.
-class WholeTiles {
- public:
-  WholeTiles() {
-    alignas(LINE) Shape shape{};
-    shape.palette = 1;
-    for (int i = 0; i < 8; i++) shape.bytes[i] = LINE, shape.rows[i] = TILE;
-    asm volatile("ldtilecfg %0" : : "m"(shape));
-  }
-  ~WholeTiles() { asm volatile("tilerelease"); }
-
- private:
-  struct Shape {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-  };
 };
 
 // As `Ahead`, into the outer caches: a panel is more than the innermost has room for.
@@ -87,13 +38,6 @@ struct FarAhead {
     const char* line = from + step * lines * LINE;
     for (int i = 0; i < lines; i++, line += LINE) __builtin_prefetch(line, 0, 2);
   }
-};
-
-// Some rows of a weight, and how many bytes of each are in question.
-struct Weights {
-  const char* from;
-  int64_t stride, bytes;
-  int count;
 };
 
 // Tile `s` along the rows of the weight; what is not there is 0.
@@ -162,14 +106,6 @@ TARGET void turn_out(const Sums16& sums, float* out, int64_t m, int64_t t, int c
   }
 }
 
-// Sixteen lines of 64 bytes as a tile.
-TARGET inline void put_tile(char* to, __m512 (&lines)[TILE]) {
-  turn_block(lines);
-  for (int i = 0; i < TILE; i++) _mm512_store_ps(to + i * LINE, lines[i]);
-}
-
-TARGET inline int64_t blocks_of(int64_t t) { return (t + TILE - 1) / TILE; }
-
 // What of the weight is read next, in equal parts during the steps of `passes` over it.
 TARGET inline FarAhead ahead_of(const char* next, int64_t bytes, int64_t steps, int64_t pass,
                              int64_t passes) {
@@ -183,7 +119,7 @@ TARGET inline FarAhead ahead_of(const char* next, int64_t bytes, int64_t steps, 
 template <class Panel>
 TARGET inline void for_panels(const Product& p, int64_t bytes, int64_t steps,
                               int64_t begin, int64_t end, const Panel& panel) {
-  const WholeTiles tiles;
+  const Tiles tiles;
   const int64_t blocks = blocks_of(p.t);
   const int64_t passes = (blocks + MOST_BLOCKS - 1) / MOST_BLOCKS;
   for (int64_t c = begin; c < end; c += PANEL) {
@@ -206,9 +142,6 @@ TARGET int64_t packed_bytes(const Product& p) {
 }
 
 TARGET inline __m512 rounded(const float* from, int64_t count) {
-  const auto some = [](int64_t n) TARGET {
-    return static_cast<__mmask16>(n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1);
-  };
   const __m512 low = _mm512_maskz_loadu_ps(some(count), from);
   const __m512 high = _mm512_maskz_loadu_ps(some(count - 16), from + 16);
   return (__m512)_mm512_cvtne2ps_pbh(high, low);

@@ -82,6 +82,7 @@ Kernels chosen(int64_t level) {
     kernels.int8 = has_vnni() ? avx512_vnni() : avx2().int8;
 #if STREE_AMX
     if (level == 3) {
+      kernels.float32 = amx_float32();
       kernels.bfloat16 = amx_bfloat16();
       kernels.int8 = amx_int8();
     }
@@ -100,6 +101,17 @@ const bool weights_pass_outer_caches = made_by_amd();
 const Kernels& kernels_of(int64_t level) {
   static const Kernels levels[] = {chosen(0), chosen(1), chosen(2), chosen(3)};
   return levels[std::clamp<int64_t>(level, 0, 3)];
+}
+
+// Tiles are for weights that come from memory, and for rows that are not short: others are
+// sooner done without where there are few of them.
+const ProductKernel& float32_product(int64_t level, int64_t m, int64_t k) {
+#if STREE_AMX
+  constexpr int64_t LARGE = 1 << 20, LONG = 512;
+  if (std::min(level, instructions()) >= 3 && m * k >= LARGE && k >= LONG)
+    return amx_float32();
+#endif
+  return kernels_of(level).float32;
 }
 
 // "portable", "avx2", "avx512" or "amx", and what this machine has besides.

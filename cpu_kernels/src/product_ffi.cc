@@ -57,12 +57,11 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
   const Product p{rows.typed_data(), weight.untyped_data(), nullptr, out->typed_data(),
                   shape[0],          shape[1],              wide[0], 1};
   const Live live(counts, p.t);
-  const Kernels& kernels = kernels_of(level);
   switch (weight.element_type()) {
     case ffi::F32:
-      return run(pool, kernels.float32, p, live, 4 * p.k);
+      return run(pool, float32_product(level, p.m, p.k), p, live, 4 * p.k);
     case ffi::BF16:
-      return run(pool, kernels.bfloat16, p, live, 2 * p.k);
+      return run(pool, kernels_of(level).bfloat16, p, live, 2 * p.k);
     default:
       return ffi::Error::InvalidArgument("want a weight in float32 or bfloat16");
   }

@@ -100,6 +100,36 @@ def test_a_product_is_whole_when_it_is_read():
         np.testing.assert_array_equal(run(x, weight), wanted, f"time {i}")
 
 
+# Weights that are large enough for tiles of AMX, with rests of rows, steps and columns.
+LARGE = [(515, 2041), (800, 1312)]
+
+
+@pytest.mark.parametrize(("k", "m"), LARGE)
+def test_large_weights_in_float32(k, m):
+    """Sums of parts in bfloat16 are as near as sums of float32; rows and columns have the
+    same bits whatever stands beside them."""
+    rng = np.random.default_rng(k)
+    x = jnp.asarray(rng.standard_normal((ROWS, k)), jnp.float32)
+    scales = 10.0 ** rng.integers(-6, 6, (m, 1))  # of any size
+    weight = jnp.asarray(scales * rng.standard_normal((m, k)), jnp.float32)
+    run = jax.jit(linear)
+    whole = np.asarray(run(x, weight))
+    assert_near(whole / scales.T, exact(x, weight) / scales.T, TOLERANCE)
+    for t in (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63):
+        np.testing.assert_array_equal(run(x[-t:], weight), whole[-t:], f"{t} rows")
+    twice = run(x[:5], jnp.concatenate([weight[3:], weight]))
+    np.testing.assert_array_equal(twice[:, -m:], whole[:5])
+
+
+def test_numbers_that_are_none_stay_in_their_row_of_a_large_weight():
+    x = np.ones((20, 640), np.float32)
+    x[1, 3], x[2, 639], x[3] = np.nan, np.inf, 0.0
+    weight = np.random.default_rng(3).standard_normal((1700, 640))
+    y = np.asarray(jax.jit(linear)(jnp.asarray(x), jnp.asarray(weight, jnp.float32)))
+    assert np.isfinite(y).all(axis=1).tolist() == [r not in (1, 2) for r in range(20)]
+    assert (y[3] == 0).all()
+
+
 @each_level
 def test_numbers_that_are_none_stay_in_their_row(level, monkeypatch):
     use(monkeypatch, level)
