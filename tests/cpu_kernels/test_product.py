@@ -106,7 +106,7 @@ LARGE = [(515, 2041), (800, 1312)]
 
 @pytest.mark.parametrize(("k", "m"), LARGE)
 def test_large_weights_in_float32(k, m):
-    """Sums of parts in bfloat16 are as near as those of float32, and bits are a row's own."""
+    """Sums of parts in bfloat16 are as near; bits do not depend on what is beside."""
     rng = np.random.default_rng(k)
     x = jnp.asarray(rng.standard_normal((ROWS, k)), jnp.float32)
     scales = 10.0 ** rng.integers(-6, 6, (m, 1))  # of any size
