@@ -153,8 +153,7 @@ const AttentionKernel& avx512_bf16_attention();
 const ProductKernel& avx512_vnni();  // AVX512-VNNI, for `int8`
 #endif
 #if STREE_AMX
-const ProductKernel& amx_float32();   // with AVX512-BF16
-const ProductKernel& amx_float32();   // with AVX512-BF16
+const ProductKernel& amx_float32();   // with AVX512-BF16; see float32_product
 const ProductKernel& amx_bfloat16();  // with AVX512-BF16
 const ProductKernel& amx_int8();
 #endif

@@ -82,7 +82,6 @@ Kernels chosen(int64_t level) {
     kernels.int8 = has_vnni() ? avx512_vnni() : avx2().int8;
 #if STREE_AMX
     if (level == 3) {
-      kernels.float32 = amx_float32();
       kernels.bfloat16 = amx_bfloat16();
       kernels.int8 = amx_int8();
     }
