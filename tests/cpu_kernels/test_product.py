@@ -7,7 +7,7 @@ import pytest
 
 from stree_jax.models.linear import linear
 from stree_jax.models.quantized import Quantized, quantize, rounded
-from tests.support.native import built, each_level, use
+from tests.support.native import INSTRUCTIONS, built, each_level, use
 from tests.support.reference import assert_near
 
 pytestmark = built
@@ -118,6 +118,20 @@ def test_large_weights_in_float32(k, m):
         np.testing.assert_array_equal(run(x[-t:], weight), whole[-t:], f"{t} rows")
     twice = run(x[:5], jnp.concatenate([weight[3:], weight]))
     np.testing.assert_array_equal(twice[:, -m:], whole[:5])
+
+
+def test_small_weights_in_float32_do_not_go_through_tiles(monkeypatch):
+    """Their plain steps would take longer, and their bits be others."""
+    if "amx" not in (INSTRUCTIONS or ()):
+        pytest.skip("no amx kernels here")
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.standard_normal((4, 384)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((2048, 384)), jnp.float32)
+    by = {}
+    for level in ("amx", "avx512"):
+        use(monkeypatch, level)
+        by[level] = np.asarray(jax.jit(linear)(x, weight))
+    np.testing.assert_array_equal(by["amx"], by["avx512"])
 
 
 def test_numbers_that_are_none_stay_in_their_row_of_a_large_weight():
