@@ -29,33 +29,16 @@ struct Int8Tiles {
   }
 };
 
-// GCC drops calls of a function that does nothing but fetch.
-#define ALWAYS __attribute__((always_inline))
-
-// What is fetched while tile `s` of some rows is read. In int8 it is the next panel, evenly, into
-// the outer caches: a panel is more than the innermost has room for.
-struct FarAhead {
-  const char* from;
-  int lines;  // a step
-
-  ALWAYS TARGET inline void fetch(const Weights&, int first, int64_t s) const {
-    if (first > 0) return;
-    const char* line = from + s * lines * LINE;
-    for (int i = 0; i < lines; i++, line += LINE) __builtin_prefetch(line, 0, 2);
-  }
-};
-
-// In bfloat16 it is the same rows' tile six steps on, into the innermost cache at once, which
-// takes half the buffers; behind the rows' ends come those of the next panel.
-struct NearAhead {
-  ALWAYS TARGET inline void fetch(const Weights& w, int first, int64_t s) const {
-    constexpr int64_t AHEAD = 6 * LINE;
-    const char* from = w.from + first * w.stride + s * LINE + AHEAD;
-    if (s * LINE + AHEAD >= w.stride) from += (PANEL - 1) * w.stride;
+// What is fetched while a tile is read: the same rows' tile six steps on, into the innermost
+// cache at once, which takes half the buffers; behind the rows' ends come those of the next
+// panel. Always inline: GCC drops calls of a function that does nothing but this.
+__attribute__((always_inline)) TARGET inline void fetch_ahead(const char* from, int64_t at,
+                                                              int64_t stride) {
+  constexpr int64_t AHEAD = 6 * LINE;
+  from += at + AHEAD < stride ? AHEAD : AHEAD + (PANEL - 1) * stride;
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE; r++) __builtin_prefetch(from + r * w.stride, 0, 3);
-  }
-};
+  for (int r = 0; r < TILE; r++) __builtin_prefetch(from + r * stride, 0, 3);
+}
 
 // Tile `s` along the rows of the weight; what is not there is 0.
 template <int N>
@@ -74,19 +57,21 @@ TARGET inline void load_weights(const Weights& w, int first, int64_t s) {
   load<N>(tile, LINE);
 }
 
-// Sums of a panel of weights and `BLOCKS` blocks of rows, whose tiles are `apart`.
-template <class D, int BLOCKS, class Ahead>
-TARGET inline void sum_tiles(const Weights& w, const char* rows, int64_t apart,
-                             const Ahead& ahead) {
+// Sums of a panel of weights and `BLOCKS` blocks of rows, whose tiles are `apart`. The
+// weights are those from byte `at` of their rows on.
+template <class D, int BLOCKS>
+TARGET inline void sum_tiles(const Weights& w, int64_t at, const char* rows,
+                             int64_t apart) {
   clear<sums_of(0, 0)>(), clear<sums_of(1, 0)>();
   if constexpr (BLOCKS > 1) clear<sums_of(0, 1)>(), clear<sums_of(1, 1)>();
   const int64_t steps = (w.bytes + LINE - 1) / LINE;
   for (int64_t s = 0; s < steps; s++, rows += TILE_BYTES) {
+    const char* from = w.from + s * LINE;
     load<rows_of(0)>(rows, LINE);
-    ahead.fetch(w, 0, s);
+    fetch_ahead(from, at + s * LINE, w.stride);
     load_weights<weights_of(0)>(w, 0, s);
     D::template dot<sums_of(0, 0), weights_of(0), rows_of(0)>();
-    ahead.fetch(w, TILE, s);
+    fetch_ahead(from + TILE * w.stride, at + s * LINE, w.stride);
     load_weights<weights_of(1)>(w, TILE, s);
     D::template dot<sums_of(1, 0), weights_of(1), rows_of(0)>();
     if constexpr (BLOCKS > 1) {
@@ -124,29 +109,17 @@ TARGET void turn_out(const Sums16& sums, float* out, int64_t m, int64_t t, int c
   }
 }
 
-// What of the weight is read next, in equal parts during the steps of `passes` over it.
-TARGET inline FarAhead ahead_of(const char* next, int64_t bytes, int64_t steps, int64_t pass,
-                             int64_t passes) {
-  const int64_t lines = PANEL * bytes / LINE, all = passes * steps;
-  const int each = static_cast<int>((lines + all - 1) / all);
-  return {next + pass * steps * each * LINE, each};
-}
-
-// `panel(column, count, block, blocks, ahead)` for all panels of columns, of one or two
-// blocks of rows at a time.
+// `panel(column, count, block, blocks)` for all panels of columns, of one or two blocks of
+// rows at a time.
 template <class Panel>
-TARGET inline void for_panels(const Product& p, int64_t bytes, int64_t steps,
-                              int64_t begin, int64_t end, const Panel& panel) {
+TARGET inline void for_panels(const Product& p, int64_t begin, int64_t end,
+                              const Panel& panel) {
   const Tiles tiles;
   const int64_t blocks = blocks_of(p.t);
-  const int64_t passes = (blocks + MOST_BLOCKS - 1) / MOST_BLOCKS;
   for (int64_t c = begin; c < end; c += PANEL) {
     const int count = static_cast<int>(end - c < PANEL ? end - c : PANEL);
-    const char* next = static_cast<const char*>(p.weight) + (c + PANEL) * bytes;
-    for (int64_t pass = 0; pass < passes; pass++) {
-      const int64_t block = pass * MOST_BLOCKS, left = blocks - block;
-      panel(c, count, block, left, ahead_of(next, bytes, steps, pass, passes));
-    }
+    for (int64_t block = 0; block < blocks; block += MOST_BLOCKS)
+      panel(c, count, block, blocks - block);
   }
 }
 
@@ -181,24 +154,22 @@ TARGET void pack(const Product& p, void* packed) {
 
 TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
   const int64_t steps = steps_of(p), apart = steps * TILE_BYTES, bytes = 2 * p.k;
-  const auto panel = [&](int64_t c, int count, int64_t block, int64_t left,
-                         FarAhead) TARGET {
-    const NearAhead ahead;
+  const auto panel = [&](int64_t c, int count, int64_t block, int64_t left) TARGET {
     const Weights w{static_cast<const char*>(p.weight) + c * bytes, bytes, bytes, count};
     const char* rows = static_cast<const char*>(packed) + block * apart;
     const int64_t first = block * TILE;
     Sums16 sums;
     if (left > 1) {
-      sum_tiles<Bfloat16Tiles, 2>(w, rows, apart, ahead);
+      sum_tiles<Bfloat16Tiles, 2>(w, 0, rows, apart);
       store_tiles<2>(sums);
     } else {
-      sum_tiles<Bfloat16Tiles, 1>(w, rows, apart, ahead);
+      sum_tiles<Bfloat16Tiles, 1>(w, 0, rows, apart);
       store_tiles<1>(sums);
     }
     const int64_t t = p.t - first < 2 * TILE ? p.t - first : 2 * TILE;
     turn_out(sums, p.out + first * p.m + c, p.m, t, count);
   };
-  for_panels(p, bytes, steps, begin, end, panel);
+  for_panels(p, begin, end, panel);
 }
 
 }  // namespace half
@@ -269,7 +240,7 @@ TARGET inline void add_scaled(Sums16& totals, const Sums16& sums, const float* r
 
 template <int BLOCKS>
 TARGET void panel_of(const Product& p, const Packed& rows, int64_t c, int count,
-                     int64_t block, FarAhead ahead) {
+                     int64_t block) {
   const int64_t apart = p.groups * rows.steps * TILE_BYTES, first = block * TILE;
   const char* weight = static_cast<const char*>(p.weight) + c * p.k;
   Sums16 totals, sums;
@@ -280,9 +251,8 @@ TARGET void panel_of(const Product& p, const Packed& rows, int64_t c, int count,
   for (int64_t g = 0; g < p.groups; g++) {
     const Weights w{weight + g * rows.size, p.k, rows.size, count};
     const char* tiles = rows.tiles + block * apart + g * rows.steps * TILE_BYTES;
-    sum_tiles<Int8Tiles, BLOCKS>(w, tiles, apart, ahead);
+    sum_tiles<Int8Tiles, BLOCKS>(w, g * rows.size, tiles, apart);
     store_tiles<BLOCKS>(sums);
-    ahead.from += rows.steps * ahead.lines * LINE;
     add_scaled<BLOCKS>(totals, sums, rows.scales + (block * p.groups + g) * TILE,
                        p.groups * TILE, p.scale + c * p.groups + g, p.groups, count);
   }
@@ -292,14 +262,13 @@ TARGET void panel_of(const Product& p, const Packed& rows, int64_t c, int count,
 
 TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
   const Packed rows(p, const_cast<void*>(packed));  // of which nothing is written
-  const auto panel = [&](int64_t c, int count, int64_t block, int64_t left,
-                         FarAhead ahead) TARGET {
+  const auto panel = [&](int64_t c, int count, int64_t block, int64_t left) TARGET {
     if (left > 1)
-      panel_of<2>(p, rows, c, count, block, ahead);
+      panel_of<2>(p, rows, c, count, block);
     else
-      panel_of<1>(p, rows, c, count, block, ahead);
+      panel_of<1>(p, rows, c, count, block);
   };
-  for_panels(p, p.k, p.groups * rows.steps, begin, end, panel);
+  for_panels(p, begin, end, panel);
 }
 
 }  // namespace byte
