@@ -1,6 +1,8 @@
 """Loading the compiled kernels, and the variable that restricts them."""
 
+import platform
 import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,31 @@ def test_off(monkeypatch):
     assert cpu_kernels.level() is None
     if INSTRUCTIONS is not None:
         assert cpu_kernels.describe() == f"off ({VARIABLE}=off)"
+
+
+# Of `LEVELS`, and what there is besides, by the names that Linux gives them.
+FLAGS = {
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "bf16": {"avx512_bf16"},
+    "vnni": {"avx512_vnni"},
+}
+
+
+@built
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wants an x86 CPU")
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="wants Linux")
+def test_the_machines_instructions_are_found():
+    """Or all tests of more than "portable" would be skipped, and nobody told."""
+    text = Path("/proc/cpuinfo").read_text()
+    flags = set(re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE)[0].split())
+    has = {name for name, wanted in FLAGS.items() if wanted <= flags}
+    assert INSTRUCTIONS is not None
+    best, *more = INSTRUCTIONS
+    # Tiles want the kernel's leave and a new compiler besides, and may be missing.
+    assert best != "amx" or {"amx_tile", "amx_bf16", "amx_int8"} <= flags
+    found = [name for name in ("avx2", "avx512") if LEVELS[name] <= LEVELS[best]]
+    assert {*found, *more} == (has if "avx512" in has else has & {"avx2"})
 
 
 @built
