@@ -162,13 +162,12 @@ TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end)
   const int64_t blocks = (p.t + most - 1) / most;
   const int64_t whole = rows.size / L::step, steps = whole ? p.groups * whole : 1;
   const int64_t each = (COLUMNS * p.k + blocks * steps - 1) / (blocks * steps);
-  const int caches = weights_pass_outer_caches ? 3 : 2;
   for (int64_t c = begin; c < end; c += COLUMNS) {
     const int count = static_cast<int>(end - c < COLUMNS ? end - c : COLUMNS);
     const char* next = static_cast<const char*>(p.weight) + (c + COLUMNS) * p.k;
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
-      const Ahead ahead(next + b * steps * each, each, caches);
+      const Ahead ahead(next + b * steps * each, each, int8_into_all_caches);
       switch (last - first) {
 #define STREE_BLOCK(R)                                           \
   case R:                                                        \

@@ -101,7 +101,7 @@ Kernels chosen(int64_t level) {
 
 }  // namespace
 
-const bool weights_pass_outer_caches = made_by_amd();
+const bool int8_into_all_caches = made_by_amd();
 
 const Kernels& kernels_of(int64_t level) {
   static const Kernels levels[] = {chosen(0), chosen(1), chosen(2), chosen(3)};

@@ -19,21 +19,19 @@ TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
 struct Ahead {
   const char* next;
   int64_t bytes;  // a step, be they whole lines or not
-  int caches;     // as for __builtin_prefetch: 3 all, 2 not the innermost, 0 it alone
+  bool all;       // caches, or the outer ones alone
   const char* until;
 
-  TARGET Ahead(const char* from, int64_t bytes, int caches)
-      : next(from), bytes(bytes), caches(caches), until(from) {}
+  TARGET Ahead(const char* from, int64_t bytes, bool all)
+      : next(from), bytes(bytes), all(all), until(from) {}
 
   // Always inline: GCC drops calls of a function that does nothing but this.
   __attribute__((always_inline)) TARGET inline void fetch() {
     for (until += bytes; next < until; next += 64) {
-      if (caches == 2)
-        __builtin_prefetch(next, 0, 2);
-      else if (caches == 3)
+      if (all)
         __builtin_prefetch(next, 0, 3);
       else
-        __builtin_prefetch(next, 0, 0);
+        __builtin_prefetch(next, 0, 2);
     }
   }
 };
@@ -87,12 +85,11 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
   const int64_t steps = k / L::step ? k / L::step : 1;
   const int64_t bytes = COLUMNS * k * static_cast<int64_t>(sizeof(*weight));
   const int64_t each = (bytes + blocks * steps - 1) / (blocks * steps);
-  const int caches = !weights_pass_outer_caches ? 2 : blocks == 1 ? 0 : 3;
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t first = b * t / blocks, last = (b + 1) * t / blocks;
     const auto* x = rows + first * row_stride;
     float* y = out + first * stride;
-    const Ahead ahead(next + b * steps * each, each, caches);
+    const Ahead ahead(next + b * steps * each, each, false);
     switch (last - first) {
 #define STREE_BLOCK(R)                                                               \
   case R:                                                                            \
