@@ -15,8 +15,8 @@
 namespace stree {
 
 // Whether int8's weights are fetched into all caches, not into the outer ones alone. On AMD's
-// CPUs (Zen 4) passes over four to sixteen rows take 0.87 to 0.94 of the time so; others of
-// two and four bytes take 0.9 to 1.3 times as long, and stay in the outer ones everywhere.
+// CPUs (Zen 4) passes over four to sixteen rows take 0.87 to 0.94 of the time so. With weights
+// of two and four bytes they take 1.04 to 1.27: those go into the outer ones everywhere.
 extern const bool int8_into_all_caches;
 
 // out [t, m] = rows [t, k] times weight [m, k] transposed.
