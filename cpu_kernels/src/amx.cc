@@ -152,7 +152,8 @@ TARGET void pack(const Product& p, void* packed) {
     }
 }
 
-TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
+TARGET void columns(const Product& p, const void* packed, Columns now, Columns) {
+  const auto [begin, end] = now;
   const int64_t steps = steps_of(p), apart = steps * TILE_BYTES, bytes = 2 * p.k;
   const auto panel = [&](int64_t c, int count, int64_t block, int64_t left) TARGET {
     const Weights w{static_cast<const char*>(p.weight) + c * bytes, bytes, bytes, count};
@@ -260,7 +261,8 @@ TARGET void panel_of(const Product& p, const Packed& rows, int64_t c, int count,
   turn_out(totals, p.out + first * p.m + c, p.m, t, count);
 }
 
-TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
+TARGET void columns(const Product& p, const void* packed, Columns now, Columns) {
+  const auto [begin, end] = now;
   const Packed rows(p, const_cast<void*>(packed));  // of which nothing is written
   const auto panel = [&](int64_t c, int count, int64_t block, int64_t left) TARGET {
     if (left > 1)
@@ -276,13 +278,13 @@ TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t
 
 const ProductKernel& amx_bfloat16() {
   static constexpr ProductKernel kernel = {half::packed_bytes, half::pack, half::columns,
-                                           PANEL};
+                                           PANEL, nullptr};
   return kernel;
 }
 
 const ProductKernel& amx_int8() {
   static constexpr ProductKernel kernel = {byte::packed_bytes, byte::pack, byte::columns,
-                                           PANEL};
+                                           PANEL, nullptr};
   return kernel;
 }
 

@@ -212,7 +212,8 @@ TARGET void turn_out(const float (&sums)[2][TILE][TILE], float* out, int64_t m, 
     _mm512_mask_storeu_ps(out + r * m, some(count), x[r]);
 }
 
-TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t end) {
+TARGET void columns(const Product& p, const void* packed, Columns now, Columns) {
+  const auto [begin, end] = now;
   constexpr unsigned NARROW = 0b1111 | 0b111 << SHARED;  // sums, and rows of one block
   const Tiles tiles(wide(p), NARROW);  // with more all are whole
   const auto* rows = static_cast<const char*>(packed);
@@ -239,7 +240,7 @@ TARGET void columns(const Product& p, const void* packed, int64_t begin, int64_t
 }  // namespace
 
 const ProductKernel& amx_float32() {
-  static constexpr ProductKernel kernel = {packed_bytes, pack, columns, PANEL};
+  static constexpr ProductKernel kernel = {packed_bytes, pack, columns, PANEL, nullptr};
   return kernel;
 }
 

@@ -187,16 +187,15 @@ TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end)
 }
 
 template <class L>
-TARGET void int8_columns(const Product& p, const void* packed, int64_t begin,
-                         int64_t end) {
+TARGET void int8_columns(const Product& p, const void* packed, Columns now, Columns) {
   void* rows = const_cast<void*>(packed);  // of which nothing is written
   if (p.k / p.groups >= 8 * L::step)
-    int8_all<L, true>(p, rows, begin, end);
+    int8_all<L, true>(p, rows, now.begin, now.end);
   else
-    int8_all<L, false>(p, rows, begin, end);
+    int8_all<L, false>(p, rows, now.begin, now.end);
 }
 
 template <class L>
 constexpr ProductKernel int8_kernel() {
-  return {int8_packed_bytes<L>, int8_pack<L>, int8_columns<L>, COLUMNS};
+  return {int8_packed_bytes<L>, int8_pack<L>, int8_columns<L>, COLUMNS, nullptr};
 }

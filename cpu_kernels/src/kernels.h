@@ -14,10 +14,9 @@
 
 namespace stree {
 
-// Whether int8's weights are fetched into all caches, not into the outer ones alone. On AMD's
-// CPUs (Zen 4) passes over four to sixteen rows take 0.87 to 0.94 of the time so. With weights
-// of two and four bytes they take 1.04 to 1.27: those go into the outer ones everywhere.
-extern const bool int8_into_all_caches;
+// Whether weights are fetched into all caches, not into the outer ones alone: on AMD's CPUs from
+// Zen 5 on, and int8's on older ones, too. (docs/cpu.md has what either takes.)
+extern const bool into_all_caches, int8_into_all_caches;
 
 // out [t, m] = rows [t, k] times weight [m, k] transposed.
 struct Product {
@@ -28,13 +27,19 @@ struct Product {
   int64_t t, k, m, groups;
 };
 
+struct Columns {
+  int64_t begin, end;
+};
+
 // Rows are packed once, as the instructions want them; then any columns of `out` can be
-// computed by any thread.
+// computed by any thread. One that takes small pieces says what it takes next: those weights are
+// fetched.
 struct ProductKernel {
   int64_t (*packed_bytes)(const Product&);
   void (*pack)(const Product&, void* packed);
-  void (*columns)(const Product&, const void* packed, int64_t begin, int64_t end);
+  void (*columns)(const Product&, const void* packed, Columns now, Columns next);
   int64_t together;  // columns that `columns` likes to begin and end at
+  int64_t (*piece)(const Product&);  // of so many columns; 0, or null: large parts
 };
 
 // Inputs of tokens, [B, room, ...]: see pallas_kernels/scan.py.

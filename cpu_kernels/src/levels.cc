@@ -5,8 +5,10 @@
 
 #include "work.h"
 
-#if STREE_AMX
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if STREE_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -14,12 +16,15 @@
 namespace stree {
 namespace {
 
-bool made_by_amd() {
+// The family of an AMD CPU, or 0.
+int amd_family() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  return __builtin_cpu_is("amd");
+  unsigned a, b, c, d;
+  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &a, &b, &c, &d)) return 0;
+  return static_cast<int>((a >> 8 & 0xF) + (a >> 20 & 0xFF));
 #else
-  return false;
+  return 0;
 #endif
 }
 
@@ -101,7 +106,8 @@ Kernels chosen(int64_t level) {
 
 }  // namespace
 
-const bool int8_into_all_caches = made_by_amd();
+constexpr int ZEN5 = 0x1A;
+const bool into_all_caches = amd_family() >= ZEN5, int8_into_all_caches = amd_family() > 0;
 
 const Kernels& kernels_of(int64_t level) {
   static const Kernels levels[] = {chosen(0), chosen(1), chosen(2), chosen(3)};

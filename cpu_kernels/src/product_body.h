@@ -4,10 +4,15 @@
 // No standard header's inline function is used here: the linker keeps one copy of such a
 // function for the whole library, and it must not be the one made for AVX-512.
 //
-// A result is the sum of one accumulator over k, in steps of `step`, and then over its
-// lanes. It knows nothing of other rows, columns or threads.
+// A result is the sum of one accumulator over a chunk of k, in steps of `step`, and then over
+// its lanes; chunks, whose number depends on k alone, are added up one after another. It knows
+// nothing of other rows, columns or threads.
 
 constexpr int COLUMNS = 4;  // of a block; their weights are consecutive in memory
+constexpr int64_t PANEL_COLUMNS = 16;         // columns that rows are kept in the innermost cache for
+constexpr int64_t CHUNK_BYTES = 1536; // of a row, about: of a group they stay in that cache
+constexpr int64_t GROUP_ROWS = 18;         // rows, at most
+constexpr int64_t NEAR_BYTES = 40 << 10;  // what that cache holds besides what is fetched
 
 TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
@@ -36,13 +41,32 @@ struct Ahead {
   }
 };
 
-// out[r * stride + c] of R rows and 4 columns, of which `count` are wanted. Where loops
-// over rows are not unrolled early, GCC has the sums in memory, too.
+// What sums there are already, and these.
+template <class L>
+TARGET inline void store_more(float* out, const typename L::Sum (&sum)[COLUMNS], int count) {
+  typedef float Four __attribute__((vector_size(16)));
+  Four before, these;
+  float numbers[COLUMNS];
+  L::store(numbers, sum, COLUMNS);
+  if (count < COLUMNS) {
+    for (int c = 0; c < count; c++) out[c] += numbers[c];
+    return;
+  }
+  __builtin_memcpy(&before, out, sizeof before);
+  __builtin_memcpy(&these, numbers, sizeof these);
+  before += these;
+  __builtin_memcpy(out, &before, sizeof before);
+}
+
+// out[r * stride + c] of R rows and 4 columns, of which `count` are wanted; `more`: to be
+// added to what is there. Where loops over rows are not unrolled early, GCC has the sums in
+// memory, too.
 template <class L, int R>
 TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
                           const typename L::Weight* const (&weight)[COLUMNS],
-                          int64_t k, Ahead ahead, float* out, int64_t stride,
-                          int count) {
+                          int64_t k, Ahead& from_here, float* out, int64_t stride,
+                          int count, bool more) {
+  Ahead ahead = from_here;
   typename L::Sum sum[R][COLUMNS];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -70,31 +94,39 @@ TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) L::store(out + r * stride, sum[r], count);
+  for (int r = 0; r < R; r++) {
+    if (more)
+      store_more<L>(out + r * stride, sum[r], count);
+    else
+      L::store(out + r * stride, sum[r], count);
+  }
+  from_here = ahead;
 }
 
-// 4 columns of all t rows, which are taken in equal blocks of at most L::most_rows.
+// Equal blocks of at most L::most_rows of t rows.
+template <class L>
+TARGET inline int64_t blocks_of(int64_t t) {
+  return (t + L::most_rows - 1) / L::most_rows;
+}
+
+// 4 columns, at most, of all t rows, block by block.
 template <class L>
 TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_t t,
-                         const typename L::Weight* weight, int64_t k, const char* next,
-                         float* out, int64_t stride, int count) {
+                         const typename L::Weight* weight, int64_t weight_stride, int64_t k,
+                         Ahead& ahead, float* out, int64_t stride, int count, bool more) {
   const typename L::Weight* columns[COLUMNS];
   for (int c = 0; c < COLUMNS; c++)  // past the last column: the last one again
-    columns[c] = weight + (c < count ? c : count - 1) * k;
-  const int64_t blocks = (t + L::most_rows - 1) / L::most_rows;
-  const int64_t steps = k / L::step ? k / L::step : 1;
-  const int64_t bytes = COLUMNS * k * static_cast<int64_t>(sizeof(*weight));
-  const int64_t each = (bytes + blocks * steps - 1) / (blocks * steps);
+    columns[c] = weight + (c < count ? c : count - 1) * weight_stride;
+  const int64_t blocks = blocks_of<L>(t);
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t first = b * t / blocks, last = (b + 1) * t / blocks;
     const auto* x = rows + first * row_stride;
     float* y = out + first * stride;
-    const Ahead ahead(next + b * steps * each, each, false);
     switch (last - first) {
 #define STREE_BLOCK(R)                                                               \
   case R:                                                                            \
     if constexpr (R <= L::most_rows)                                                 \
-      product_block<L, R>(x, row_stride, columns, k, ahead, y, stride, count);       \
+      product_block<L, R>(x, row_stride, columns, k, ahead, y, stride, count, more); \
     break;
       STREE_BLOCK(1)
       STREE_BLOCK(2)
@@ -105,6 +137,17 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
 #undef STREE_BLOCK
     }
   }
+}
+
+// The same of short rows, which need no chunks; what begins at `next` is read next.
+template <class L>
+TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_t t,
+                         const typename L::Weight* weight, int64_t k, const char* next,
+                         float* out, int64_t stride, int count) {
+  const int64_t steps = blocks_of<L>(t) * (k / L::step ? k / L::step : 1);
+  const int64_t bytes = COLUMNS * k * static_cast<int64_t>(sizeof(*weight));
+  Ahead ahead(next, (bytes + steps - 1) / steps, false);
+  product_rows<L>(rows, row_stride, t, weight, k, k, ahead, out, stride, count, false);
 }
 
 // Numbers from one packed row to the next: a line more where all rows would fall into
@@ -132,23 +175,57 @@ TARGET void product_pack(const Product& p, void* packed) {
   }
 }
 
+// One chunk of k after another: a group of rows stays in the innermost cache, and the weights
+// of a few columns go past it, while those of the next ones are fetched.
 template <class L>
-TARGET void product_columns(const Product& p, const void* packed, int64_t begin,
-                            int64_t end) {
+TARGET void product_panel(const Product& p, const void* packed, Columns now, Columns next) {
   const auto* rows = static_cast<const typename L::Row*>(packed);
   const auto* weight = static_cast<const typename L::Weight*>(p.weight);
-  const int64_t stride = packed_stride<L>(p.k);
-  for (int64_t c = begin; c < end; c += COLUMNS) {
-    const int count = static_cast<int>(end - c < COLUMNS ? end - c : COLUMNS);
-    const auto* next = reinterpret_cast<const char*>(weight + (c + COLUMNS) * p.k);
-    product_rows<L>(rows, stride, p.t, weight + c * p.k, p.k, next, p.out + c, p.m,
-                    count);
+  const int64_t stride = packed_stride<L>(p.k), steps = p.k / L::step;
+  const int64_t chunk = CHUNK_BYTES / static_cast<int64_t>(L::step * sizeof(*rows));
+  const int64_t chunks = steps > chunk ? (steps + chunk - 1) / chunk : 1;
+  const int64_t groups = (p.t + GROUP_ROWS - 1) / GROUP_ROWS;
+  int64_t blocks = 0;
+  for (int64_t g = 0; g < groups; g++)
+    blocks += blocks_of<L>((g + 1) * p.t / groups - g * p.t / groups);
+  const int64_t all = (now.end - now.begin + COLUMNS - 1) / COLUMNS * blocks * (steps ? steps : 1);
+  const int64_t bytes = (next.end - next.begin) * p.k * static_cast<int64_t>(sizeof(*weight));
+  Ahead ahead(reinterpret_cast<const char*>(weight + next.begin * p.k), (bytes + all - 1) / all,
+              into_all_caches);
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t first = g * p.t / groups, count = (g + 1) * p.t / groups - first;
+    for (int64_t h = 0; h < chunks; h++) {
+      const int64_t from = steps * h / chunks * L::step;
+      const int64_t to = h + 1 < chunks ? steps * (h + 1) / chunks * L::step : p.k;
+      for (int64_t c = now.begin; c < now.end; c += COLUMNS)
+        product_rows<L>(rows + first * stride + from, stride, count, weight + c * p.k + from,
+                        p.k, to - from, ahead, p.out + first * p.m + c, p.m,
+                        static_cast<int>(now.end - c < COLUMNS ? now.end - c : COLUMNS), h > 0);
+    }
+  }
+}
+
+// Rows that stay in the innermost cache as a whole, with a block's weights, need no panels, and
+// weights are read fastest one after another.
+template <class L>
+TARGET int64_t product_piece(const Product& p) {
+  const int64_t bytes = p.k * static_cast<int64_t>(sizeof(typename L::Row));
+  return p.t == 1 || (p.t + COLUMNS) * bytes <= NEAR_BYTES ? 0 : PANEL_COLUMNS;
+}
+
+template <class L>
+TARGET void product_columns(const Product& p, const void* packed, Columns now, Columns next) {
+  if (product_piece<L>(p)) return product_panel<L>(p, packed, now, next);
+  for (int64_t c = now.begin; c < now.end; c += COLUMNS) {
+    const int64_t end = c + COLUMNS < now.end ? c + COLUMNS : now.end;
+    product_panel<L>(p, packed, {c, end}, {end, end + COLUMNS < now.end ? end + COLUMNS : now.end});
   }
 }
 
 template <class L>
 constexpr ProductKernel product_kernel() {
-  return {product_packed_bytes<L>, product_pack<L>, product_columns<L>, COLUMNS};
+  return {product_packed_bytes<L>, product_pack<L>, product_columns<L>, COLUMNS,
+          product_piece<L>};
 }
 
 #include "bfloat16.h"

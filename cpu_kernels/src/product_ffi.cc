@@ -9,6 +9,42 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
+// A product's columns, cut into pieces without rests, but for the last one's.
+//
+// Few: as many as threads need. Small ones: the first of each thread, which nobody has fetched,
+// are smaller still.
+class Pieces {
+ public:
+  Pieces(const ProductKernel& kernel, const Product& p, int64_t threads, int64_t most)
+      : m_(p.m), n_(kernel.together), threads_(threads),
+        whole_(kernel.piece ? kernel.piece(p) / n_ : 0) {
+    const int64_t blocks = (m_ + n_ - 1) / n_;
+    if (whole_ == 0) {
+      count_ = std::min({most, PARTS_A_THREAD * threads, blocks});
+    } else {
+      count_ = 0;
+      while (begin(count_) < m_) count_++;
+    }
+  }
+  bool small() const { return whole_ > 0; }
+  int64_t count() const { return count_; }
+  Columns operator[](int64_t piece) const {
+    return {std::min(begin(piece), m_), std::min(begin(piece + 1), m_)};
+  }
+
+ private:
+  int64_t begin(int64_t piece) const {
+    if (whole_ == 0) return (m_ + n_ - 1) / n_ * piece / count_ * n_;
+    int64_t blocks = 0;  // before it
+    for (int64_t size = 1; size < whole_; size *= 2) {
+      if (piece < threads_) return (blocks + piece * size) * n_;
+      blocks += threads_ * size, piece -= threads_;
+    }
+    return (blocks + piece * whole_) * n_;
+  }
+  int64_t m_, n_, threads_, whole_, count_ = 0;
+};
+
 void multiply(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product& p,
               int64_t row_bytes) {
   void* packed = scratch_of_thread<0>(kernel.packed_bytes(p));
@@ -17,12 +53,15 @@ void multiply(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product&
     kernel.pack(p, packed);
   }
   const int64_t most = std::max<int64_t>(1, p.m * row_bytes / PART_BYTES);
-  const int64_t n = kernel.together, blocks = (p.m + n - 1) / n;  // no part has a rest
-  const int64_t parts = std::min({most, PARTS_A_THREAD * pool.num_threads(), blocks});
-  share(pool, parts, [&](int64_t part) {
-    const int64_t begin = blocks * part / parts * n, end = blocks * (part + 1) / parts * n;
-    kernel.columns(p, packed, begin, std::min(end, p.m));
-  });
+  const int64_t threads = std::min<int64_t>(pool.num_threads(), most);
+  const Pieces pieces(kernel, p, threads, most);
+  const auto columns = [&](int64_t piece, int64_t next) {
+    kernel.columns(p, packed, pieces[piece], pieces[next]);
+  };
+  if (pieces.small())
+    share_out<true>(pool, threads, pieces.count(), columns);
+  else
+    share_out<false>(pool, threads, pieces.count(), columns);
 }
 
 // Of the rows that are tokens; they are put together, and their results to their places.

@@ -98,29 +98,33 @@ inline void keep_awake(xla::ffi::ThreadPool& pool) {
   if (pool.num_threads() > 1) pool.Schedule([] {});
 }
 
-// work(part) for every part below `parts`, by this thread and those of the pool.
+// work(part, next) for every part below `parts`, by this thread and up to `threads` - 1 of the
+// pool's. AHEAD: a thread takes its next part before it does this one, and so knows it; of
+// many small parts. Otherwise `next` is `parts`, which is none.
 //
 // Whoever is free takes the next part. The caller takes parts, too, and so never waits
 // for a task that has not begun: it may itself be one of the pool's threads.
-template <class Work>
-void share(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
+template <bool AHEAD, class Work>
+void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const Work& work) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
   };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), parts) - 1;
+  const int64_t helpers = std::min({pool.num_threads(), threads, parts}) - 1;
   if (helpers < 1) {
     const FlushDenormals flush;
-    for (int64_t part = 0; part < parts; part++) work(part);
+    for (int64_t part = 0; part < parts; part++) work(part, AHEAD ? part + 1 : parts);
     return;
   }
   auto shared = std::make_shared<Shared>();
   // A task that comes too late finds no part left and touches nothing of the caller's.
   auto take = [shared, parts, &work] {
     const FlushDenormals flush;
-    int64_t part;
-    while ((part = shared->next.fetch_add(1)) < parts) {
-      work(part);
+    int64_t part = shared->next.fetch_add(1);
+    while (part < parts) {
+      const int64_t next = AHEAD ? shared->next.fetch_add(1) : parts;
+      work(part, next < parts ? next : parts);
       shared->done.fetch_add(1, std::memory_order_release);
+      part = AHEAD ? next : shared->next.fetch_add(1);
     }
   };
   for (int64_t i = 0; i < helpers; i++) pool.Schedule(decltype(take)(take));
@@ -132,6 +136,12 @@ void share(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
       _mm_pause();
 #endif
   }
+}
+
+// work(part) for every part below `parts`.
+template <class Work>
+void share(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
+  share_out<false>(pool, parts, parts, [&](int64_t part, int64_t) { work(part); });
 }
 
 // The same of `count` pieces of work in `parts` runs.
