@@ -163,6 +163,15 @@ TARGET void gate_head(const Mixer& m, int64_t b, int64_t head, const Shared& sha
   }
 }
 
+// What in_proj gave is in the caches of whoever computed it: `size` of its numbers, from `first`
+// on, of all queries, are fetched before they are wanted.
+TARGET inline void fetch_inputs(const Mixer& m, int64_t b, int64_t first, int64_t size) {
+  for (int64_t q = 0; q < m.scan.queries[b]; q++) {
+    const float* in = m.in + (b * m.scan.Tq + q) * m.width + first;
+    for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(in + i);
+  }
+}
+
 template <class L, class E>
 TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t b, int64_t head) {
   using V = Lanes;
@@ -170,13 +179,16 @@ TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t b, int64_
   const Shared shared = shared_of<L>(s, base, b);
   Own own;
   own_layout(s, static_cast<char*>(scratch), &own);
-  const float kept = path_weights(s, b, head, shared, own);  // reads x, then it may go
   const int64_t channel = head * s.P;
+  fetch_inputs(m, b, m.to_xBC + channel, s.P);
+  const float kept = path_weights(s, b, head, shared, own);  // reads x, then it may go
   E* const x = static_cast<E*>(m.x) + (b * s.now.room * s.H + head) * s.P;
   move_window<E>(m, b, channel, s.P);
   convolve<L, E>(m, b, channel, s.P, [&](int64_t, int64_t t, int64_t i, auto of) TARGET {
     V::store(x + t * s.H * s.P + i, of, s.P - i);
   });
+  fetch_inputs(m, b, m.to_z + channel, s.P);
+  if (head + 1 < s.H) fetch_inputs(m, b, m.to_xBC + channel + s.P, s.P);
   replay_head<L>(s, b, head, kept, shared, own);
   read_nodes(s, b, head, shared, own);
   write_outputs(s, b, head, shared, own);
