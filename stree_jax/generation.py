@@ -257,7 +257,7 @@ def stream(
     shown = [0] * len(plan.text)
     running = True
     while running:
-        decoding = advance_jit(plan.spec, decoding, jnp.int32(steps))
+        decoding = advance_jit(plan.spec, decoding, np.int32(steps))
         running = bool((to_host(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
         yield summarise(plan, decoding, shown, seconds, running)
