@@ -23,6 +23,7 @@ from stree_jax.cpu_kernels.noise import best_scores as best_scores
 from stree_jax.cpu_kernels.noise import gumbel_noise as gumbel_noise
 from stree_jax.cpu_kernels.norm import norm_unsupported as norm_unsupported
 from stree_jax.cpu_kernels.norm import scaled_norm as scaled_norm
+from stree_jax.cpu_kernels.product import MOST_ROOM as MOST_ROOM
 from stree_jax.cpu_kernels.product import MOST_ROWS as MOST_ROWS
 from stree_jax.cpu_kernels.product import skinny_product as skinny_product
 from stree_jax.cpu_kernels.product import skinny_product_int8 as skinny_product_int8

@@ -21,18 +21,21 @@ from stree_jax.cpu_kernels.library import level
 from stree_jax.cpu_kernels.native_call import MoreRows, counts, native_call
 
 MOST_ROWS = 64  # of a product that is bound by reading its weight
+MOST_ROOM = 1024  # rows that there is room for where it is said how many there are
 MOST_INT8 = 2**16  # columns of a group of int8, whose sums fit in int32
 
 Definition = Callable[..., jax.Array]  # of rows [t, k] and the weight's arrays
 
 
-def unsupported(rows: jax.Array, weight: jax.Array) -> str | None:
+def unsupported(
+    rows: jax.Array, weight: jax.Array, live: jax.Array | None = None
+) -> str | None:
     """Why `skinny_product` cannot take rows [t, k] and a weight [m, k], or None."""
-    t, k = rows.shape
+    (t, k), most = rows.shape, MOST_ROWS if live is None else MOST_ROOM
     if level() is None:
         return "there are no compiled kernels, or they are switched off"
-    if not 1 <= t <= MOST_ROWS:
-        return f"wants 1 to {MOST_ROWS} rows, got {t}"
+    if not 1 <= t <= most:
+        return f"wants 1 to {most} rows, got {t}"
     if k < 1 or weight.shape[0] < 1:
         return f"wants a weight that is not empty, got {weight.shape}"
     if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8):
@@ -52,7 +55,8 @@ def skinny_product(
     Args:
       rows: [t, k] of any float dtype, t from 1 to 64.
       weight: [m, k] float32 or bfloat16.
-      live: see `native_call.counts`; t is B T then.
+      live: see `native_call.counts`; t is B T then, up to 1024, and more than 64 rows
+        that there are read the weight again for every 64.
       definition: of float32 rows, the weight and counts; what runs where no kernel can.
 
     Returns:
@@ -92,7 +96,7 @@ def _checked(
     live: jax.Array | None,
     definition: Definition,
 ) -> jax.Array:
-    reason, allowed = unsupported(rows, weight), level()
+    reason, allowed = unsupported(rows, weight, live), level()
     if reason is not None or allowed is None:
         raise ValueError(f"skinny_product: {reason}")
     (out,) = native_call(

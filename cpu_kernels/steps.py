@@ -48,11 +48,11 @@ def record(*arrays: jax.Array, definition: Definition) -> list[jax.Array]:
     Args:
       arrays: tokens [B, O] int32 and origins [B, O] uint8 of the output, roots and
         lengths [B] int32, calls by tree [B, K] and gains [B, ..] int32, margins [B]
-        float32; then the step's tree [] int32, whether rows were running [B] bool, the
-        accepted tokens and path [B, M + 1] int32 and their margins [B, M + 1] float32,
-        how many count [B] int32, origins of the nodes [B, T] uint8.
+        float32; then the step's trees [B] int32, whether rows were running [B] bool,
+        the accepted tokens and path [B, M + 1] int32 and their margins [B, M + 1]
+        float32, how many count [B] int32, origins of the nodes [B, T] uint8.
 
     Returns:
       the first seven.
     """
-    return called(*arrays, kernel=_record, definition=definition, shared=(WRITTEN,))
+    return called(*arrays, kernel=_record, definition=definition)

@@ -48,7 +48,7 @@ def linear(
       ValueError: the implementation is unknown or cannot take these.
     """
     rows = x.reshape(-1, x.shape[-1])
-    reason = unsupported(rows, _matrix(weight))
+    reason = unsupported(rows, _matrix(weight), live)
     if implementation not in (None, "xla", "native"):
         raise ValueError(f"linear: no implementation {implementation!r}")
     if implementation == "native" and reason is not None:
@@ -56,7 +56,7 @@ def linear(
     native = reason is None and implementation != "xla"
     if isinstance(weight, Quantized):
         y = _by_int8(rows, weight, live, native)
-    elif rows.shape[0] > SKINNY:
+    elif rows.shape[0] > SKINNY and (live is None or not native):
         y = _whole(rows, weight)
     else:
         y = jax.lax.platform_dependent(
@@ -152,6 +152,8 @@ def _skinny_cpu(
     for one 16-bit row the whole weight would be converted on every call (two are not).
     """
     (count, k), m = rows.shape, weight.shape[0]
+    if count > SKINNY:
+        return _whole(rows, weight)
     if count <= 4:
         padded = 2 if weight.dtype.itemsize == 2 and count == 1 else count
     else:

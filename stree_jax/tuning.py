@@ -76,7 +76,7 @@ class Measured:
 
     @cached_property
     def _on_device(self) -> StepTimes:
-        # Once: between the programs of a generation this took 2 % of a short one's time.
+        # Once: between a generation's programs it took 2 % of a short one's time.
         return step_times(list(self.by_size.values()), self.draft, self.level)
 
 

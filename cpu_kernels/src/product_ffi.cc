@@ -9,6 +9,8 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
+constexpr int64_t MOST_ROWS = 64;  // that kernels are made for
+
 // A product's columns, cut into pieces without rests, but for the last one's.
 //
 // Few: as many as threads need. Small ones: the first of each thread, which nobody has fetched,
@@ -81,7 +83,12 @@ ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
       std::copy_n(p.rows + place[i] * p.k, p.k, rows + i * p.k);
     p.rows = rows;
   }
-  multiply(pool, kernel, p, row_bytes);
+  for (int64_t first = 0; first < count; first += MOST_ROWS) {
+    Product some = p;
+    some.t = std::min(count - first, MOST_ROWS);
+    some.rows += first * p.k, some.out += first * p.m;
+    multiply(pool, kernel, some, row_bytes);
+  }
   for (int64_t i = count; !together && i-- > 0;)  // the last first
     if (place[i] != i) std::copy_n(p.out + i * p.m, p.m, p.out + place[i] * p.m);
   return ffi::Error::Success();

@@ -58,9 +58,9 @@ ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 ga
   const int64_t B = tokens.dimensions()[0], O = tokens.dimensions()[1];
   const int64_t room = path.dimensions()[1], T = origins.dimensions()[1];
   const int64_t K = used.dimensions()[1], most = gained.dimensions()[1];
-  int64_t tree = *choice.typed_data();
-  if (tree < 0) tree += K;
   for (int64_t b = 0; b < B; b++) {
+    int64_t tree = choice.typed_data()[b];
+    if (tree < 0) tree += K;
     const int64_t count = std::min<int64_t>(counts.typed_data()[b], room);
     const int32_t ran = running.typed_data()[b] ? 1 : 0;
     const int64_t before = to_lengths->typed_data()[b];

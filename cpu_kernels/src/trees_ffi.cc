@@ -280,16 +280,14 @@ ffi::Error best_nodes(S32 tokens, S32 parents, F32 value, S32 kind, Bool guessed
 ffi::Error gains(F32 value, S32 last, Out<F32> gained) {
   const int64_t B = value.dimensions()[0], C = value.dimensions()[1];
   const auto K = static_cast<int64_t>(last.element_count());
-  auto* const sorted = static_cast<float*>(scratch_of_thread<1>(C * sizeof(float)));
+  auto* const sums = static_cast<float*>(scratch_of_thread<1>((C + 1) * sizeof(float)));
   for (int64_t b = 0; b < B; b++) {
-    std::copy_n(value.typed_data() + b * C, C, sorted);
-    std::sort(sorted, sorted + C, std::greater<float>());
-    for (int64_t k = 0; k < K; k++) {
-      const int64_t count = std::min<int64_t>(last.typed_data()[k], C);
-      float sum = 1;
-      for (int64_t i = 0; i < count; i++) sum += sorted[i];
-      gained->typed_data()[b * K + k] = sum;
-    }
+    sums[0] = 1;
+    std::copy_n(value.typed_data() + b * C, C, sums + 1);
+    std::sort(sums + 1, sums + 1 + C, std::greater<float>());
+    for (int64_t i = 0; i < C; i++) sums[i + 1] += sums[i];
+    for (int64_t k = 0; k < K; k++)
+      gained->typed_data()[b * K + k] = sums[std::clamp<int64_t>(last.typed_data()[k], 0, C)];
   }
   return ffi::Error::Success();
 }

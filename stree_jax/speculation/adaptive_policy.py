@@ -2,13 +2,15 @@
 
 At every step the sizes n of the menu are compared by G(n) / t(n): the tokens that the n
 best candidates are expected to gain, in the mean of the rows, by the seconds of a step
-of that size, measured on this machine. Plain decoding is n = 1. A batch is done when
+of that size, measured on this machine. Plain decoding is n = 1. Where passes take the
+time of the nodes there are, the best candidates of all rows of a batch are taken, so
+that rows have as many as they are worth. A batch is done when
 its last row is, so a row counts the less the further it is ahead of the last. A
 drafting model is asked only where steps with it have been the faster ones, and for
 another level only while that level's gain is worth its time; while it is not asked, it
 is tried now and then.
 
-Letters: B rows, K sizes, W nodes of a model's level.
+Letters: B rows, K sizes, W nodes of a model's level, C candidates, T nodes.
 """
 
 from collections.abc import Sequence
@@ -43,7 +45,10 @@ USUAL, LEAST = (0.8, 0.7), 1.1
 # Of greedy and of sampled text, which seldom begins to repeat itself.
 READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
 AHEAD = 4.0  # tokens by which a row is ahead when it counts 1/e of the last one
-LONGEST_REST = 3, 15  # plain steps without looking for drafts, where there were none
+LAST = 0.7  # of what rows gain in the mean, what the last one gains, whom all wait for
+# Plain steps without looking for drafts, where there were none: of greedy and of
+# sampled text; at least, in a batch whose rows have trees of their own.
+LONGEST_REST, BATCH_REST = (3, 15), 7
 FREE = -1  # of `Learnt.force`
 
 
@@ -102,7 +107,8 @@ class Learnt:
       gain, seconds: [] float32, of steps with the model and what it drafted by itself,
         as expected, faded.
       came, took: the same, as it came: tokens of the target and of the model's nodes.
-      asked: [] float32, seconds of the model in the step that was chosen; 0: none.
+      asked: [] bool, whether the model was asked for the step that was chosen.
+      chosen: [] float32, seconds of that step, the model's among them.
       growth: [] float32, value of a model's level by that of the level above, faded.
       modelling: [] bool, whether the model is asked at every step.
       wait, patience: [] int32, steps until the model is tried again, and after that.
@@ -119,6 +125,7 @@ class Learnt:
     came: jax.Array
     took: jax.Array
     asked: jax.Array
+    chosen: jax.Array
     growth: jax.Array
     modelling: jax.Array
     wait: jax.Array
@@ -160,7 +167,8 @@ class AdaptivePolicy:
             seconds=jnp.float32(0),
             came=jnp.float32(0),
             took=jnp.float32(0),
-            asked=jnp.float32(0),
+            asked=jnp.bool_(False),
+            chosen=jnp.float32(0),
             growth=jnp.float32(0.7),
             modelling=jnp.bool_(True),
             wait=jnp.int32(TRIALS),
@@ -204,7 +212,8 @@ class AdaptivePolicy:
         else:
             dist = d.distribution(num_tokens)
             asked = drafter, dist, rule, probability, d.root, weights
-            rate = (self._by_size(pool.value, weights) / self.times.verify).max()
+            gain, seconds = self._by_nodes(pool.value, weights)
+            rate = (gain / seconds).max()
             left = d.requests.max_new_tokens - d.length
             pays = running & (left >= READ_FOR[sampled] * drafter.unread(looking))
             pays = any_row(pays, self.rows)
@@ -214,10 +223,9 @@ class AdaptivePolicy:
                 asked, learnt, looking, pool, wanted, rate
             )
         draft, value = best_tree(pool, d.root, self.tree.menu[-1])
-        d = self._chosen(d, replace(learnt, weights=weights), value, spent)
+        d, nodes = self._chosen(d, replace(learnt, weights=weights), value, spent)
         if self.shares:
-            sizes = jnp.asarray(self.tree.sizes, jnp.int32)
-            draft = without_rest(draft, sizes[d.choice])
+            draft = without_rest(draft, nodes)
         return replace(d, drafting=replace(looking, draft=draft))
 
     def _weights(self, running: jax.Array, length: jax.Array) -> jax.Array:
@@ -231,9 +239,44 @@ class AdaptivePolicy:
             weights = jnp.where(running, jnp.exp(-ahead / AHEAD), 0.0)
         return weights / jnp.maximum(self._of_rows(weights), 1e-30)
 
-    def _by_size(self, value: jax.Array, weights: jax.Array) -> jax.Array:
-        """Tokens [K] that the best candidates, of values [B, C], gain in the mean."""
-        return self._of_rows(gains(value, self.tree.sizes) * weights[:, None])
+    def _by_row(self, batch: int) -> bool:
+        """Whether rows may have trees of different sizes."""
+        return self.shares and batch > 1
+
+    def _nodes_below(self, batch: int) -> np.ndarray:
+        """Numbers [K] of nodes below the roots that a step may have, growing: in every
+        row, or in all rows together."""
+        if self._by_row(batch):
+            return np.arange(batch * (self.tree.size - 1) + 1)
+        return np.array(self.tree.sizes) - 1
+
+    def _by_nodes(
+        self, value: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens [K] that the best candidates, of values [B, C], gain in the mean, and
+        seconds [K] of steps of so many."""
+        batch = value.shape[0]
+        below, verify = self._nodes_below(batch), self.times.verify
+        if not self._by_row(batch):
+            return self._of_rows(gains(value, below) * weights[:, None]), verify
+        counts = weights if self.refilled else LAST * weights
+        worth = (value * counts[:, None]).reshape(1, -1)
+        return gains(worth, below)[0], self._seconds(1 + below / batch)
+
+    def _seconds(self, nodes: np.ndarray) -> jax.Array:
+        """Of steps of so many nodes [K] a row in the mean.
+
+        A step of few nodes is no plain one: its time lies on the line through larger
+        ones.
+        """
+        sizes, verify = self.tree.sizes, self.times.verify
+        known = jnp.asarray(sizes[1:], jnp.float32)
+        seconds = jnp.interp(jnp.asarray(nodes, jnp.float32), known, verify[1:])
+        if len(sizes) > 2:
+            slope = (verify[2] - verify[1]) / (sizes[2] - sizes[1])
+            below = jnp.asarray(np.maximum(sizes[1] - nodes, 0), jnp.float32)
+            seconds = jnp.maximum(seconds - slope * below, verify[0])
+        return jnp.where(jnp.asarray(nodes == 1), verify[0], seconds)
 
     def _of_rows(self, x: jax.Array) -> jax.Array:
         """The sum over all rows of x [B, ...]."""
@@ -322,10 +365,10 @@ class AdaptivePolicy:
         Args:
           values: [B, M, W] float32, of its levels, 0 where there are none.
         """
-        by_size = self._by_size(values.reshape(values.shape[0], -1), weights)
-        seconds = self.times.verify + spent
-        best = jnp.argmax(by_size / seconds)
-        gain = FADE * learnt.gain + by_size[best]
+        came, verify = self._by_nodes(values.reshape(values.shape[0], -1), weights)
+        seconds = verify + spent
+        best = jnp.argmax(came / seconds)
+        gain = FADE * learnt.gain + came[best]
         total = FADE * learnt.seconds + seconds[best]
         by_level = self._of_rows(values.sum(axis=2) * weights[:, None])
         growth = _growth(learnt.growth, by_level)
@@ -338,38 +381,51 @@ class AdaptivePolicy:
         learnt: Learnt,
         value: jax.Array,
         spent: jax.Array,
-    ) -> Decoding:
-        """The size of the best rate, and what is noted of it.
+    ) -> tuple[Decoding, jax.Array]:
+        """The nodes [B] int32 of the best rate, and what is noted of them.
 
         Args:
-          value: [B, T] float32, of the nodes of the largest tree.
+          value: [B, T] float32, of the nodes of the largest tree, best first.
           spent: [] float32, seconds of the model.
         """
-        by_row = gains(value[:, 1:], self.tree.sizes)  # [B, K]
-        by_size = self._of_rows(by_row * learnt.weights[:, None])
-        seconds = self.times.verify + spent
-        plain = jnp.arange(len(self.tree.sizes), dtype=jnp.int32) == 0
-        rates = by_size / seconds * jnp.where(plain & (spent == 0), DRAFT, 1.0)
-        free = learnt.force.size == FREE
-        choice = jnp.where(free, jnp.argmax(rates), learnt.force.size).astype(jnp.int32)
+        batch, T = value.shape
+        sizes, force = jnp.asarray(self.tree.sizes, jnp.int32), learnt.force
+        free, running = force.size == FREE, d.finish == RUNNING
+        gain, verify = self._by_nodes(value[:, 1:], learnt.weights)
+        seconds = verify + spent
+        plain = jnp.asarray(self._nodes_below(batch) == 0)
+        margin = jnp.where(plain & (spent == 0), DRAFT, 1.0)
+        best = jnp.argmax(gain / seconds * margin).astype(jnp.int32)
+        if self._by_row(batch):
+            own = 1 + _of_the_best(value[:, 1:] * learnt.weights[:, None], best)
+            nodes = jnp.where(free, own, sizes[force.size])
+            nodes = jnp.where(running, nodes, 0)  # who has ended takes no time
+            choice = (sizes < nodes.max()).sum(dtype=jnp.int32)
+        else:
+            choice = jnp.where(free, best, force.size).astype(jnp.int32)
+            nodes = jnp.broadcast_to(sizes[choice], (batch,))
+        place = jnp.arange(T, dtype=jnp.int32)[None]
+        expected = jnp.where(place < nodes[:, None], value, 0.0).sum(axis=1)
         idle = free & (choice == 0) & ~learnt.modelling
         longest = LONGEST_REST[d.requests.sampling is not None]
+        if self._by_row(batch):
+            longest = max(longest, BATCH_REST)
         resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, longest), 0)
         learnt = replace(
             learnt,
             resting=resting.astype(jnp.int32),
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
-            asked=spent,
-            expected=learnt.expected
-            + jnp.where(d.finish == RUNNING, by_row[:, choice], 0.0),
+            asked=spent > 0,
+            chosen=seconds[best],
+            expected=learnt.expected + jnp.where(running, expected, 0.0),
         )
-        return replace(d, choice=choice, policy=learnt)
+        return replace(d, choice=choice, policy=learnt), nodes
 
     def update(
         self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
     ) -> tuple[Learnt, jax.Array]:
-        state = self._note_step(state, choice, draft, accepted)
+        state = self._note_step(state, draft, accepted)
         if draft.kind is not None:
             counts = count(state.counts, draft, accepted, self.rows)
             state = replace(state, counts=counts)
@@ -383,9 +439,7 @@ class AdaptivePolicy:
         )
         return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
 
-    def _note_step(
-        self, learnt: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
-    ) -> Learnt:
+    def _note_step(self, learnt: Learnt, draft: Draft, accepted: Accepted) -> Learnt:
         """What a step with the model brought, but for what was looked up."""
         came = (accepted.length > 0).astype(jnp.float32)
         if draft.origin is not None:
@@ -394,14 +448,24 @@ class AdaptivePolicy:
             own = (origin == DRAFTER) | (origin == NGRAM)
             own &= place < accepted.length[:, None]
             came = came + own.sum(axis=1).astype(jnp.float32)
-        seconds = self.times.verify[choice] + learnt.asked
         noted = replace(
             learnt,
             came=FADE * learnt.came + self._of_rows(came * learnt.weights),
-            took=FADE * learnt.took + seconds,
+            took=FADE * learnt.took + learnt.chosen,
         )
-        noted = jax.tree.map(partial(jnp.where, learnt.asked > 0), noted, learnt)
-        return replace(noted, asked=jnp.float32(0))
+        noted = jax.tree.map(partial(jnp.where, learnt.asked), noted, learnt)
+        return replace(noted, asked=jnp.bool_(False))
+
+
+def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:
+    """How many [B] int32 of the best `count` [] of all values [B, C] are in each row.
+
+    Of equals the first are taken.
+    """
+    flat = value.reshape(-1)
+    order = jnp.argsort(flat, stable=True, descending=True)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
+    return (rank < count).reshape(value.shape).sum(axis=1, dtype=jnp.int32)
 
 
 def _growth(before: jax.Array, by_level: jax.Array) -> jax.Array:

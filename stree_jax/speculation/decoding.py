@@ -172,6 +172,7 @@ def record_step(
     accepted: Accepted,
     stop: Stop,
     dist: Distribution,
+    trees: jax.Array,
 ) -> Decoding:
     """Write down what a step gained: the output, its log-probabilities, statistics.
 
@@ -180,6 +181,7 @@ def record_step(
       logits: [B, T, >= V] float32, the target's.
       accepted, stop: after the cut.
       dist: what the tokens below the root were chosen by.
+      trees: [] or [B] int32, places in the menu of the rows' trees.
     """
     seen, lists = d.seen, d.logprobs
     if lists is not None or seen is not None:
@@ -202,7 +204,10 @@ def record_step(
     before = d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin
     gain = accepted.tokens, accepted.path, accepted.margin, accepted.length, origin
     after = cpu_kernels.record(
-        *before, d.choice, d.finish == RUNNING, *gain, definition=_recorded
+        *before,
+        jnp.broadcast_to(trees, d.length.shape),
+        *(d.finish == RUNNING, *gain),
+        definition=_recorded,
     )
     tokens, output_origin, root, length, used, gained, margin = after
     return replace(
@@ -264,7 +269,7 @@ def _recorded(
         jax.vmap(write)(output_origin, places, drafted),
         jnp.where(length > 0, end, root),
         before + length,
-        used.at[:, choice].add(ran),
+        jax.vmap(lambda row, tree, n: row.at[tree].add(n))(used, choice, ran),
         gained.at[row, length].add(ran),
         jnp.minimum(margin, jnp.where(counts, margins, jnp.inf).min(axis=1)),
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -167,13 +168,13 @@ def _best_nodes(
 
 
 def without_rest(draft: Draft, count: jax.Array) -> Draft:
-    """A tree of whose nodes only the first `count` [] are some, in the same room."""
+    """Trees of whose nodes only the first `count` [B] are some, in the same room."""
     layout, T = draft.layout, draft.tokens.shape[1]
-    node = jnp.arange(T, dtype=jnp.int32)[None]
+    node, count = jnp.arange(T, dtype=jnp.int32)[None], count[:, None]
     less = replace(
         layout,
         parents=jnp.where(node < count, layout.parents, NO_NODE),
-        children=jnp.where(layout.children < count, layout.children, T),
+        children=jnp.where(layout.children < count[..., None], layout.children, T),
     )
     return replace(draft, layout=less)
 
@@ -215,14 +216,15 @@ def joined(first: Pool, second: Pool) -> Pool:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
 
 
-def gains(value: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Tokens [B, K] that trees of so many nodes, the root included, should gain.
+def gains(value: jax.Array, last: np.ndarray) -> jax.Array:
+    """Tokens [B, K] that trees of `last` [K] nodes below their roots should gain.
 
     Args:
-      value: [B, C] float32, of candidates; their best are taken.
+      value: [B, C] float32, of candidates; the best are taken.
     """
-    last = jnp.asarray([n - 1 for n in sizes], jnp.int32)
-    (gained,) = cpu_kernels.gains(value, last, definition=_gains)
+    (gained,) = cpu_kernels.gains(
+        value, jnp.asarray(last, jnp.int32), definition=_gains
+    )
     return gained
 
 

@@ -21,6 +21,7 @@ from stree_jax.models import (
     tree_nodes,
     written_over,
 )
+from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.decoding import (
     RUNNING,
@@ -98,13 +99,28 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         news = news_of(accepted, stop.finish, seen.hidden)
         policy, choice = spec.policy.update(d.policy, d.choice, draft, accepted)
         return replace(
-            record_step(d, draft, seen.logits, accepted, stop, dist),
+            record_step(
+                d, draft, seen.logits, accepted, stop, dist, trees_of(spec, d, draft)
+            ),
             state=seen.state,
             pending=pending_of(accepted, seen.records, d.pending),
             drafting=spec.drafter.commit(drafting, news),
             policy=policy,
             choice=choice,
         )
+
+
+def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
+    """Places in the menu, [] or [B] int32, of the rows' trees.
+
+    Where rows of a batch have different numbers of nodes, each has the smallest tree
+    with room for its own.
+    """
+    if not draft.partly or d.root.shape[0] == 1:
+        return d.choice
+    sizes = jnp.asarray([tree.size for tree in spec.policy.menu], jnp.int32)
+    nodes = (draft.layout.parents != NO_NODE).sum(axis=1, dtype=jnp.int32)
+    return (sizes[None] < nodes[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
 def news_of(accepted: Accepted, finish: jax.Array, hidden: jax.Array) -> News:

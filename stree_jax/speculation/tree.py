@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.cpu_kernels import MOST_ROOM
 from stree_jax.models import Nodes, tree_nodes
-from stree_jax.models.linear import SKINNY
 
 MOST_CHILDREN = 8  # of one node of a `Budget`; sampled acceptance looks at so many
 DEEPEST = 15  # of a `Budget`: each more is a row that every step replays
@@ -170,7 +170,7 @@ def compiled_steps(
 ) -> list[tuple[Topology, tuple[int, ...]]]:
     """The trees of a menu whose steps are compiled, and whose steps they are: places.
 
-    Trees share one where kernels take all of its rows at a time.
+    Trees share one where kernels have room for all of its rows.
 
     Args:
       rows: B.
@@ -188,7 +188,7 @@ def compiled_steps(
 def _shared(tree: Topology, rows: int) -> int:
     """Nodes of the step that a tree shares; 0: none."""
     room = tree.room if isinstance(tree, Budget) else 0
-    return room if rows * room <= SKINNY else 0
+    return room if rows * room <= MOST_ROOM else 0
 
 
 def _check_size(what: str, nodes: int) -> None:

@@ -77,6 +77,26 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(level, kind, monkeypa
     np.testing.assert_array_equal(backward, alone)
 
 
+@each_level
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_there_are_in_more_room_than_a_product_takes(
+    level, kind, monkeypatch
+):
+    """In room for 144, 81 rows: they have the bits that they have by themselves."""
+    use(monkeypatch, level)
+    rng = np.random.default_rng(6)
+    x = jnp.asarray(rng.standard_normal((9, 16, 520)), jnp.float32)
+    weight = weight_of(kind, rng, 37, 520)
+    count = np.array([16, 0, 1, 16, 5, 16, 2, 16, 9], np.int32)
+    run = jax.jit(lambda x, weight, live: linear(x, weight, live=live))
+    y = np.asarray(run(x, weight, jnp.asarray(count)))
+    assert "stree_product" in run.lower(x, weight, jnp.asarray(count)).as_text()
+    exists = np.arange(16)[None] < count[:, None]
+    rows = np.asarray(x)[exists]
+    alone = [jax.jit(linear)(rows[i : i + 27], weight) for i in range(0, 81, 27)]
+    np.testing.assert_array_equal(y[exists], np.concatenate(alone))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_have_the_same_bits_in_any_part(kind):
     """Threads take parts of the columns: here a weight alone is one or many parts."""

@@ -34,7 +34,8 @@ def test_what_is_kept(rng, both):
 @pytest.mark.parametrize("choice", [0, 2, OPEN])
 @pytest.mark.parametrize("nodes", [1, 7])
 def test_what_is_written(choice, nodes, rng, both):
-    """Also into full outputs, and nothing of rows that gained nothing."""
+    """Also into full outputs, with other trees in other rows, and nothing of rows that
+    gained nothing."""
     room, trees = 12, 3
 
     def ints(most, *shape):
@@ -49,7 +50,7 @@ def test_what_is_written(choice, nodes, rng, both):
         ints(9, ROWS, trees),
         ints(9, ROWS, WIDTH + 1),
         jnp.asarray(rng.standard_normal(ROWS), jnp.float32).at[1].set(jnp.inf),
-        jnp.int32(choice),
+        jnp.full((ROWS,), choice, jnp.int32).at[::3].set(1),
         ints(2, ROWS) > 0,
         ints(99, ROWS, WIDTH),
         ints(nodes, ROWS, WIDTH),

@@ -224,7 +224,7 @@ def test_a_model_is_judged_by_what_came_too(target, prompts):
         came = [(new & (at.origin == o)).sum(axis=1) for o in (0, 1)]
         brought = 0.9 * brought + np.asarray(came) @ np.asarray(at.policy.weights)
         np.testing.assert_allclose(at.policy.came, brought.sum(), rtol=1e-5)
-        assert at.policy.took > 1 and at.policy.asked == 0
+        assert at.policy.took > 1 and not at.policy.asked
     assert brought[1] > 1
     low = replace(at.policy, gain=jnp.float32(0.5), seconds=jnp.float32(1))
     low = replace(low, modelling=jnp.bool_(True), wait=jnp.int32(0))
@@ -339,7 +339,8 @@ def test_small_trees_share_the_step_of_a_larger_one():
     assert (plain[0].size, plain[1]) == (1, (0,))
     assert shared == (Budget(16, 15, partly=True), (1, 2, 3))
     assert (large[0].size, large[1]) == (32, (4,))
-    for trees, rows in ((menu, 5), (Auto().menu, 1)):  # 80 rows are too many
+    assert compiled_steps(menu, 64) == compiled_steps(menu, 4)
+    for trees, rows in ((menu, 65), (Auto().menu, 1)):  # too much room
         places = [step[1] for step in compiled_steps(trees, rows)]
         assert sorted(places) == [(k,) for k in range(len(trees))]
 
@@ -461,13 +462,16 @@ def test_a_model_is_not_tried_again_for_less_than_it_must_read(
     assert bool((at.drafting.passes > 0).all()) is asked
 
 
-@pytest.mark.parametrize(("sampling", "longest"), [(None, 3), (Sampling(1.0), 15)])
-def test_it_rests_longer_where_text_is_drawn(target, prompts, sampling, longest):
-    """Drafts that never pay are looked for after 0, 1, 3 .. plain steps."""
+@pytest.mark.parametrize(
+    ("rows", "sampling", "longest"),
+    [(1, None, 3), (2, None, 7), (2, Sampling(1.0), 15)],
+)
+def test_it_rests_longer_where_text_is_drawn(target, prompts, rows, sampling, longest):
+    """And in batches. Drafts that never pay are looked for after 0, 1, 3 .. steps."""
     dear = times([1.0, 100.0, 200.0])
     at, plan = begin(
         target,
-        prompts,
+        prompts[:rows],
         max_new_tokens=60,
         stop_tokens=(),
         drafter="lookup",
@@ -475,6 +479,8 @@ def test_it_rests_longer_where_text_is_drawn(target, prompts, sampling, longest)
         times=dear,
         sampling=sampling,
     )
+    if rows == 2 and sampling is None and not plan.spec.policy.shares:
+        pytest.skip("passes take the time of their room here")
     rests = []
     for steps in (1, 1, 2, 4):
         at = loop.advance_jit(plan.spec, at, jnp.int32(steps))

@@ -1,0 +1,62 @@
+"""Tree "auto" in a batch whose rows have trees of their own."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.generation import begin
+from stree_jax.models.nodes import NO_NODE
+from stree_jax.speculation import adaptive_policy
+from stree_jax.speculation.step import trees_of
+from tests.speculation.auto import times
+
+OPTIONS = dict(max_new_tokens=12, drafter="lookup", tree="auto:1,4,8")
+
+
+def spec_of(target, given):
+    _, plan = begin(target, [[3]], times=given, **OPTIONS)
+    return plan.spec
+
+
+def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
+    """One text repeats itself, one does not, and one has ended."""
+    texts = [[5, 6, 7, 8] * 5, list(range(20, 40)), [9, 10, 11, 12] * 5]
+    spec = spec_of(target, times([1.0, 1.3, 1.7]))
+    if not spec.policy.shares:
+        pytest.skip("passes take the time of their room here")
+    begun, _ = begin(target, texts, times=spec.policy.times, **OPTIONS)
+    at = replace(begun, finish=jnp.asarray([0, 0, 1], jnp.int32))
+    at = spec.policy.choose(at, spec.drafter, spec.rule, target.config.num_tokens)
+    draft = at.drafting.draft
+    nodes = (np.asarray(draft.layout.parents) != NO_NODE).sum(axis=1)
+    assert nodes[0] > 4 and nodes[1:].tolist() == [1, 0]
+    assert int(at.choice) == 2
+    assert trees_of(spec, at, replace(draft, partly=True)).tolist() == [2, 0, 0]
+    options = dict(OPTIONS, times=spec.policy.times, stop_tokens=())
+    again = stree_jax.generate(target, texts[:2], **options)
+    plain = stree_jax.generate(target, texts[:2], max_new_tokens=12, stop_tokens=())
+    assert again.tokens == plain.tokens
+    repeated, other = again.calls_by_size
+    assert repeated[1:].sum() > other[1:].sum()
+
+
+def test_the_best_of_all_rows_are_taken():
+    """Of equals the first, so that a row's are its first ones."""
+    value = jnp.asarray([[0.9, 0.5, 0.2], [0.5, 0.5, 0.1], [0.0, 0.0, 0.0]])
+    wanted = [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2], [3, 2], [3, 3]]
+    for taken, rows in enumerate(wanted):
+        best = adaptive_policy._of_the_best(value, jnp.int32(taken))
+        assert best.tolist() == [*rows, 0]
+
+
+def test_a_step_of_few_nodes_is_no_plain_one(target):
+    """Of batches: by the line through steps of 4 and 8 nodes a row, but never less."""
+    spec = spec_of(target, times([1.0, 2.0, 2.8]))
+    nodes = np.array([1, 1.5, 2, 4, 6, 8])
+    found = spec.policy._seconds(nodes)
+    np.testing.assert_allclose(found, [1.0, 1.5, 1.6, 2.0, 2.4, 2.8], rtol=1e-6)
+    steep = replace(spec.policy, times=times([1.0, 2.0, 6.0]))
+    np.testing.assert_allclose(steep._seconds(nodes)[:3], 1.0)
