@@ -50,7 +50,7 @@ from stree_jax.speculation.tree import (
     Topology,
     resolve_tree,
 )
-from stree_jax.start import Start
+from stree_jax.start import Start, no_collection
 from stree_jax.tuning import Measured
 from stree_jax.version import __version__
 
@@ -249,15 +249,19 @@ def stream(
     """
     steps = integer("steps", steps, 1, FOREVER, "at least 1")
     began = time.perf_counter()
-    decoding, plan = begin(model, prompts, **options)
+    with no_collection():
+        decoding, plan = begin(model, prompts, **options)
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
     if isinstance(plan.spec.policy, AdaptivePolicy) and options.get("times") is None:
-        plan = replace(plan, spec=tuning.timed(plan.spec, decoding, plan.spare))
+        with no_collection():
+            spec = tuning.timed(plan.spec, decoding, plan.spare)
+        plan = replace(plan, spec=spec)
     shown = [0] * len(plan.text)
     running = True
     while running:
-        decoding = advance_jit(plan.spec, decoding, np.int32(steps))
+        with no_collection():
+            decoding = advance_jit(plan.spec, decoding, np.int32(steps))
         running = bool((to_host(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
         yield summarise(plan, decoding, shown, seconds, running)

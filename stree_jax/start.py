@@ -1,7 +1,9 @@
 """What a generation begins with: texts and requests, for `loop.init_decoding`."""
 
+import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +28,23 @@ from stree_jax.speculation.on_mesh import everywhere
 from stree_jax.speculation.step import Spec
 
 Text = Sequence[int]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No search for garbage in here, where programs may be traced.
+
+    What is traced are a great many objects, most of which stay; going through them
+    again and again takes some 0.1 s of the first call with tree "auto".
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,9 @@ from stree_jax.version import __version__
 
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
-ROUNDS = 3  # of all ways to step
-SEGMENT_S = 0.03  # of one way in a round, about
+ROUNDS = 3  # of all ways to step, but of those whose first two agree
+AGREE = 1.1  # the longer one over the shorter
+SEGMENT_S = 0.02  # of one way in a round, about
 MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
@@ -275,15 +276,17 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
         for way in ways:
             if seconds[way] and time.perf_counter() - began > ENOUGH_S:
                 continue
+            if len(seconds[way]) > 1 and max(seconds[way]) < AGREE * min(seconds[way]):
+                continue
             at = _forced_copy(decoding, way)
             if not compiled:
                 at, _ = _timed_steps(spec, at, 1)
                 compiled, began = True, time.perf_counter()
+            at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             at, once = _timed_steps(spec, at, 1)
-            about = min([once, *seconds[way]])
+            about = min([max(once - call, 0.1 * once), *seconds[way]])
             steps = int(np.clip(SEGMENT_S / about, 1, MOST_STEPS))
             at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
-            at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             at, took = _timed_steps(spec, at, steps)
             ended = not (np.asarray(at.finish) == RUNNING).all()  # a stop string came
             took = once if ended else max(took - call, 0.1 * once) / steps
