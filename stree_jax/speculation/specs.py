@@ -6,10 +6,8 @@ Letters: as `loop`.
 from dataclasses import replace
 from typing import Any
 
-from stree_jax import cpu_kernels
 from stree_jax.models import (
     Model,
-    ModelConfig,
     base_model,
     mtp_model,
     without_mtp,
@@ -35,7 +33,7 @@ from stree_jax.speculation.mtp_drafter import MTPDrafter
 from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.staged_drafter import Staged
-from stree_jax.speculation.step import Spec
+from stree_jax.speculation.step import Spec, passes_skip
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree
 
 LOOKUP = "lookup"  # the drafter that needs no model
@@ -71,8 +69,7 @@ def make_spec(
         adaptive = _adaptive_drafter(target, drafter, tree)
         if times is None:
             times = assumed_times(tree, adaptive.model is not None)
-        shares = target.mesh is None and passes_skip(target.config)
-        policy = AdaptivePolicy(times, tree, shares=shares)
+        policy = AdaptivePolicy(times, tree, shares=passes_skip(target))
         return Spec(target, adaptive, policy, rule)
     own: Drafter
     match drafter:
@@ -94,15 +91,6 @@ def make_spec(
         case _:
             own = drafter
     return Spec(target, own, FixedTree(tree), rule)
-
-
-def passes_skip(config: ModelConfig) -> bool:
-    """Whether a model's passes here take the time of a tree's nodes, not of its room.
-
-    Kernels for CPUs do; experts have none. A program that is made here and run
-    elsewhere is as exact.
-    """
-    return cpu_kernels.at_hand() and config.moe is None
 
 
 def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.models import (
     Model,
     Pending,
@@ -32,6 +33,7 @@ from stree_jax.speculation.decoding import (
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import Drafter, News
 from stree_jax.speculation.policy import Policy
+from stree_jax.speculation.pool import without_rest
 from stree_jax.speculation.tree import Topology
 
 
@@ -92,6 +94,7 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         draft, drafting = spec.drafter.propose(
             d.drafting, d.root, tree, dist, spec.rule
         )
+    draft = of_running(draft, d, spec.target)
     with jax.named_scope("verify"):
         seen = verify(spec.target, d.state, draft, d.pending)
     with jax.named_scope("accept"):
@@ -110,13 +113,32 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         )
 
 
+def passes_skip(target: Model) -> bool:
+    """Whether a model's passes here take the time of a tree's nodes, not of its room.
+
+    Kernels for CPUs do; experts have none. A program that is made here and run
+    elsewhere is as exact.
+    """
+    alone = target.mesh is None and target.config.moe is None
+    return alone and cpu_kernels.at_hand()
+
+
+def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
+    """Without the nodes of rows that have ended, where that saves their time."""
+    batch, T = draft.tokens.shape
+    if batch == 1 or draft.partly or not passes_skip(target):
+        return draft
+    count = jnp.where(d.finish == RUNNING, T, 0)
+    return replace(without_rest(draft, count), partly=True)
+
+
 def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
     """Places in the menu, [] or [B] int32, of the rows' trees.
 
     Where rows of a batch have different numbers of nodes, each has the smallest tree
     with room for its own.
     """
-    if not draft.partly or d.root.shape[0] == 1:
+    if not draft.partly or d.root.shape[0] == 1 or len(spec.policy.menu) == 1:
         return d.choice
     sizes = jnp.asarray([tree.size for tree in spec.policy.menu], jnp.int32)
     nodes = (draft.layout.parents != NO_NODE).sum(axis=1, dtype=jnp.int32)

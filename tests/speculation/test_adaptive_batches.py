@@ -10,7 +10,8 @@ import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation import adaptive_policy
-from stree_jax.speculation.step import trees_of
+from stree_jax.speculation.draft import only_root
+from stree_jax.speculation.step import of_running, passes_skip, trees_of
 from tests.speculation.auto import times
 
 OPTIONS = dict(max_new_tokens=12, drafter="lookup", tree="auto:1,4,8")
@@ -41,6 +42,37 @@ def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
     assert again.tokens == plain.tokens
     repeated, other = again.calls_by_size
     assert repeated[1:].sum() > other[1:].sum()
+
+
+@pytest.mark.parametrize("tree", [None, "A", "auto:1,4"])
+def test_rows_that_have_ended_take_no_time(target, tree):
+    """Their trees have no nodes, with and without drafts; others' stay whole."""
+    drafter = None if tree is None else target
+    d, plan = begin(target, [[3, 4]] * 3, max_new_tokens=4, drafter=drafter, tree=tree)
+    d = replace(d, finish=jnp.asarray([0, 1, 0], jnp.int32))
+    root = only_root(d.root)
+    left = of_running(root, d, plan.spec.target)
+    if not passes_skip(plan.spec.target):
+        assert left is root
+        return
+    assert left.partly and left.layout.parents.tolist() == [[-1], [NO_NODE], [-1]]
+    one = replace(d, root=d.root[:1], finish=d.finish[1:2])
+    alone = only_root(one.root)
+    assert of_running(alone, one, plan.spec.target) is alone
+
+
+def test_rows_that_end_leave_the_others_as_they_were(target, prompts):
+    """Whenever they end, and whatever is drafted."""
+    limits = [3, 17, 9][: len(prompts)]
+    for options in ({}, dict(drafter=target, tree="A"), dict(drafter="lookup")):
+        one_by_one = [
+            stree_jax.generate(target, [p], max_new_tokens=n, stop_tokens=()).tokens[0]
+            for p, n in zip(prompts, limits, strict=False)
+        ]
+        together = stree_jax.generate(
+            target, prompts[:3], max_new_tokens=limits, stop_tokens=(), **options
+        )
+        assert together.tokens == one_by_one
 
 
 def test_the_best_of_all_rows_are_taken():
