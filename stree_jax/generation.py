@@ -253,7 +253,9 @@ def stream(
         decoding, plan = begin(model, prompts, **options)
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
-    if isinstance(plan.spec.policy, AdaptivePolicy) and options.get("times") is None:
+    measures = isinstance(plan.spec.policy, AdaptivePolicy)
+    measures &= options.get("times") is None
+    if measures:
         with no_collection():
             spec = tuning.timed(plan.spec, decoding, plan.spare)
         plan = replace(plan, spec=spec)
@@ -264,7 +266,12 @@ def stream(
             decoding = advance_jit(plan.spec, decoding, np.int32(steps))
         running = bool((to_host(decoding.finish) == RUNNING).any())
         seconds = read - began, time.perf_counter() - read
-        yield summarise(plan, decoding, shown, seconds, running)
+        result = summarise(plan, decoding, shown, seconds, running)
+        if measures and not running:
+            drafted = (t.passes for t in result.traffic if t.stage == "drafter")
+            steps_taken = result.calls_by_size, sum(drafted)
+            tuning.doubt(plan.spec, decoding, *steps_taken, result.decode_s)
+        yield result
 
 
 def tune(

@@ -49,6 +49,9 @@ SEGMENT_S = 0.02  # of one way in a round, about
 MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
+# What disturbs only adds to a time: if steps take so much less than was measured, they
+# are measured again, so often at most.
+TOO_SLOW, AGAIN = 1.1, 3
 # Levels that a model drafts below its first when it is asked, or about that, and by how
 # much guessing them must promise to be faster.
 LEVELS, PROMISE = 3, 1.1
@@ -85,6 +88,8 @@ Way = tuple[int, int]  # a size's place in the menu, and levels of the model
 PLAINLY = (0, 0)
 
 _known: dict[str, Measured] = {}  # of this process
+_doubted: dict[str, int] = {}  # how often times turned out too long
+_to_measure: set[str] = set()  # again
 
 
 def with_times(spec: Spec, times: StepTimes) -> Spec:
@@ -171,8 +176,44 @@ def known(spec: Spec, decoding: Decoding) -> Measured | None:
     return _kept(spec, key_of(spec, *_facts(decoding)))
 
 
+def doubt(
+    spec: Spec, decoding: Decoding, calls: np.ndarray, passes: int, seconds: float
+) -> bool:
+    """Whether a decoding took less time than its steps were measured to take; then they
+    are measured again when they are needed next, and the shorter times are kept.
+
+    Of one row: a batch's steps have as many sizes as rows.
+
+    Args:
+      calls: [B, K] int32, of the target, by size.
+      passes: of a drafting model.
+      seconds: that the decoding took, whatever stood beside it.
+    """
+    if calls.shape[0] != 1 or jax.process_count() > 1:
+        return False
+    key = key_of(spec, *_facts(decoding))
+    times = _known.get(key)
+    if times is None or _doubted.get(key, 0) >= AGAIN:
+        return False
+    least = float(calls[0] @ np.array(list(times.by_size.values())))
+    wrong = least + passes * times.level > TOO_SLOW * seconds
+    if wrong:
+        _doubted[key] = _doubted.get(key, 0) + 1
+        _to_measure.add(key)
+    return wrong
+
+
+def _shorter(new: Measured, old: Measured | None) -> Measured:
+    if old is None or tuple(old.by_size) != tuple(new.by_size):
+        return new
+    by_size = {n: min(t, old.by_size[n]) for n, t in new.by_size.items()}
+    return Measured(by_size, min(new.draft, old.draft), min(new.level, old.level))
+
+
 def _kept(spec: Spec, key: str) -> Measured | None:
     assert isinstance(spec.policy, AdaptivePolicy)
+    if key in _to_measure:
+        return None
     times = _known.get(key) or _read().get(key)
     if times is None or tuple(times.by_size) != spec.policy.tree.sizes:
         return None
@@ -183,6 +224,9 @@ def _kept(spec: Spec, key: str) -> Measured | None:
 def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
     """This machine's times, kept for this process and others in place of older ones."""
     key, times = key_of(spec, *_facts(decoding)), measured(spec, decoding)
+    if key in _to_measure:
+        times = _shorter(times, _known.get(key))
+        _to_measure.discard(key)
     _write(key, times)
     _known[key] = times
     return times

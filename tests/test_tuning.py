@@ -5,6 +5,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import stree_jax
@@ -30,6 +31,8 @@ def drafter(target):
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_doubted", {})
+    monkeypatch.setattr(tuning, "_to_measure", set())
     return tmp_path / "kept"
 
 
@@ -186,3 +189,47 @@ def test_a_generation_does_not_wait_for_times_it_is_given(target, folder, measur
         sampling=Sampling(temperature=1),
     )
     assert not measured
+
+
+def test_times_that_turn_out_too_long_are_measured_again(target, folder, monkeypatch):
+    """The shorter ones of both are kept; times that are shorter than true stay."""
+    calls, seconds = [], iter([[9.0, 9.5], [7.0, 19.0], [1e-7, 2e-7], [5.0, 5.0]])
+
+    def measure(spec, decoding):
+        calls.append(spec)
+        by_size = dict(zip(spec.policy.tree.sizes, next(seconds), strict=True))
+        return tuning.Measured(by_size, 0.0, 0.0)
+
+    monkeypatch.setattr(tuning, "measured", measure)
+
+    def generate(prompts):
+        stree_jax.generate(
+            target, prompts, max_new_tokens=9, drafter="lookup", tree=TREE
+        )
+        return len(calls)
+
+    def kept():
+        (entry,) = json.loads((folder / "steps.json").read_text()).values()
+        return list(entry["by_size"].values())
+
+    assert generate([[3, 4]]) == 1
+    assert kept() == [9.0, 9.5]
+    assert generate([[3, 4]]) == 2
+    assert kept() == [7.0, 9.5]
+    assert [generate([[3, 4]]) for _ in range(3)] == [3, 3, 3]
+    assert kept() == [1e-7, 2e-7]
+
+
+def test_times_are_doubted_so_often_and_of_one_row(target, folder, measured):
+    begun, plan = begin(target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE)
+    calls = np.array([[2, 1]])
+    asked = plan.spec, begun, calls
+    assert not tuning.doubt(*asked, 0, 1.0)  # nothing was measured
+    tuning.times_of(plan.spec, begun)
+    assert not tuning.doubt(*asked, 0, 6.0)  # 1 + 1 + 4 s, as measured
+    assert not tuning.doubt(plan.spec, begun, np.repeat(calls, 2, axis=0), 0, 1.0)
+    assert not tuning.doubt(*asked, 0, 5.8)
+    assert tuning.doubt(*asked, 4, 5.8)  # with passes of 0.25 s
+    for _ in range(tuning.AGAIN - 1):
+        assert tuning.doubt(*asked, 0, 1.0)
+    assert not tuning.doubt(*asked, 0, 1.0)
