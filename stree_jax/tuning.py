@@ -328,12 +328,14 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
                 compiled, began = True, time.perf_counter()
             at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             at, once = _timed_steps(spec, at, 1)
-            about = min([max(once - call, 0.1 * once), *seconds[way]])
+            about = min([max(once - call, 0.5 * once), *seconds[way]])
             steps = int(np.clip(SEGMENT_S / about, 1, MOST_STEPS))
             at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
+            at, again = _timed_steps(spec, at, 0)  # and so may the first call have been
             at, took = _timed_steps(spec, at, steps)
             ended = not (np.asarray(at.finish) == RUNNING).all()  # a stop string came
-            took = once if ended else max(took - call, 0.1 * once) / steps
+            took = max(took - min(call, again), 0.5 * took) / steps
+            took = once if ended else took
             seconds[way].append(took)
     return _summary(seconds, ways, spec)
 

@@ -233,3 +233,20 @@ def test_times_are_doubted_so_often_and_of_one_row(target, folder, measured):
     for _ in range(tuning.AGAIN - 1):
         assert tuning.doubt(*asked, 0, 1.0)
     assert not tuning.doubt(*asked, 0, 1.0)
+
+
+def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):
+    """What a call takes without steps is taken off; the first one's delay is not."""
+    begun, plan = begin(target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE)
+    cold = set()
+
+    def timed_steps(spec, at, steps):
+        size = int(at.policy.force.size)
+        delay = 0.0 if (size, steps) in cold else 1.0
+        cold.add((size, steps))
+        per_step = 0.01 if int(at.choice) == 0 else 0.03
+        return at, 0.002 + per_step * steps + (delay if steps == 0 else 0.0)
+
+    monkeypatch.setattr(tuning, "_timed_steps", timed_steps)
+    found = tuning.measured(plan.spec, begun)
+    assert found.by_size == pytest.approx({1: 0.01, 4: 0.03})
