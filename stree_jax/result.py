@@ -72,7 +72,8 @@ class Generation:
         (a model, or any that is not told apart), 2 lookup, 3 n-grams, 4 an inner stage;
         `draft.ORIGINS` names them.
       tree_sizes: K sizes that trees may have had, in nodes; 1 is plain decoding.
-      calls_by_size: [B, K] ints, target calls by size of their trees.
+      calls_by_size: [B, K] ints, target calls by size of their trees; rows of a batch
+        may have trees of other sizes, which count as the next larger one.
       expected_tokens: [B] floats, what the calls were expected to gain; None where that
         was not asked (fixed trees).
       gained: [B, M + 2] ints, how many calls gained 0 .. M + 1 tokens.
