@@ -9,10 +9,10 @@
 // nothing of other rows, columns or threads.
 
 constexpr int COLUMNS = 4;  // of a block; their weights are consecutive in memory
-constexpr int64_t PANEL_COLUMNS = 16;         // columns that rows are kept in the innermost cache for
-constexpr int64_t CHUNK_BYTES = 1536; // of a row, about: of a group they stay in that cache
-constexpr int64_t GROUP_ROWS = 18;         // rows, at most
-constexpr int64_t NEAR_BYTES = 40 << 10;  // what that cache holds besides what is fetched
+constexpr int64_t PANEL_COLUMNS = 16;     // that a group of rows stays in the cache for
+constexpr int64_t GROUP_ROWS = 18;        // of such a group, at most
+constexpr int64_t CHUNK_BYTES = 1536;     // of each of its rows, about
+constexpr int64_t NEAR_BYTES = 40 << 10;  // that stay in the cache beside what is fetched
 
 TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;

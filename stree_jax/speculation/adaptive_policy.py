@@ -31,7 +31,7 @@ from stree_jax.speculation.decoding import OPEN, RUNNING, Decoding
 from stree_jax.speculation.draft import DRAFTER, NGRAM, Draft
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.pool import Pool, best_tree, gains, without_rest
-from stree_jax.speculation.tree import Auto, Budget
+from stree_jax.speculation.tree import Auto, Budget, compiled_steps
 
 FADE = 0.9  # a step, of the rate of steps with the model
 # What promises to be faster must promise so much more: to ask a model, to go on with
@@ -240,8 +240,10 @@ class AdaptivePolicy:
         return weights / jnp.maximum(self._of_rows(weights), 1e-30)
 
     def _by_row(self, batch: int) -> bool:
-        """Whether rows may have trees of different sizes."""
-        return self.shares and batch > 1
+        """Whether rows may have trees of different sizes: where all share a step."""
+        steps = [tree for tree, _ in compiled_steps(self.menu, batch)]
+        shared = isinstance(steps[-1], Budget) and steps[-1].partly
+        return batch > 1 and len(steps) == 2 and shared
 
     def _nodes_below(self, batch: int) -> np.ndarray:
         """Numbers [K] of nodes below the roots that a step may have, growing: in every

@@ -12,6 +12,7 @@ from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation import adaptive_policy
 from stree_jax.speculation.draft import only_root
 from stree_jax.speculation.step import of_running, passes_skip, trees_of
+from stree_jax.speculation.tree import Auto
 from tests.speculation.auto import times
 
 OPTIONS = dict(max_new_tokens=12, drafter="lookup", tree="auto:1,4,8")
@@ -73,6 +74,35 @@ def test_rows_that_end_leave_the_others_as_they_were(target, prompts):
             target, prompts[:3], max_new_tokens=limits, stop_tokens=(), **options
         )
         assert together.tokens == one_by_one
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "by_row"),
+    [
+        ((1, 4, 8), 3, True),
+        ((1, 4, 8), 1, False),
+        ((1, 4, 8), 200, False),  # too much room: each size has a step of its own
+        ((1, 4), 3, False),  # a step of all of its nodes
+        ((1, 4, 8, 32), 3, False),
+    ],
+)
+def test_rows_have_trees_of_their_own_where_all_sizes_share_a_step(
+    target, sizes, batch, by_row
+):
+    policy = spec_of(target, times([1.0] * 3)).policy
+    policy = replace(policy, tree=Auto(sizes), shares=True)
+    assert policy._by_row(batch) is by_row
+    assert not replace(policy, shares=False)._by_row(batch)
+
+
+@pytest.mark.parametrize("tree", ["auto:1,4", "auto:1,4,32"])
+def test_trees_that_share_no_step_are_whole(target, prompts, tree):
+    plain = stree_jax.generate(target, prompts, max_new_tokens=14, stop_tokens=())
+    given = times([1.0] * tree.count(",") + [1.0])
+    options = dict(drafter=target, tree=tree, times=given, stop_tokens=())
+    result = stree_jax.generate(target, prompts, max_new_tokens=14, **options)
+    assert result.tokens == plain.tokens
+    assert result.calls_by_size[:, -1].sum() > 0
 
 
 def test_the_best_of_all_rows_are_taken():
