@@ -56,7 +56,7 @@ def linear(
     native = reason is None and implementation != "xla"
     if isinstance(weight, Quantized):
         y = _by_int8(rows, weight, live, native)
-    elif rows.shape[0] > SKINNY and (live is None or not native):
+    elif rows.shape[0] > SKINNY and not native:
         y = _whole(rows, weight)
     else:
         y = jax.lax.platform_dependent(

@@ -253,8 +253,8 @@ def stream(
         decoding, plan = begin(model, prompts, **options)
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
-    measures = isinstance(plan.spec.policy, AdaptivePolicy)
-    measures &= options.get("times") is None
+    auto = isinstance(plan.spec.policy, AdaptivePolicy)
+    measures = auto and options.get("times") is None
     if measures:
         with no_collection():
             spec = tuning.timed(plan.spec, decoding, plan.spare)

@@ -107,8 +107,8 @@ class Learnt:
       gain, seconds: [] float32, of steps with the model and what it drafted by itself,
         as expected, faded.
       came, took: the same, as it came: tokens of the target and of the model's nodes.
-      asked: [] bool, whether the model was asked for the step that was chosen.
-      chosen: [] float32, seconds of that step, the model's among them.
+      asked: [] float32, seconds of the step that was chosen, if the model was asked
+        for it; 0: it was not.
       growth: [] float32, value of a model's level by that of the level above, faded.
       modelling: [] bool, whether the model is asked at every step.
       wait, patience: [] int32, steps until the model is tried again, and after that.
@@ -125,7 +125,6 @@ class Learnt:
     came: jax.Array
     took: jax.Array
     asked: jax.Array
-    chosen: jax.Array
     growth: jax.Array
     modelling: jax.Array
     wait: jax.Array
@@ -167,8 +166,7 @@ class AdaptivePolicy:
             seconds=jnp.float32(0),
             came=jnp.float32(0),
             took=jnp.float32(0),
-            asked=jnp.bool_(False),
-            chosen=jnp.float32(0),
+            asked=jnp.float32(0),
             growth=jnp.float32(0.7),
             modelling=jnp.bool_(True),
             wait=jnp.int32(TRIALS),
@@ -418,8 +416,7 @@ class AdaptivePolicy:
             resting=resting.astype(jnp.int32),
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
-            asked=spent > 0,
-            chosen=seconds[best],
+            asked=jnp.where(spent > 0, seconds[best], 0.0),
             expected=learnt.expected + jnp.where(running, expected, 0.0),
         )
         return replace(d, choice=choice, policy=learnt), nodes
@@ -453,10 +450,10 @@ class AdaptivePolicy:
         noted = replace(
             learnt,
             came=FADE * learnt.came + self._of_rows(came * learnt.weights),
-            took=FADE * learnt.took + learnt.chosen,
+            took=FADE * learnt.took + learnt.asked,
         )
-        noted = jax.tree.map(partial(jnp.where, learnt.asked), noted, learnt)
-        return replace(noted, asked=jnp.bool_(False))
+        noted = jax.tree.map(partial(jnp.where, learnt.asked > 0), noted, learnt)
+        return replace(noted, asked=jnp.float32(0))
 
 
 def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:

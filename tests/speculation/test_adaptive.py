@@ -224,7 +224,7 @@ def test_a_model_is_judged_by_what_came_too(target, prompts):
         came = [(new & (at.origin == o)).sum(axis=1) for o in (0, 1)]
         brought = 0.9 * brought + np.asarray(came) @ np.asarray(at.policy.weights)
         np.testing.assert_allclose(at.policy.came, brought.sum(), rtol=1e-5)
-        assert at.policy.took > 1 and not at.policy.asked
+        assert at.policy.took > 1 and at.policy.asked == 0
     assert brought[1] > 1
     low = replace(at.policy, gain=jnp.float32(0.5), seconds=jnp.float32(1))
     low = replace(low, modelling=jnp.bool_(True), wait=jnp.int32(0))

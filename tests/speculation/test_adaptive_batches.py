@@ -11,7 +11,13 @@ from stree_jax.generation import begin
 from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation import adaptive_policy
 from stree_jax.speculation.draft import only_root
-from stree_jax.speculation.step import of_running, passes_skip, trees_of
+from stree_jax.speculation.step import (
+    of_running,
+    packed,
+    passes_skip,
+    step,
+    trees_of,
+)
 from stree_jax.speculation.tree import Auto
 from tests.speculation.auto import times
 
@@ -45,21 +51,31 @@ def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
     assert repeated[1:].sum() > other[1:].sum()
 
 
-@pytest.mark.parametrize("tree", [None, "A", "auto:1,4"])
-def test_rows_that_have_ended_take_no_time(target, tree):
-    """Their trees have no nodes, with and without drafts; others' stay whole."""
-    drafter = None if tree is None else target
-    d, plan = begin(target, [[3, 4]] * 3, max_new_tokens=4, drafter=drafter, tree=tree)
-    d = replace(d, finish=jnp.asarray([0, 1, 0], jnp.int32))
-    root = only_root(d.root)
-    left = of_running(root, d, plan.spec.target)
-    if not passes_skip(plan.spec.target):
-        assert left is root
-        return
-    assert left.partly and left.layout.parents.tolist() == [[-1], [NO_NODE], [-1]]
-    one = replace(d, root=d.root[:1], finish=d.finish[1:2])
-    alone = only_root(one.root)
-    assert of_running(alone, one, plan.spec.target) is alone
+@pytest.mark.parametrize(
+    ("drafts", "tree"), [(False, None), (True, "A"), (True, "auto:1,4")]
+)
+def test_rows_that_have_ended_take_no_time(target, drafts, tree):
+    """The target is given no node of theirs, and all of the others'."""
+    given = dict(times=times([1.0, 1.0])) if tree == "auto:1,4" else {}
+    options = dict(drafter=target if drafts else None, tree=tree, **given)
+    d, plan = begin(target, [[3, 4]] * 3, max_new_tokens=4, **options)
+    spec, ended = plan.spec, jnp.asarray([0, 1, 0], jnp.int32)
+    d = replace(d, finish=ended)
+    seen = []
+
+    def verify(target, state, draft, pending):
+        seen.append(draft)
+        return packed(target, state, draft, pending)
+
+    one = replace(d, choice=jnp.int32(len(spec.policy.menu) - 1))
+    step(spec, spec.policy.menu[-1], one, verify)
+    (draft,) = seen
+    nodes = (np.asarray(draft.layout.parents) != NO_NODE).sum(axis=1)
+    T = draft.tokens.shape[1]
+    skips = passes_skip(target)
+    assert draft.partly is skips and nodes.tolist() == [T, 0 if skips else T, T]
+    alone = replace(d, root=d.root[:1], finish=ended[1:2])
+    assert not of_running(only_root(alone.root), alone, target).partly
 
 
 def test_rows_that_end_leave_the_others_as_they_were(target, prompts):
