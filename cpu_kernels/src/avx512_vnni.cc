@@ -1,4 +1,12 @@
-// AVX512-VNNI: dot products of bytes, unsigned by signed, added up in int32.
+// AVX512-VNNI: dot products of four bytes, unsigned by signed, added up in int32.
+//
+// Of few rows a vector has 64 numbers of one column, and its lanes are added up at a group's
+// end. That costs every row of every group; where it is dearer than to turn the weights of
+// sixteen columns, they are turned first: a vector then has four numbers of each column, and
+// nothing is left to be added up.
+//
+// Sums over a group are exact integers either way, and groups are added up one after another:
+// a row's results are the same bits whatever stands beside it, and those of AMX's tiles.
 #include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -11,49 +19,338 @@ namespace {
 
 #include "product_body.h"
 #include "avx512_lanes.h"
+#include "int8_body.h"
 
 // With __m512i, which is eight int64 to it, GCC 12 keeps every sum twice.
 typedef int32_t Ints __attribute__((vector_size(64)));
 
-struct Int8 {
-  using Weight = int8_t;
-  using Row = int8_t;
-  using Sum = Ints;
-  using Loaded = __m512i;
-  using Total = __m512;
-  static constexpr int step = 64, most_rows = 6;
-  static constexpr int lanes = 16, offset = 128;  // added to weights: then unsigned
-  TARGET static inline Sum begin(const int32_t* lane) {
-    return (Ints)_mm512_loadu_si512(lane);
-  }
-  TARGET static inline Total zero() { return _mm512_setzero_ps(); }
-  TARGET static inline Loaded shifted(__m512i w) {
-    return _mm512_xor_si512(w, _mm512_set1_epi8(-128));
-  }
-  TARGET static inline Loaded weight(const int8_t* w) {
-    return shifted(_mm512_loadu_si512(w));
-  }
-  TARGET static inline Loaded weight_tail(const int8_t* w, int count) {
-    return shifted(_mm512_maskz_loadu_epi8((1ull << count) - 1, w));
-  }
-  TARGET static inline __m512i row(const int8_t* x) { return _mm512_loadu_si512(x); }
-  TARGET static inline Sum dot(Sum sum, Loaded w, __m512i x) {
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, w, x);
-  }
-  TARGET static inline Total add(Total total, Sum sum, float scale) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sum), _mm512_set1_ps(scale), total);
-  }
-  TARGET static inline void store(float* out, const Total (&total)[4], int count) {
-    store_sums(out, total, count);
+constexpr int PANEL = 16, LINE = 64;
+constexpr int MOST_AT_ONCE = 64;     // rows of a product
+constexpr int64_t PART = 512;        // of a group, whose weights are turned at once
+constexpr int64_t BY_LANES = 20;     // columns of a group, at least, for each row
+// Rows whose sums are in registers, and how many blocks of the former there may be.
+constexpr int ROWS_BY_LANES = 6, ROWS_BY_COLUMNS = 16, BLOCKS_BY_LANES = 3;
+
+// Whether lanes are added up, which takes less than to turn the weights where groups are long
+// for the number of rows (measured on Zen 5).
+TARGET inline bool by_lanes(const Product& p) {
+  return p.t <= BLOCKS_BY_LANES * ROWS_BY_LANES && p.t * BY_LANES <= p.k / p.groups;
+}
+
+// The rows of a product, by group, 0 behind `size`: q [groups, t, padded], or where weights are
+// turned [groups, padded / 4, t, 4]; scale and begin [groups, t]. Instructions take w + 128 for
+// w, which is unsigned: so sums begin at what takes 128 times the row's sum away.
+struct Packed {
+  int8_t* room;  // [padded]
+  int8_t* q;
+  float* scale;
+  int32_t* begin;
+  int64_t size, padded, bytes;
+
+  TARGET Packed(const Product& p, void* packed) {
+    size = p.k / p.groups, padded = rounded_up(size, LINE);
+    const int64_t count = p.t * p.groups;
+    room = static_cast<int8_t*>(packed);
+    q = room + padded;
+    bytes = (count + 1) * padded;
+    scale = reinterpret_cast<float*>(room + bytes);
+    bytes += 4 * count;
+    begin = reinterpret_cast<int32_t*>(room + bytes);
+    bytes += 4 * count;
   }
 };
 
-#include "int8_body.h"
+TARGET int64_t packed_bytes(const Product& p) { return Packed(p, nullptr).bytes; }
+
+TARGET inline Ints dot(Ints sum, __m512i weight, __m512i row) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, weight, row);
+}
+
+TARGET void pack(const Product& p, void* packed) {
+  const Packed rows(p, packed);
+  const bool lanes = by_lanes(p);
+  for (int64_t g = 0; g < p.groups; g++)
+    for (int64_t r = 0; r < p.t; r++) {
+      const int64_t i = g * p.t + r;
+      int8_t* const q = lanes ? rows.q + i * rows.padded : rows.room;
+      rows.scale[i] = quantised(p.rows + r * p.k + g * rows.size, rows.size, rows.padded, q);
+      Ints sum{};
+      for (int64_t s = 0; s < rows.padded; s += LINE)
+        sum = dot(sum, _mm512_set1_epi8(1), _mm512_load_si512(q + s));
+      rows.begin[i] = -128 * _mm512_reduce_add_epi32((__m512i)sum);
+      int8_t* const to = rows.q + g * p.t * rows.padded + 4 * r;
+      for (int64_t s = 0; !lanes && s < rows.padded; s += 4)
+        __builtin_memcpy(to + s * p.t, q + s, 4);
+    }
+}
+
+// Columns, of which `count` are there; past the last one it comes again.
+struct Some {
+  const int8_t* first;
+  const float* scale;
+  int64_t k, groups;
+  int count;
+
+  TARGET Some(const Product& p, int64_t column, int64_t end, int most)
+      : first(static_cast<const int8_t*>(p.weight) + column * p.k),
+        scale(p.scale + column * p.groups), k(p.k), groups(p.groups),
+        count(static_cast<int>(end - column < most ? end - column : most)) {}
+  TARGET inline int64_t place(int c) const { return c < count ? c : count - 1; }
+  TARGET inline const int8_t* operator[](int c) const { return first + place(c) * k; }
+  TARGET inline __mmask16 mask() const { return static_cast<__mmask16>((1u << count) - 1); }
+};
+
+TARGET inline __mmask16 up_to(int64_t n) {
+  return static_cast<__mmask16>(n < 16 ? (1u << n) - 1 : 0xFFFF);
+}
+
+TARGET inline __m512i as_unsigned(__m512i w) {
+  return _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+}
+
+// The scales of four groups from `group` on, a vector of columns for each.
+TARGET inline void scales_of(__m128 (&of)[COLUMNS], const Some& columns, int64_t group) {
+  const auto mask = static_cast<__mmask8>(up_to(columns.groups - group));
+  for (int c = 0; c < COLUMNS; c++)
+    of[c] = _mm_maskz_loadu_ps(mask, columns.scale + columns.place(c) * columns.groups + group);
+  _MM_TRANSPOSE4_PS(of[0], of[1], of[2], of[3]);
+}
+
+// Lane c is the sum of the lanes of sums[c].
+TARGET inline __m128i lanes_added(const Ints (&sums)[COLUMNS]) {
+  __m512i two[2];
+  for (int i = 0; i < 2; i++) {
+    const __m512i a = (__m512i)sums[2 * i], b = (__m512i)sums[2 * i + 1];
+    two[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  const __m512i four = _mm512_add_epi32(_mm512_unpacklo_epi64(two[0], two[1]),
+                                        _mm512_unpackhi_epi64(two[0], two[1]));
+  const __m256i half =
+      _mm256_add_epi32(_mm512_castsi512_si256(four), _mm512_extracti64x4_epi64(four, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+// R rows from `first` on, of four columns.
+template <int R>
+TARGET void block_by_lanes(const Product& p, const Packed& rows, int64_t first,
+                           const Some& columns, float* out, Ahead& from_here) {
+  Ahead ahead = from_here;
+  __m128 total[R], scales[COLUMNS];
+  for (int r = 0; r < R; r++) total[r] = _mm_setzero_ps();
+  const int8_t* from[COLUMNS];
+  for (int c = 0; c < COLUMNS; c++) from[c] = columns[c];
+  for (int64_t g = 0; g < p.groups; g++) {
+    const int64_t i = g * p.t + first;
+    const int8_t* const x = rows.q + i * rows.padded;
+    Ints sum[R][COLUMNS];
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = Ints{};
+    const auto add = [&](int64_t s, const __m512i (&w)[COLUMNS]) TARGET {
+      for (int r = 0; r < R; r++) {
+        const __m512i row = _mm512_load_si512(x + r * rows.padded + s);
+        for (int c = 0; c < COLUMNS; c++) sum[r][c] = dot(sum[r][c], w[c], row);
+      }
+    };
+    const int64_t whole = rows.size / LINE * LINE, rest = rows.size - whole;
+    __m512i w[COLUMNS];
+    for (int64_t s = 0; s < whole; s += LINE) {
+      ahead.fetch();
+      for (int c = 0; c < COLUMNS; c++) w[c] = as_unsigned(_mm512_loadu_si512(from[c] + s));
+      add(s, w);
+    }
+    if (rest) {
+      for (int c = 0; c < COLUMNS; c++)
+        w[c] = as_unsigned(_mm512_maskz_loadu_epi8((1ull << rest) - 1, from[c] + whole));
+      add(whole, w);
+    }
+    for (int c = 0; c < COLUMNS; c++) from[c] += rows.size;
+    if (g % COLUMNS == 0) scales_of(scales, columns, g);
+    for (int r = 0; r < R; r++) {
+      const __m128i all = _mm_add_epi32(lanes_added(sum[r]), _mm_set1_epi32(rows.begin[i + r]));
+      const __m128 factor = _mm_mul_ps(_mm_set1_ps(rows.scale[i + r]), scales[g % COLUMNS]);
+      total[r] = _mm_fmadd_ps(_mm_cvtepi32_ps(all), factor, total[r]);
+    }
+  }
+  const auto mask = static_cast<__mmask8>(columns.mask());
+  for (int r = 0; r < R; r++) _mm_mask_storeu_ps(out + (first + r) * p.m, mask, total[r]);
+  from_here = ahead;
+}
+
+// What makes a case of every number of rows.
+#define STREE_UP_TO_6(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define STREE_UP_TO_16(CASE)                                                              \
+  STREE_UP_TO_6(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) \
+      CASE(15) CASE(16)
+
+// Four columns at a time.
+TARGET void columns_by_lanes(const Product& p, const Packed& rows, Columns now) {
+  const int64_t blocks = (p.t + ROWS_BY_LANES - 1) / ROWS_BY_LANES;
+  const int64_t steps = blocks * p.groups * rows.padded / LINE;
+  const int64_t bytes = (COLUMNS * p.k + steps - 1) / steps;
+  for (int64_t c = now.begin; c < now.end; c += COLUMNS) {
+    const Some columns(p, c, now.end, COLUMNS);
+    const auto* const next = reinterpret_cast<const char*>(columns.first + COLUMNS * p.k);
+    Ahead ahead(next, bytes, int8_into_all_caches);
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
+      switch (last - first) {
+#define STREE_BLOCK(R)                                                    \
+  case R:                                                                 \
+    block_by_lanes<R>(p, rows, first, columns, p.out + c, ahead);         \
+    break;
+        STREE_UP_TO_6(STREE_BLOCK)
+#undef STREE_BLOCK
+      }
+    }
+  }
+}
+
+// The scales of sixteen groups from `group` on, a vector of columns for each.
+TARGET inline void scales_of(__m512 (&of)[PANEL], const Some& panel, int64_t group) {
+  const __mmask16 mask = up_to(panel.groups - group);
+  for (int c = 0; c < PANEL; c++)
+    of[c] = _mm512_maskz_loadu_ps(mask, panel.scale + panel.place(c) * panel.groups + group);
+  turn_block(of);
+}
+
+// Sixteen numbers of every fourth column from `first` on.
+template <bool WHOLE>
+TARGET inline __m512i quarters(const Some& panel, int first, int64_t at, __mmask16 mask) {
+  __m128i of[4];
+  for (int i = 0; i < 4; i++) {
+    const int c = 4 * i + first;
+    of[i] = WHOLE ? _mm_loadu_epi8(panel.first + c * panel.k + at)
+                  : _mm_maskz_loadu_epi8(mask, panel[c] + at);
+  }
+  __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(of[0]), of[1], 1);
+  all = _mm512_inserti32x4(all, of[2], 2);
+  return as_unsigned(_mm512_inserti32x4(all, of[3], 3));
+}
+
+// The weights of a part of a group, four numbers of each column to a vector; WHOLE: of all
+// columns of the panel, and of 16 numbers of each at a time.
+template <bool WHOLE>
+TARGET __attribute__((noinline)) void turn(__m512i* to, const Some& panel, int64_t at,
+                                           int64_t size, Ahead& from_here) {
+  Ahead ahead = from_here;
+  for (int64_t s = 0; s < size; s += 16, to += 4) {
+    ahead.fetch();
+    const __mmask16 mask = up_to(size - s);
+    __m512i x[4];
+    for (int c = 0; c < 4; c++) x[c] = quarters<WHOLE>(panel, c, at + s, mask);
+    const __m512i low = _mm512_unpacklo_epi32(x[0], x[1]);
+    const __m512i high = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i more_low = _mm512_unpacklo_epi32(x[2], x[3]);
+    const __m512i more_high = _mm512_unpackhi_epi32(x[2], x[3]);
+    to[0] = _mm512_unpacklo_epi64(low, more_low);
+    to[1] = _mm512_unpackhi_epi64(low, more_low);
+    to[2] = _mm512_unpacklo_epi64(high, more_high);
+    to[3] = _mm512_unpackhi_epi64(high, more_high);
+  }
+  from_here = ahead;
+}
+
+// Adds a part of R of `t` rows, of `steps` vectors of turned weights. Of few rows every other
+// step has another sum, which need not wait for the one before. Apart: elsewhere GCC has no
+// registers left for all sums.
+template <int R>
+TARGET __attribute__((noinline)) void add_part(Ints* sums, const int8_t* x, int64_t t,
+                                               const __m512i* turned, int64_t steps,
+                                               Ahead& from_here) {
+  constexpr int OWN = R <= 6 ? 2 : 1;
+  Ahead ahead = from_here;
+  Ints sum[OWN][R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    sum[0][r] = sums[r];
+    if (OWN > 1) sum[OWN - 1][r] = Ints{};
+  }
+  for (int64_t s = 0; s < steps; s += 2) {
+    ahead.fetch();
+#pragma GCC unroll 2
+    for (int o = 0; o < 2; o++, x += 4 * t) {
+      const __m512i w = turned[s + o];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        int32_t four;
+        __builtin_memcpy(&four, x + 4 * r, 4);
+        sum[o % OWN][r] = dot(sum[o % OWN][r], w, _mm512_set1_epi32(four));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) sums[r] = OWN > 1 ? sum[0][r] + sum[OWN - 1][r] : sum[0][r];
+  from_here = ahead;
+}
+
+// Sums [t] over a group, by columns.
+TARGET void group_by_columns(Ints* sums, const Product& p, const Packed& rows, int64_t g,
+                             const Some& panel, Ahead& ahead) {
+  __m512i turned[PART / 4];
+  const int64_t blocks = (p.t + ROWS_BY_COLUMNS - 1) / ROWS_BY_COLUMNS;
+  for (int64_t r = 0; r < p.t; r++) sums[r] = Ints{} + rows.begin[g * p.t + r];
+  for (int64_t from = 0; from < rows.size; from += PART) {
+    const int64_t size = rows.size - from < PART ? rows.size - from : PART;
+    if (panel.count == PANEL && size % 16 == 0)
+      turn<true>(turned, panel, g * rows.size + from, size, ahead);
+    else
+      turn<false>(turned, panel, g * rows.size + from, size, ahead);
+    const int64_t steps = rounded_up(size, 8) / 4;
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t first = b * p.t / blocks, last = (b + 1) * p.t / blocks;
+      const int8_t* const x = rows.q + (g * rows.padded + from) * p.t + 4 * first;
+      switch (last - first) {
+#define STREE_ADD(R)                                              \
+  case R:                                                         \
+    add_part<R>(sums + first, x, p.t, turned, steps, ahead);      \
+    break;
+        STREE_UP_TO_16(STREE_ADD)
+#undef STREE_ADD
+      }
+    }
+  }
+}
+
+// Sixteen columns at a time, whose weights are turned.
+TARGET void panel_by_columns(const Product& p, const Packed& rows, const Some& panel, float* out,
+                             Ahead ahead) {
+  Ints sums[MOST_AT_ONCE];
+  __m512 total[MOST_AT_ONCE], scales[PANEL];
+  for (int64_t r = 0; r < p.t; r++) total[r] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < p.groups; g++) {
+    if (g % PANEL == 0) scales_of(scales, panel, g);
+    group_by_columns(sums, p, rows, g, panel, ahead);
+    const float* const row_scale = rows.scale + g * p.t;
+    for (int64_t r = 0; r < p.t; r++) {
+      const __m512 factor = _mm512_mul_ps(_mm512_set1_ps(row_scale[r]), scales[g % PANEL]);
+      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)sums[r]), factor, total[r]);
+    }
+  }
+  for (int64_t r = 0; r < p.t; r++)
+    _mm512_mask_storeu_ps(out + r * p.m, panel.mask(), total[r]);
+}
+
+TARGET void columns(const Product& p, const void* packed, Columns now, Columns next) {
+  const Packed rows(p, const_cast<void*>(packed));  // of which nothing is written
+  if (by_lanes(p)) return columns_by_lanes(p, rows, now);
+  const int64_t blocks = (p.t + ROWS_BY_COLUMNS - 1) / ROWS_BY_COLUMNS;
+  const int64_t steps = p.groups * rows.padded / LINE * (4 + 8 * blocks);
+  const int64_t bytes = (PANEL * p.k + steps - 1) / steps;
+  const auto* const weight = static_cast<const char*>(p.weight);
+  for (int64_t c = now.begin; c < now.end; c += PANEL) {
+    const int64_t after = c + PANEL < now.end ? c + PANEL : next.begin;
+    const Ahead ahead(weight + after * p.k, after < p.m ? bytes : 0, int8_into_all_caches);
+    panel_by_columns(p, rows, Some(p, c, now.end, PANEL), p.out + c, ahead);
+  }
+}
+
+// Small ones, whose next one a thread knows.
+TARGET int64_t piece(const Product& p) { return by_lanes(p) ? 0 : PANEL; }
 
 }  // namespace
 
 const ProductKernel& avx512_vnni() {
-  static constexpr ProductKernel kernel = int8_kernel<Int8>();
+  static constexpr ProductKernel kernel = {packed_bytes, pack, columns, PANEL, piece};
   return kernel;
 }
 

@@ -97,6 +97,36 @@ def test_rows_that_there_are_in_more_room_than_a_product_takes(
     np.testing.assert_array_equal(y[exists], np.concatenate(alone))
 
 
+# Long groups are added up in another way for few rows than for many, and by parts.
+@each_level
+@pytest.mark.parametrize(("k", "group"), [(640, 128), (1160, 580), (1100, None)])
+def test_rows_of_long_groups_have_the_same_bits_in_any_number(
+    level, k, group, monkeypatch
+):
+    use(monkeypatch, level)
+    rng = np.random.default_rng(7)
+    x = jnp.asarray(rng.standard_normal((64, k)), jnp.float32)
+    weight = quantize(jnp.asarray(rng.standard_normal((43, k)), jnp.float32), group)
+    run = jax.jit(linear)
+    whole = np.asarray(run(x, weight))
+    assert_near(whole, exact(x, weight), TOLERANCE)
+    for t in (1, 2, 3, 6, 7, 17, 18, 19, 33):
+        np.testing.assert_array_equal(run(x[-t:], weight), whole[-t:], f"{t} rows")
+
+
+def test_int8_has_the_same_bits_by_dot_products_and_by_tiles(monkeypatch):
+    if "amx" not in (INSTRUCTIONS or ()):
+        pytest.skip("no amx kernels here")
+    rng = np.random.default_rng(8)
+    x = jnp.asarray(rng.standard_normal((20, 640)), jnp.float32)
+    weight = quantize(jnp.asarray(rng.standard_normal((50, 640)), jnp.float32), 128)
+    by = []
+    for level in ("amx", "avx512"):
+        use(monkeypatch, level)
+        by.append(np.asarray(jax.jit(linear)(x, weight)))
+    np.testing.assert_array_equal(*by)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_have_the_same_bits_in_any_part(kind):
     """Threads take parts of the columns: here a weight alone is one or many parts."""
