@@ -33,6 +33,7 @@ from stree_jax.cpu_kernels.steps import cut as cut
 from stree_jax.cpu_kernels.steps import record as record
 from stree_jax.cpu_kernels.trees import Levels as Levels
 from stree_jax.cpu_kernels.trees import accept_greedy as accept_greedy
+from stree_jax.cpu_kernels.trees import argmax as argmax
 from stree_jax.cpu_kernels.trees import best_nodes as best_nodes
 from stree_jax.cpu_kernels.trees import gains as gains
 from stree_jax.cpu_kernels.trees import look_up as look_up

@@ -26,6 +26,7 @@ TARGETS = (
     "stree_first_level",
     "stree_next_level",
     "stree_accept_greedy",
+    "stree_argmax",
     "stree_cut",
     "stree_record",
     "stree_norm",

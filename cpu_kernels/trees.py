@@ -274,3 +274,14 @@ def accept_greedy(
     """
     kernel = _AcceptGreedy(vocabulary)
     return called(*arrays, kernel=kernel, definition=definition)
+
+
+def _argmax(numbers: jax.Array, level: int) -> jax.Array:
+    return jax.ffi.ffi_call("stree_argmax", _ints(*numbers.shape[:-1]))(numbers)
+
+
+def argmax(numbers: jax.Array, definition: Definition) -> jax.Array:
+    """The place [...] int32 of the largest number of [..., n] float32."""
+    fits = numbers.dtype == jnp.float32 and numbers.ndim > 1 and numbers.size > 0
+    (place,) = called(numbers, kernel=_argmax, definition=definition, fits=fits)
+    return place

@@ -1,6 +1,8 @@
-// What XLA calls to accept a path of a tree: greedy decoding's, in one go.
+// What XLA calls to accept a path of a tree: greedy decoding's, in one go; and for the
+// places of the largest numbers alone.
 //
-// Defined by stree_jax/speculation/accept.py, `accept_greedy`: all numbers are the same.
+// Defined by stree_jax/speculation/accept.py, `accept_greedy`, and models/argmax.py: all
+// numbers are the same.
 //
 // Letters: B rows, T nodes, M depth, V tokens.
 #include <algorithm>
@@ -93,8 +95,32 @@ ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 pat
   return ffi::Error::Success();
 }
 
+constexpr int64_t NUMBERS = 1 << 14;  // fewer are not worth a hand-over
+
+ffi::Error argmax(ffi::ThreadPool pool, F32 numbers, Out<S32> places) {
+  const auto shape = numbers.dimensions();
+  const auto rows = static_cast<int64_t>(places->element_count());
+  if (shape.size() == 0 || rows * shape.back() != static_cast<int64_t>(numbers.element_count()))
+    return ffi::Error::InvalidArgument("want numbers [.., n] and places [..]");
+  const int64_t n = shape.back();
+  share(pool, std::max<int64_t>(1, std::min(rows, rows * n / NUMBERS)), rows, [&](int64_t i) {
+    places->typed_data()[i] = top_of(numbers.typed_data() + i * n, n).place;
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_argmax(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                   .To(stree::argmax)
+                                   .release();
+  return handler->Call(frame);
+}
 
 STREE_PUBLIC XLA_FFI_Error* stree_accept_greedy(XLA_FFI_CallFrame* frame) {
   using namespace stree;

@@ -24,8 +24,9 @@ struct Shared {
 // and what a thread needs for one head.
 struct Own {
   float *x, *carried;    // [T, p], [Tq, p]
-  float *weight, *past;  // [T] of a node's ancestors; [M, P] of a path's tokens
+  float *weight, *past;  // of all nodes' ancestors; [M, P] of a path's tokens
   double* sum;           // [T], log decays along a node's path
+  float* decay;          // [T], exp of that
 };
 
 template <class L>
@@ -63,9 +64,10 @@ TARGET inline int64_t own_layout(const Scan& s, char* base, Own* own) {
   Layout layout{base};
   layout.place(&own->x, T * p);
   layout.place(&own->carried, s.Tq * p);
-  layout.place(&own->weight, T);
+  layout.place(&own->weight, s.Tq * T);
   layout.place(&own->past, s.M * s.P);
   layout.place(&own->sum, T);
+  layout.place(&own->decay, T);
   return layout.at;
 }
 
@@ -209,7 +211,14 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, float kept,
   }
 }
 
-// x of all nodes, and the log decays along their paths.
+// x = exp(x), of `size` numbers.
+TARGET inline void exp_row(float* x, int64_t size) {
+  using V = Lanes;
+  for (int64_t i = 0; i < size; i += V::W)
+    V::store(x + i, V::exp(V::load(x + i, size - i)), size - i);
+}
+
+// x of all nodes, and the decays along their paths.
 TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
                               const Shared& shared, const Own& own) {
   const int64_t T = s.T, p = rounded_up(s.P, 16);
@@ -223,8 +232,24 @@ TARGET inline void read_nodes(const Scan& s, int64_t b, int64_t head,
       const double decay = a[shared.ancestors[t * T + i] * s.H];
       sum += decay < FORGOTTEN ? FORGOTTEN : decay;
     }
-    own.sum[t] = sum;
+    own.sum[t] = sum, own.decay[t] = static_cast<float>(sum);
   }
+  exp_row(own.decay, s.nodes[b]);
+}
+
+// exp(A_t - A_u) for the ancestors u of queried nodes t, one node after the other: all
+// exponentials together, which are vectors of W.
+TARGET inline void weigh_ancestors(const Scan& s, int64_t b, const Shared& shared,
+                                   const Own& own) {
+  float* to = own.weight;
+  for (int64_t q = 0; q < s.queries[b]; q++) {
+    const int64_t t = node_of(s, q);
+    if (t >= s.T) continue;
+    const int32_t* ancestors = shared.ancestors + t * s.T;
+    for (int32_t i = 0; i < shared.count[t]; i++)
+      *to++ = static_cast<float>(own.sum[t] - own.sum[ancestors[i]]);
+  }
+  exp_row(own.weight, to - own.weight);
 }
 
 // y_t = exp(A_t) carried_t + sum over ancestors u of exp(A_t - A_u) dt_u (C_t . B_u) x_u
@@ -234,6 +259,8 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
   const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
   const float* dt = s.now.dt + b * s.now.room * s.H + head;
   const float* D = s.D + (s.D_by_channel ? head * s.P : head);
+  weigh_ancestors(s, b, shared, own);
+  float* weight = own.weight;
   for (int64_t q = 0; q < s.queries[b]; q++) {
     const int64_t t = node_of(s, q);
     float* y = s.y + ((b * s.Tq + q) * s.H + head) * s.P;
@@ -244,24 +271,22 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
     const float* scores = shared.scores + (g * s.Tq + q) * T;
     const int32_t* ancestors = shared.ancestors + t * T;
     const int32_t count = shared.count[t];
-    for (int32_t i = 0; i < count; i++)
-      own.weight[i] = static_cast<float>(own.sum[t] - own.sum[ancestors[i]]);
-    for (int32_t i = 0; i < count; i++) own.weight[i] = exp_of(own.weight[i]);
     for (int32_t i = 0; i < count; i++) {
       const int32_t u = ancestors[i];
-      own.weight[i] *= dt[u * s.H] * scores[u];
+      weight[i] *= dt[u * s.H] * scores[u];
     }
     float* total = own.carried + q * p;
-    const float decay = exp_of(static_cast<float>(own.sum[t]));
+    const float decay = own.decay[t];
     for (int64_t j = 0; j < p; j += 16) {
       float part[16];
       for (int c = 0; c < 16; c++) part[c] = decay * total[j + c];
       for (int32_t i = 0; i < count; i++) {
         const float* x = own.x + ancestors[i] * p + j;
-        for (int c = 0; c < 16; c++) part[c] += own.weight[i] * x[c];
+        for (int c = 0; c < 16; c++) part[c] += weight[i] * x[c];
       }
       for (int c = 0; c < 16; c++) total[j + c] = part[c];
     }
+    weight += count;
     const float* x = own.x + t * p;
     for (int64_t j = 0; j < s.P; j++)
       y[j] = total[j] + D[s.D_by_channel ? j : 0] * x[j];

@@ -3,12 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stree_jax.models.argmax import argmax
+from tests.support.native import use
 
 
-def test_it_is_argmax():
+@pytest.mark.parametrize("kernels", ["portable", "off"])
+def test_it_is_argmax(kernels, monkeypatch):
     """Of equals the first, of NaN too; infinities; any number of axes."""
+    use(monkeypatch, kernels)
+    jax.clear_caches()
     z = np.random.default_rng(0).integers(-3, 3, (3, 5, 7)).astype(np.float32)
     z[0, 0], z[0, 1], z[0, 2], z[0, 3] = -np.inf, 2.0, np.inf, np.nan
     z[1, 0, 4:], z[1, 1, 2], z[1, 1, 5] = np.nan, np.inf, np.nan
