@@ -13,6 +13,7 @@ constexpr int64_t PANEL_COLUMNS = 16;     // that a group of rows stays in the c
 constexpr int64_t GROUP_ROWS = 18;        // of such a group, at most
 constexpr int64_t CHUNK_BYTES = 1536;     // of each of its rows, about
 constexpr int64_t NEAR_BYTES = 40 << 10;  // that stay in the cache beside what is fetched
+constexpr int64_t DISTANCE = 12 << 10;    // of what is fetched from what is read
 
 TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
@@ -175,6 +176,14 @@ TARGET void product_pack(const Product& p, void* packed) {
   }
 }
 
+// Rows that stay in the innermost cache as a whole, with a block's weights, need no panels, and
+// weights are read fastest one after another.
+template <class L>
+TARGET int64_t product_piece(const Product& p) {
+  const int64_t bytes = p.k * static_cast<int64_t>(sizeof(typename L::Row));
+  return p.t == 1 || (p.t + COLUMNS) * bytes <= NEAR_BYTES ? 0 : PANEL_COLUMNS;
+}
+
 // One chunk of k after another: a group of rows stays in the innermost cache, and the weights
 // of a few columns go past it, while those of the next ones are fetched.
 template <class L>
@@ -190,8 +199,10 @@ TARGET void product_panel(const Product& p, const void* packed, Columns now, Col
     blocks += blocks_of<L>((g + 1) * p.t / groups - g * p.t / groups);
   const int64_t all = (now.end - now.begin + COLUMNS - 1) / COLUMNS * blocks * (steps ? steps : 1);
   const int64_t bytes = (next.end - next.begin) * p.k * static_cast<int64_t>(sizeof(*weight));
-  Ahead ahead(reinterpret_cast<const char*>(weight + next.begin * p.k), (bytes + all - 1) / all,
-              into_all_caches);
+  // For three blocks of rows, the next four columns of a short weight would be asked for too late.
+  const bool apart = product_piece<L>(p) == 0 && blocks_of<L>(p.t) > 2;
+  const auto* const from = reinterpret_cast<const char*>(weight + (apart ? now : next).begin * p.k);
+  Ahead ahead(from + (apart ? DISTANCE : 0), (bytes + all - 1) / all, into_all_caches);
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = g * p.t / groups, count = (g + 1) * p.t / groups - first;
     for (int64_t h = 0; h < chunks; h++) {
@@ -203,14 +214,6 @@ TARGET void product_panel(const Product& p, const void* packed, Columns now, Col
                         static_cast<int>(now.end - c < COLUMNS ? now.end - c : COLUMNS), h > 0);
     }
   }
-}
-
-// Rows that stay in the innermost cache as a whole, with a block's weights, need no panels, and
-// weights are read fastest one after another.
-template <class L>
-TARGET int64_t product_piece(const Product& p) {
-  const int64_t bytes = p.k * static_cast<int64_t>(sizeof(typename L::Row));
-  return p.t == 1 || (p.t + COLUMNS) * bytes <= NEAR_BYTES ? 0 : PANEL_COLUMNS;
 }
 
 template <class L>
