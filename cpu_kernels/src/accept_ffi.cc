@@ -95,15 +95,13 @@ ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 pat
   return ffi::Error::Success();
 }
 
-constexpr int64_t NUMBERS = 1 << 14;  // fewer are not worth a hand-over
-
 ffi::Error argmax(ffi::ThreadPool pool, F32 numbers, Out<S32> places) {
   const auto shape = numbers.dimensions();
   const auto rows = static_cast<int64_t>(places->element_count());
   if (shape.size() == 0 || rows * shape.back() != static_cast<int64_t>(numbers.element_count()))
     return ffi::Error::InvalidArgument("want numbers [.., n] and places [..]");
   const int64_t n = shape.back();
-  share(pool, std::max<int64_t>(1, std::min(rows, rows * n / NUMBERS)), rows, [&](int64_t i) {
+  share(pool, row_parts(rows, n), rows, [&](int64_t i) {
     places->typed_data()[i] = top_of(numbers.typed_data() + i * n, n).place;
   });
   return ffi::Error::Success();

@@ -9,8 +9,6 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t NUMBERS = 1 << 14;  // of noise: fewer are not worth a hand-over
-
 ffi::Error noise(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
                  ffi::Buffer<ffi::S32> numbers, ffi::ResultBuffer<ffi::F32> out,
                  int64_t level) {
@@ -44,9 +42,8 @@ ffi::Error best_of(ffi::ThreadPool& pool, const F32& scores, Numbers& values, Pl
     return ffi::Error::InvalidArgument("want scores [.., V], and no more than V of them");
   const int64_t V = shape.back(), W = asked.back();
   const int64_t rows = static_cast<int64_t>(totals->element_count());
-  const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * V / NUMBERS));
   keep_awake(pool);
-  share(pool, parts, rows, [&](int64_t i) {
+  share(pool, row_parts(rows, V), rows, [&](int64_t i) {
     kernels.best(scores_of(i), V, W, values->typed_data() + i * W,
                  places->typed_data() + i * W, totals->typed_data() + i);
   });

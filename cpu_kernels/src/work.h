@@ -17,6 +17,12 @@ namespace stree {
 
 constexpr int64_t PART_BYTES = 1 << 15;  // of weights: less is not worth a hand-over
 constexpr int64_t PARTS_A_THREAD = 4;
+constexpr int64_t NUMBERS = 1 << 14;  // to be gone through: fewer are not worth one, either
+
+// Parts of `rows` rows of n numbers, of whole rows.
+inline int64_t row_parts(int64_t rows, int64_t n) {
+  return std::max<int64_t>(1, std::min(rows, rows * n / NUMBERS));
+}
 
 // Which rows of [B, T] are tokens: in each row of the batch the first `counts` [B]; all
 // where there are no counts. Nothing becomes of the others, nor is anything written.

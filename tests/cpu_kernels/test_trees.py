@@ -9,6 +9,7 @@ from jax import lax
 
 from stree_jax.cpu_kernels import accept_greedy
 from stree_jax.models import tree_nodes
+from stree_jax.models.argmax import argmax
 from stree_jax.models.nodes import NO_NODE, _tree_tables
 from stree_jax.speculation import layout, pool
 from stree_jax.speculation.accept import _likeliest
@@ -105,6 +106,15 @@ def some_pool(rng, batch, count):
         path=jnp.asarray(drawn(12), jnp.uint32),
         guessed=jnp.asarray(drawn(2) > 0),
     )
+
+
+def test_argmax(rng, both):
+    """Rows of their own, as many as threads share; of equals and NaN the first."""
+    z = rng.integers(-9, 9, (3, 5, 5000)).astype(np.float32)
+    z[0, 1, 4999], z[1, 2, 4], z[1, 2, 77], z[2, 4] = 99.0, np.nan, np.nan, -np.inf
+    ours, wanted = both(argmax, jnp.asarray(z))
+    np.testing.assert_array_equal(ours, wanted)
+    np.testing.assert_array_equal(ours, np.argmax(z, axis=-1))
 
 
 def test_gains(rng, both):
