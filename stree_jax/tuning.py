@@ -46,7 +46,10 @@ MOST_ENTRIES = 500  # of the file; the oldest go first
 ROUNDS = 3  # of all ways to step, but of those whose first two agree
 AGREE = 1.1  # the longer one over the shorter
 SEGMENT_S = 0.02  # of one way in a round, about
-MOST_STEPS = 32  # of a segment: few make short steps look longer than they are
+# Steps of a segment: few make short ones look longer than they are, and of two, one that
+# is disturbed is half.
+LEAST_STEPS, MOST_STEPS = 4, 32
+SLOW_S = 0.05  # a step of which one is enough: what disturbs is short beside it
 ENOUGH_S = 2.0  # in all, once every way was timed
 ENDLESS = 2**30  # tokens
 # What disturbs only adds to a time: if steps take so much less than was measured, they
@@ -329,7 +332,8 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
             at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             at, once = _timed_steps(spec, at, 1)
             about = min([max(once - call, 0.5 * once), *seconds[way]])
-            steps = int(np.clip(SEGMENT_S / about, 1, MOST_STEPS))
+            least = LEAST_STEPS if about < SLOW_S else 1
+            steps = int(np.clip(SEGMENT_S / about, least, MOST_STEPS))
             at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
             at, again = _timed_steps(spec, at, 0)  # and so may the first call have been
             at, took = _timed_steps(spec, at, steps)

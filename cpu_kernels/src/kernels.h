@@ -64,12 +64,13 @@ struct Scan {
   bool D_by_channel;  // D is [H, P], not [H, 1]
 };
 
-// Groups of a row of the batch first, then its heads; any thread can do any.
+// Groups of a row of the batch first, then its heads; any thread can do any. Heads are counted
+// over all rows, b * H + head; after one its thread does the `next`, or -1: none.
 struct ScanKernel {
   int64_t (*shared_bytes)(const Scan&);
   int64_t (*own_bytes)(const Scan&);  // of a thread
   void (*group)(const Scan&, void* shared, int64_t b, int64_t g);
-  void (*head)(const Scan&, void* shared, void* own, int64_t b, int64_t head);
+  void (*head)(const Scan&, void* shared, void* own, int64_t head, int64_t next);
 };
 
 // A Mamba2 mixer between its projections: models/mamba2.py. `scan` reads what the
@@ -94,7 +95,7 @@ struct MixerKernel {
   int64_t (*shared_bytes)(const Mixer&);
   int64_t (*own_bytes)(const Mixer&);
   void (*group)(const Mixer&, void* shared, int64_t b, int64_t g);
-  void (*head)(const Mixer&, void* shared, void* own, int64_t b, int64_t head);
+  void (*head)(const Mixer&, void* shared, void* own, int64_t head, int64_t next);
   void (*norm)(const Mixer&, void* shared, int64_t b, int64_t query);
 };
 

@@ -35,6 +35,19 @@ struct Lanes {
     return (F)(rounded_bits(x) & 0xFFFF0000u);
   }
   TARGET static inline F rounded(F x, const float*) { return x; }
+  // Numbers k, k + 4, ... of those of four vectors.
+  TARGET static inline F every_fourth(const F (&x)[4], int k) {
+#if defined(__clang__)  // which makes shuffles of it; GCC does not
+    F y;
+    for (int i = 0; i < W; i++) y[i] = x[4 * i / W][(4 * i + k) % W];
+    return y;
+#else
+    I at, half;
+    for (int i = 0; i < W; i++) at[i] = (4 * i + k) % (2 * W), half[i] = i < W / 2 ? i : W + i;
+    return __builtin_shuffle(__builtin_shuffle(x[0], x[1], at),
+                             __builtin_shuffle(x[2], x[3], at), half);
+#endif
+  }
   TARGET static inline float sum(F x) {
     float lanes[W];
     Float32::put(lanes, x);

@@ -27,36 +27,39 @@ TARGET inline void write_steps(const Mixer& m, int64_t b) {
 }
 
 constexpr int MOST_TAPS = 16;
+constexpr int TOGETHER = 4;  // vectors of channels that are convolved together, at most
 
-// Weights [W, K] of the taps of W channels, of which `size` are there, and their bias.
+// Weights of W channels by tap, and their bias.
+struct Taps {
+  Lanes::F of[MOST_TAPS], bias;
+};
+
+// Of W channels, of which `size` are there; their weights are [W, K].
 template <class E>
-TARGET inline Lanes::F read_taps(const E* weight, const E* bias, int64_t K, int64_t size,
-                                 Lanes::F (&taps)[MOST_TAPS]) {
+TARGET inline void read_taps(const E* weight, const E* bias, int64_t K, int64_t size, Taps& taps) {
   using V = Lanes;
-  float by_tap[MOST_TAPS][V::W];
   if (K == 4 && size >= V::W) {
-    for (int i = 0; i < V::W; i += V::W / 4) {  // of the size of a vector of taps
-      float row[V::W];
-      V::store(row, V::load(weight + 4 * i, V::W), V::W);
-      for (int j = 0; j < V::W; j++) by_tap[j % 4][i + j / 4] = row[j];
-    }
+    V::F rows[4];
+    for (int i = 0; i < 4; i++) rows[i] = V::load(weight + i * V::W, V::W);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) taps.of[k] = V::every_fourth(rows, k);
   } else {
+    float by_tap[MOST_TAPS][V::W];
     for (int64_t i = 0; i < size && i < V::W; i++)
       for (int64_t k = 0; k < K; k++) by_tap[k][i] = V::load(weight + i * K + k, 1)[0];
+    for (int64_t k = 0; k < K; k++) taps.of[k] = V::load(by_tap[k], size);
   }
-  for (int64_t k = 0; k < K; k++) taps[k] = V::load(by_tap[k], size);
-  return bias ? V::load(bias, size) : V::F{};
+  taps.bias = bias ? V::load(bias, size) : V::F{};
 }
 
-TARGET inline Lanes::F read_taps(const Mixer& m, int64_t channel, int64_t size,
-                                 Lanes::F (&taps)[MOST_TAPS]) {
+TARGET inline void read_taps(const Mixer& m, int64_t channel, int64_t size, Taps& taps) {
   const auto read = [&](auto* weight) TARGET {
     const auto* bias = static_cast<decltype(weight)>(m.conv_bias);
     weight += channel * m.scan.K;
-    return read_taps(weight, bias ? bias + channel : bias, m.scan.K, size, taps);
+    read_taps(weight, bias ? bias + channel : bias, m.scan.K, size, taps);
   };
-  return m.weights_bf16 ? read(static_cast<const uint16_t*>(m.conv_weight))
-                        : read(static_cast<const float*>(m.conv_weight));
+  m.weights_bf16 ? read(static_cast<const uint16_t*>(m.conv_weight))
+                 : read(static_cast<const float*>(m.conv_weight));
 }
 
 // The window of the convolution after the path, of `size` channels.
@@ -84,28 +87,35 @@ TARGET inline __attribute__((always_inline)) void convolve(
   using V = Lanes;
   const Scan& s = m.scan;
   const int64_t T = s.T, C = m.channels, K1 = s.K - 1;
-  const E* before = static_cast<const E*>(m.conv) + b * K1 * C + channel;
-  E* inputs = static_cast<E*>(m.xBC) + b * s.now.room * C + channel;
-  for (int64_t i = 0; i < size; i += V::W) {
-    const int64_t count = size - i;
-    for (int64_t q = 0; q < s.queries[b]; q++) {
-      const int64_t t = node_of(s, q);
-      const float* in = m.in + (b * s.Tq + q) * m.width + m.to_xBC + channel + i;
-      if (t < T) V::store(inputs + t * C + i, V::load(in, count), count);
-    }
-    V::F weight[MOST_TAPS];
-    const auto bias = read_taps(m, channel + i, count, weight);
+  for (int64_t first = 0; first < size; first += TOGETHER * V::W) {
+    const int64_t at = channel + first, left = size - first;
+    const int64_t here = left < TOGETHER * V::W ? left : TOGETHER * V::W;
+    const E* const before = static_cast<const E*>(m.conv) + b * K1 * C + at;
+    E* const inputs = static_cast<E*>(m.xBC) + b * s.now.room * C + at;
+    Taps taps[TOGETHER];
+    for (int64_t i = 0; i < here; i += V::W) read_taps(m, at + i, here - i, taps[i / V::W]);
     for (int64_t q = 0; q < s.queries[b]; q++) {
       const int64_t t = node_of(s, q);
       if (t >= T) continue;
-      const int32_t* window = m.window + (b * T + t) * s.K;
-      auto sum = bias;
+      const float* in = m.in + (b * s.Tq + q) * m.width + m.to_xBC + at;
+      for (int64_t i = 0; i < here; i += V::W)
+        V::store(inputs + t * C + i, V::load(in + i, here - i), here - i);
+    }
+    for (int64_t q = 0; q < s.queries[b]; q++) {
+      const int64_t t = node_of(s, q);
+      if (t >= T) continue;
+      const E* rows[MOST_TAPS];
       for (int64_t k = 0; k <= K1; k++) {
-        const int64_t w = window[k];
-        const E* row = w < K1 ? before + w * C : inputs + (w - K1) * C;
-        sum = L::dot(sum, weight[k], V::load(row + i, count));
+        const int64_t w = m.window[(b * T + t) * s.K + k];
+        rows[k] = w < K1 ? before + w * C : inputs + (w - K1) * C;
       }
-      out(q, t, i, V::silu(sum));
+      for (int64_t i = 0; i < here; i += V::W) {
+        const Taps& tap = taps[i / V::W];
+        auto sum = tap.bias;
+        for (int64_t k = 0; k <= K1; k++)
+          sum = L::dot(sum, tap.of[k], V::load(rows[k] + i, here - i));
+        out(q, t, first + i, V::silu(sum));
+      }
     }
   }
 }
@@ -173,14 +183,13 @@ TARGET inline void fetch_inputs(const Mixer& m, int64_t b, int64_t first, int64_
 }
 
 template <class L, class E>
-TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t b, int64_t head) {
+TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t place, int64_t next) {
   using V = Lanes;
   const Scan& s = m.scan;
+  const int64_t b = place / s.H, head = place % s.H, channel = head * s.P;
   const Shared shared = shared_of<L>(s, base, b);
   Own own;
   own_layout(s, static_cast<char*>(scratch), &own);
-  const int64_t channel = head * s.P;
-  fetch_inputs(m, b, m.to_xBC + channel, s.P);
   const float kept = path_weights(s, b, head, shared, own);  // reads x, then it may go
   E* const x = static_cast<E*>(m.x) + (b * s.now.room * s.H + head) * s.P;
   move_window<E>(m, b, channel, s.P);
@@ -188,17 +197,17 @@ TARGET void head_of(const Mixer& m, void* base, void* scratch, int64_t b, int64_
     V::store(x + t * s.H * s.P + i, of, s.P - i);
   });
   fetch_inputs(m, b, m.to_z + channel, s.P);
-  if (head + 1 < s.H) fetch_inputs(m, b, m.to_xBC + channel + s.P, s.P);
-  replay_head<L>(s, b, head, kept, shared, own);
+  if (next >= 0) fetch_inputs(m, next / s.H, m.to_xBC + next % s.H * s.P, s.P);
+  replay_head<L>(s, b, head, next, kept, shared, own);
   read_nodes(s, b, head, shared, own);
   write_outputs(s, b, head, shared, own);
   gate_head<L>(m, b, head, shared);
 }
 
 template <class L>
-TARGET void mixer_head(const Mixer& m, void* base, void* own, int64_t b, int64_t head) {
-  m.scan.bf16 ? head_of<L, uint16_t>(m, base, own, b, head)
-              : head_of<L, float>(m, base, own, b, head);
+TARGET void mixer_head(const Mixer& m, void* base, void* own, int64_t head, int64_t next) {
+  m.scan.bf16 ? head_of<L, uint16_t>(m, base, own, head, next)
+              : head_of<L, float>(m, base, own, head, next);
 }
 
 // The norm of a query's channels, by groups of whole heads.

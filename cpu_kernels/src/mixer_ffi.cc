@@ -89,8 +89,8 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
   share(pool, group_parts(s), s.batch * s.G, [&](int64_t i) {
     kernel.group(m, shared, i / s.G, i % s.G);
   });
-  share(pool, head_parts(s, pool.num_threads()), s.batch * H, [&](int64_t i) {
-    kernel.head(m, shared, scratch_of_thread<1>(own), i / H, i % H);
+  share_heads(pool, s, [&](int64_t head, int64_t next) {
+    kernel.head(m, shared, scratch_of_thread<1>(own), head, next);
   });
   const int64_t queries = s.batch * s.Tq, bytes = 4 * queries * H * P;
   const int64_t parts = std::max<int64_t>(1, std::min(queries, bytes / (4 * PART_BYTES)));

@@ -155,23 +155,60 @@ TARGET void read_B(const Scan& s, int64_t b, int64_t g, const Shared& shared) {
   }
 }
 
-// h = kept * h0 + sum over the path of weight * x (outer) B, of one row [N] of a state.
-template <class L>
-TARGET inline void replay_row(const Scan& s, const float* h0, float* h, float kept,
-                              const float* weight, int64_t length, const float* B) {
-  const int64_t n = rounded_up(s.N, L::step), whole = s.N / L::step * L::step;
-  const auto factor = L::all(kept);
+// Four rows [N] of a state, at most, and what it takes to replay them.
+struct Rows {
+  const float* h0[COLUMNS];  // past the last row: that one again
+  float* h[COLUMNS];
+  const float* weight[COLUMNS];  // [M, P], from the row on
+  const float* B;                // [M, n], of the path
+  int64_t N, P, length;
+  float kept;
+  bool same;  // as before: nothing is to be replayed
+};
+
+// h = kept * h0 + sum over the path of weight * x (outer) B, and C . h of R queries. Every
+// number is read once for both.
+template <class L, int R>
+TARGET void replay_rows(const Rows& rows, const float* C, Ahead& from_here, float* out,
+                        int64_t stride, int count) {
+  Ahead ahead = from_here;
+  const int64_t n = rounded_up(rows.N, L::step), whole = rows.N / L::step * L::step;
+  const auto factor = L::all(rows.kept);
+  typename L::Sum sum[R ? R : 1][COLUMNS];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::zero();
   for (int64_t i = 0; i < n; i += L::step) {
-    const int count = static_cast<int>(s.N - i);
-    auto sum = L::times(factor, i < whole ? L::weight(h0 + i)
-                                          : L::weight_tail(h0 + i, count));
-    for (int64_t j = 0; j < length; j++)
-      sum = L::dot(sum, L::all(weight[j * s.P]), L::row(B + j * n + i));
-    if (i < whole)
-      L::put(h + i, sum);
-    else
-      L::put_tail(h + i, sum, count);
+    const int left = static_cast<int>(rows.N - i);
+    ahead.fetch();
+    typename L::Loaded h[COLUMNS];
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; c++)
+      h[c] = i < whole ? L::weight(rows.h0[c] + i) : L::weight_tail(rows.h0[c] + i, left);
+    if (!rows.same) {
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; c++) h[c] = L::times(factor, h[c]);
+      for (int64_t j = 0; j < rows.length; j++) {
+        const auto B = L::row(rows.B + j * n + i);
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; c++)
+          h[c] = L::dot(h[c], L::all(rows.weight[c][j * rows.P]), B);
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; c++)
+        i < whole ? L::put(rows.h[c] + i, h[c]) : L::put_tail(rows.h[c] + i, h[c], left);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const auto x = L::row(C + r * n + i);
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], h[c], x);
+    }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) L::store(out + r * stride, sum[r], count);
+  from_here = ahead;
 }
 
 // Of the path's tokens j: exp(sum_{i > j} a_i) dt_j x_j [M, P]. Returns exp(sum a).
@@ -189,25 +226,48 @@ TARGET inline float path_weights(const Scan& s, int64_t b, int64_t head,
   return exp_of(after);
 }
 
-// The state after the path, and what it gives every query: carried [Tq, p] = C . h.
+// The state after the path, and what it gives every query: carried [Tq, p] = C . h. That of
+// the next head is fetched meanwhile.
 template <class L>
-TARGET void replay_head(const Scan& s, int64_t b, int64_t head, float kept,
+TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, float kept,
                         const Shared& shared, const Own& own) {
-  const int64_t n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16);
+  const int64_t n = rounded_up(s.N, L::step), p = rounded_up(s.P, 16), t = s.queries[b];
   const int64_t first = (b * s.H + head) * s.P, g = head / (s.H / s.G);
-  const bool same = path_length(s, b) <= 0 && s.h == s.h0;
+  const float* const C = shared.C + g * s.Tq * n;
+  const int64_t blocks = t ? blocks_of<L>(t) : 1, at_first = t / blocks;
+  const int64_t each = (COLUMNS * s.N * 4 * L::step + blocks * n - 1) / (blocks * n);
+  const int64_t bytes = next < 0 ? 0 : each;
+  const float* const of_next = s.h0 + (next < 0 ? 0 : next * s.P * s.N);
+  Rows rows{{}, {}, {}, shared.past_B + g * s.M * n, s.N, s.P, path_length(s, b), kept, false};
+  rows.same = rows.length <= 0 && s.h == s.h0;
+  if (rows.same && t == 0) return;
   for (int64_t i = 0; i < s.P; i += COLUMNS) {
     const int count = static_cast<int>(s.P - i < COLUMNS ? s.P - i : COLUMNS);
-    const float* h0 = s.h0 + (first + i) * s.N;
-    float* h = s.h + (first + i) * s.N;
-    if (!same)
-      for (int c = 0; c < count; c++)
-        replay_row<L>(s, h0 + c * s.N, h + c * s.N, kept, own.past + i + c,
-                      path_length(s, b), shared.past_B + g * s.M * n);
-    if (s.queries[b] == 0) continue;  // a replay alone
-    const auto* next_head = reinterpret_cast<const char*>(h0 + s.P * s.N);
-    product_rows<L>(shared.C + g * s.Tq * n, n, s.queries[b], h, s.N, next_head,
-                    own.carried + i, p, count);
+    for (int c = 0; c < COLUMNS; c++) {
+      const int64_t row = i + (c < count ? c : count - 1);
+      rows.h0[c] = s.h0 + (first + row) * s.N, rows.h[c] = s.h + (first + row) * s.N;
+      rows.weight[c] = own.past + row;
+    }
+    Ahead next_head(reinterpret_cast<const char*>(of_next + i * s.N), bytes, false);
+    float* const out = own.carried + i;
+    switch (at_first) {
+#define STREE_REPLAY(R)                                                       \
+  case R:                                                                     \
+    if constexpr (R <= L::most_rows)                                          \
+      replay_rows<L, R>(rows, C, next_head, out, p, count);                   \
+    break;
+      STREE_REPLAY(0)
+      STREE_REPLAY(1)
+      STREE_REPLAY(2)
+      STREE_REPLAY(3)
+      STREE_REPLAY(4)
+      STREE_REPLAY(5)
+      STREE_REPLAY(6)
+#undef STREE_REPLAY
+    }
+    if (t > at_first)
+      product_rows<L>(C + at_first * n, n, t - at_first, rows.h[0], s.N, s.N, next_head,
+                      out + at_first * p, p, count, false);
   }
 }
 
@@ -252,10 +312,27 @@ TARGET inline void weigh_ancestors(const Scan& s, int64_t b, const Shared& share
   exp_row(own.weight, to - own.weight);
 }
 
+// The sum over a node's ancestors u of weight * x_u, and what the state gave it times its
+// decay, of N vectors.
+template <int N>
+TARGET inline void add_ancestors(Lanes::F (&sum)[N], const float* carried, float decay,
+                                 const float* weight, const int32_t* ancestors, int32_t count,
+                                 const float* x, int64_t p) {
+  using V = Lanes;
+  for (int v = 0; v < N; v++) sum[v] = V::load(carried + v * V::W, V::W) * decay;
+  for (int32_t i = 0; i < count; i++) {
+    const float* const row = x + ancestors[i] * p;
+    const V::F factor = V::F{} + weight[i];
+#pragma GCC unroll 4
+    for (int v = 0; v < N; v++) sum[v] = V::fma(factor, V::load(row + v * V::W, V::W), sum[v]);
+  }
+}
+
 // y_t = exp(A_t) carried_t + sum over ancestors u of exp(A_t - A_u) dt_u (C_t . B_u) x_u
 //       + D x_t
 TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
                                  const Shared& shared, const Own& own) {
+  using V = Lanes;
   const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
   const float* dt = s.now.dt + b * s.now.room * s.H + head;
   const float* D = s.D + (s.D_by_channel ? head * s.P : head);
@@ -275,21 +352,20 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
       const int32_t u = ancestors[i];
       weight[i] *= dt[u * s.H] * scores[u];
     }
-    float* total = own.carried + q * p;
-    const float decay = own.decay[t];
-    for (int64_t j = 0; j < p; j += 16) {
-      float part[16];
-      for (int c = 0; c < 16; c++) part[c] = decay * total[j + c];
-      for (int32_t i = 0; i < count; i++) {
-        const float* x = own.x + ancestors[i] * p + j;
-        for (int c = 0; c < 16; c++) part[c] += weight[i] * x[c];
+    const float* const x = own.x + t * p;
+    const auto outputs = [&](int64_t j, auto& sum) TARGET {
+      add_ancestors(sum, own.carried + q * p + j, own.decay[t], weight, ancestors, count,
+                    own.x + j, p);
+      for (auto& of : sum) {
+        const V::F factor = s.D_by_channel ? V::load(D + j, s.P - j) : V::F{} + *D;
+        V::store(y + j, V::fma(factor, V::load(x + j, V::W), of), s.P - j);
+        j += V::W;
       }
-      for (int c = 0; c < 16; c++) total[j + c] = part[c];
-    }
+    };
+    int64_t j = 0;
+    for (V::F sum[4]; j + 4 * V::W <= p; j += 4 * V::W) outputs(j, sum);
+    for (V::F sum[1]; j < p; j += V::W) outputs(j, sum);
     weight += count;
-    const float* x = own.x + t * p;
-    for (int64_t j = 0; j < s.P; j++)
-      y[j] = total[j] + D[s.D_by_channel ? j : 0] * x[j];
   }
 }
 
@@ -305,13 +381,13 @@ TARGET void scan_group(const Scan& s, void* base, int64_t b, int64_t g) {
 }
 
 template <class L>
-TARGET void scan_head(const Scan& s, void* base, void* scratch, int64_t b,
-                      int64_t head) {
+TARGET void scan_head(const Scan& s, void* base, void* scratch, int64_t place, int64_t next) {
+  const int64_t b = place / s.H, head = place % s.H;
   const Shared shared = shared_of<L>(s, base, b);
   Own own;
   own_layout(s, static_cast<char*>(scratch), &own);
   const float kept = path_weights(s, b, head, shared, own);
-  replay_head<L>(s, b, head, kept, shared, own);
+  replay_head<L>(s, b, head, next, kept, shared, own);
   read_nodes(s, b, head, shared, own);
   write_outputs(s, b, head, shared, own);
 }

@@ -56,8 +56,8 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
   share(pool, group_parts(s), s.batch * s.G, [&](int64_t i) {
     kernel.group(s, shared, i / s.G, i % s.G);
   });
-  share(pool, head_parts(s, pool.num_threads()), s.batch * s.H, [&](int64_t i) {
-    kernel.head(s, shared, scratch_of_thread<1>(own), i / s.H, i % s.H);
+  share_heads(pool, s, [&](int64_t head, int64_t next) {
+    kernel.head(s, shared, scratch_of_thread<1>(own), head, next);
   });
   return ffi::Error::Success();
 }

@@ -46,4 +46,15 @@ inline int64_t head_parts(const Scan& s, int64_t threads) {
   return std::min({most, heads, PARTS_A_THREAD * threads});
 }
 
+// work(head, next) for all heads, see ScanKernel.
+template <class Work>
+void share_heads(xla::ffi::ThreadPool& pool, const Scan& s, const Work& work) {
+  const int64_t heads = s.batch * s.H, parts = head_parts(s, pool.num_threads());
+  share_out<true>(pool, parts, parts, [&](int64_t part, int64_t after) {
+    const int64_t end = heads * (part + 1) / parts;
+    const int64_t last = after < parts ? heads * after / parts : -1;
+    for (int64_t i = heads * part / parts; i < end; i++) work(i, i + 1 < end ? i + 1 : last);
+  });
+}
+
 }  // namespace stree
