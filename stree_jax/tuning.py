@@ -46,8 +46,8 @@ MOST_ENTRIES = 500  # of the file; the oldest go first
 ROUNDS = 3  # of all ways to step, but of those whose first two agree
 AGREE = 1.1  # the longer one over the shorter
 SEGMENT_S = 0.02  # of one way in a round, about
-# Steps of a segment: few make short ones look longer than they are, and of two, one that
-# is disturbed is half.
+# Steps of a segment: few make short ones look longer than they are, and of two, one
+# that is disturbed is half.
 LEAST_STEPS, MOST_STEPS = 4, 32
 SLOW_S = 0.05  # a step of which one is enough: what disturbs is short beside it
 ENOUGH_S = 2.0  # in all, once every way was timed
