@@ -332,8 +332,7 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
             at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
             at, once = _timed_steps(spec, at, 1)
             about = min([max(once - call, 0.5 * once), *seconds[way]])
-            least = LEAST_STEPS if about < SLOW_S else 1
-            steps = int(np.clip(SEGMENT_S / about, least, MOST_STEPS))
+            steps = _steps_of_segment(about)
             at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
             at, again = _timed_steps(spec, at, 0)  # and so may the first call have been
             at, took = _timed_steps(spec, at, steps)
@@ -342,6 +341,12 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
             took = once if ended else took
             seconds[way].append(took)
     return _summary(seconds, ways, spec)
+
+
+def _steps_of_segment(about: float) -> int:
+    """How many steps of about so many seconds are timed together."""
+    least = LEAST_STEPS if about < SLOW_S else 1
+    return int(np.clip(SEGMENT_S / about, least, MOST_STEPS))
 
 
 def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]:

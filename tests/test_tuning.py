@@ -250,3 +250,9 @@ def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):
     monkeypatch.setattr(tuning, "_timed_steps", timed_steps)
     found = tuning.measured(plan.spec, begun)
     assert found.by_size == pytest.approx({1: 0.01, 4: 0.03})
+
+
+def test_no_step_that_is_disturbed_is_half_of_what_is_timed():
+    """Unless steps are so long that one is enough."""
+    steps = {1e-4: 32, 1e-3: 20, 0.01: 4, 0.04: 4, 0.1: 1, 2.0: 1}
+    assert {about: tuning._steps_of_segment(about) for about in steps} == steps

@@ -176,8 +176,6 @@ TARGET void block_by_lanes(const Product& p, const Packed& rows, int64_t first,
   from_here = ahead;
 }
 
-// What makes a case of every number of rows.
-#define STREE_UP_TO_6(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #define STREE_UP_TO_16(CASE)                                                              \
   STREE_UP_TO_6(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) \
       CASE(15) CASE(16)

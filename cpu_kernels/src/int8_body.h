@@ -174,12 +174,7 @@ TARGET void int8_all(const Product& p, void* packed, int64_t begin, int64_t end)
     if constexpr (R <= most)                                     \
       int8_block<L, R, APART>(rows, first, p, c, ahead, count);  \
     break;
-        STREE_BLOCK(1)
-        STREE_BLOCK(2)
-        STREE_BLOCK(3)
-        STREE_BLOCK(4)
-        STREE_BLOCK(5)
-        STREE_BLOCK(6)
+        STREE_UP_TO_6(STREE_BLOCK)
 #undef STREE_BLOCK
       }
     }

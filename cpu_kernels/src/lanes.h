@@ -35,6 +35,7 @@ struct Lanes {
     return (F)(rounded_bits(x) & 0xFFFF0000u);
   }
   TARGET static inline F rounded(F x, const float*) { return x; }
+
   // Numbers k, k + 4, ... of those of four vectors.
   TARGET static inline F every_fourth(const F (&x)[4], int k) {
 #if defined(__clang__)  // which makes shuffles of it; GCC does not

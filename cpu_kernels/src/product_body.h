@@ -8,6 +8,9 @@
 // its lanes; chunks, whose number depends on k alone, are added up one after another. It knows
 // nothing of other rows, columns or threads.
 
+// What makes a case of every number of rows.
+#define STREE_UP_TO_6(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+
 constexpr int COLUMNS = 4;  // of a block; their weights are consecutive in memory
 constexpr int64_t PANEL_COLUMNS = 16;     // that a group of rows stays in the cache for
 constexpr int64_t GROUP_ROWS = 18;        // of such a group, at most
@@ -129,12 +132,7 @@ TARGET void product_rows(const typename L::Row* rows, int64_t row_stride, int64_
     if constexpr (R <= L::most_rows)                                                 \
       product_block<L, R>(x, row_stride, columns, k, ahead, y, stride, count, more); \
     break;
-      STREE_BLOCK(1)
-      STREE_BLOCK(2)
-      STREE_BLOCK(3)
-      STREE_BLOCK(4)
-      STREE_BLOCK(5)
-      STREE_BLOCK(6)
+      STREE_UP_TO_6(STREE_BLOCK)
 #undef STREE_BLOCK
     }
   }

@@ -161,7 +161,7 @@ struct Rows {
   float* h[COLUMNS];
   const float* weight[COLUMNS];  // [M, P], from the row on
   const float* B;                // [M, n], of the path
-  int64_t N, P, length;
+  int64_t length;                // of the path
   float kept;
   bool same;  // as before: nothing is to be replayed
 };
@@ -169,10 +169,10 @@ struct Rows {
 // h = kept * h0 + sum over the path of weight * x (outer) B, and C . h of R queries. Every
 // number is read once for both.
 template <class L, int R>
-TARGET void replay_rows(const Rows& rows, const float* C, Ahead& from_here, float* out,
-                        int64_t stride, int count) {
+TARGET void replay_rows(const Scan& s, const Rows& rows, const float* C, Ahead& from_here,
+                        float* out, int64_t stride, int count) {
   Ahead ahead = from_here;
-  const int64_t n = rounded_up(rows.N, L::step), whole = rows.N / L::step * L::step;
+  const int64_t n = rounded_up(s.N, L::step), whole = s.N / L::step * L::step;
   const auto factor = L::all(rows.kept);
   typename L::Sum sum[R ? R : 1][COLUMNS];
 #pragma GCC unroll 8
@@ -180,7 +180,7 @@ TARGET void replay_rows(const Rows& rows, const float* C, Ahead& from_here, floa
 #pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::zero();
   for (int64_t i = 0; i < n; i += L::step) {
-    const int left = static_cast<int>(rows.N - i);
+    const int left = static_cast<int>(s.N - i);
     ahead.fetch();
     typename L::Loaded h[COLUMNS];
 #pragma GCC unroll 4
@@ -193,7 +193,7 @@ TARGET void replay_rows(const Rows& rows, const float* C, Ahead& from_here, floa
         const auto B = L::row(rows.B + j * n + i);
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++)
-          h[c] = L::dot(h[c], L::all(rows.weight[c][j * rows.P]), B);
+          h[c] = L::dot(h[c], L::all(rows.weight[c][j * s.P]), B);
       }
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; c++)
@@ -238,7 +238,7 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, fl
   const int64_t each = (COLUMNS * s.N * 4 * L::step + blocks * n - 1) / (blocks * n);
   const int64_t bytes = next < 0 ? 0 : each;
   const float* const of_next = s.h0 + (next < 0 ? 0 : next * s.P * s.N);
-  Rows rows{{}, {}, {}, shared.past_B + g * s.M * n, s.N, s.P, path_length(s, b), kept, false};
+  Rows rows{{}, {}, {}, shared.past_B + g * s.M * n, path_length(s, b), kept, false};
   rows.same = rows.length <= 0 && s.h == s.h0;
   if (rows.same && t == 0) return;
   for (int64_t i = 0; i < s.P; i += COLUMNS) {
@@ -254,15 +254,10 @@ TARGET void replay_head(const Scan& s, int64_t b, int64_t head, int64_t next, fl
 #define STREE_REPLAY(R)                                                       \
   case R:                                                                     \
     if constexpr (R <= L::most_rows)                                          \
-      replay_rows<L, R>(rows, C, next_head, out, p, count);                   \
+      replay_rows<L, R>(s, rows, C, next_head, out, p, count);                \
     break;
       STREE_REPLAY(0)
-      STREE_REPLAY(1)
-      STREE_REPLAY(2)
-      STREE_REPLAY(3)
-      STREE_REPLAY(4)
-      STREE_REPLAY(5)
-      STREE_REPLAY(6)
+      STREE_UP_TO_6(STREE_REPLAY)
 #undef STREE_REPLAY
     }
     if (t > at_first)
@@ -334,6 +329,7 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
                                  const Shared& shared, const Own& own) {
   using V = Lanes;
   const int64_t T = s.T, p = rounded_up(s.P, 16), g = head / (s.H / s.G);
+  const int64_t width = rounded_up(s.P, V::W);
   const float* dt = s.now.dt + b * s.now.room * s.H + head;
   const float* D = s.D + (s.D_by_channel ? head * s.P : head);
   weigh_ancestors(s, b, shared, own);
@@ -363,8 +359,8 @@ TARGET inline void write_outputs(const Scan& s, int64_t b, int64_t head,
       }
     };
     int64_t j = 0;
-    for (V::F sum[4]; j + 4 * V::W <= p; j += 4 * V::W) outputs(j, sum);
-    for (V::F sum[1]; j < p; j += V::W) outputs(j, sum);
+    for (V::F sum[4]; j + 4 * V::W <= width; j += 4 * V::W) outputs(j, sum);
+    for (V::F sum[1]; j < width; j += V::W) outputs(j, sum);
     weight += count;
   }
 }
