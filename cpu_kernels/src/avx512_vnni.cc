@@ -337,7 +337,7 @@ TARGET void columns(const Product& p, const void* packed, Columns now, Columns n
   const auto* const weight = static_cast<const char*>(p.weight);
   for (int64_t c = now.begin; c < now.end; c += PANEL) {
     const int64_t after = c + PANEL < now.end ? c + PANEL : next.begin;
-    const Ahead ahead(weight + after * p.k, after < p.m ? bytes : 0, int8_into_all_caches);
+    const Ahead ahead(weight + after * p.k, after < p.m ? bytes : 0, into_all_caches);
     panel_by_columns(p, rows, Some(p, c, now.end, PANEL), p.out + c, ahead);
   }
 }
