@@ -12,6 +12,7 @@
 #define STREE_UP_TO_6(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 
 constexpr int COLUMNS = 4;  // of a block; their weights are consecutive in memory
+constexpr int IN_ORDER = 2;  // rows of a block, at most, whose columns are read one by one
 constexpr int64_t PANEL_COLUMNS = 16;     // that a group of rows stays in the cache for
 constexpr int64_t GROUP_ROWS = 18;        // of such a group, at most
 constexpr int64_t CHUNK_BYTES = 1536;     // of each of its rows, about
@@ -77,7 +78,17 @@ TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
 #pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::zero();
   const int64_t whole = k / L::step;
-  for (int64_t s = 0; s < whole; s++) {
+  const bool in_order = R <= IN_ORDER && columns_in_order;
+#pragma GCC unroll 4
+  for (int c = 0; in_order && c < COLUMNS; c++)
+    for (int64_t s = 0; s < whole; s++) {
+      if (s % COLUMNS == 0) ahead.fetch();
+      const auto w = L::weight(weight[c] + s * L::step);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        sum[r][c] = L::dot(sum[r][c], w, L::row(rows + r * row_stride + s * L::step));
+    }
+  for (int64_t s = 0; !in_order && s < whole; s++) {
     ahead.fetch();
     typename L::Loaded w[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) w[c] = L::weight(weight[c] + s * L::step);
