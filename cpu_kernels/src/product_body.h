@@ -63,6 +63,24 @@ TARGET inline void store_more(float* out, const typename L::Sum (&sum)[COLUMNS],
   __builtin_memcpy(out, &before, sizeof before);
 }
 
+// Whole steps of R rows and of N columns from `first` on, which are read in turns.
+template <class L, int R, int N>
+TARGET inline __attribute__((always_inline)) void add_steps(
+    typename L::Sum (&sum)[R][COLUMNS], int first, const typename L::Row* rows,
+    int64_t row_stride, const typename L::Weight* const (&weight)[COLUMNS], int64_t steps,
+    Ahead& ahead) {
+  for (int64_t s = 0; s < steps; s++) {
+    if (s % (COLUMNS / N) == 0) ahead.fetch();  // of all columns together, once a step
+    typename L::Loaded w[N];
+    for (int c = 0; c < N; c++) w[c] = L::weight(weight[first + c] + s * L::step);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const auto x = L::row(rows + r * row_stride + s * L::step);
+      for (int c = 0; c < N; c++) sum[r][first + c] = L::dot(sum[r][first + c], w[c], x);
+    }
+  }
+}
+
 // out[r * stride + c] of R rows and 4 columns, of which `count` are wanted; `more`: to be
 // added to what is there. Where loops over rows are not unrolled early, GCC has the sums in
 // memory, too.
@@ -78,25 +96,12 @@ TARGET void product_block(const typename L::Row* rows, int64_t row_stride,
 #pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::zero();
   const int64_t whole = k / L::step;
-  const bool in_order = R <= IN_ORDER && columns_in_order;
+  if (R <= IN_ORDER && columns_in_order) {
 #pragma GCC unroll 4
-  for (int c = 0; in_order && c < COLUMNS; c++)
-    for (int64_t s = 0; s < whole; s++) {
-      if (s % COLUMNS == 0) ahead.fetch();
-      const auto w = L::weight(weight[c] + s * L::step);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        sum[r][c] = L::dot(sum[r][c], w, L::row(rows + r * row_stride + s * L::step));
-    }
-  for (int64_t s = 0; !in_order && s < whole; s++) {
-    ahead.fetch();
-    typename L::Loaded w[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) w[c] = L::weight(weight[c] + s * L::step);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const auto x = L::row(rows + r * row_stride + s * L::step);
-      for (int c = 0; c < COLUMNS; c++) sum[r][c] = L::dot(sum[r][c], w[c], x);
-    }
+    for (int c = 0; c < COLUMNS; c++)
+      add_steps<L, R, 1>(sum, c, rows, row_stride, weight, whole, ahead);
+  } else {
+    add_steps<L, R, COLUMNS>(sum, 0, rows, row_stride, weight, whole, ahead);
   }
   if (const int rest = static_cast<int>(k - whole * L::step)) {
     typename L::Loaded w[COLUMNS];
