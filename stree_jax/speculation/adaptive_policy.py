@@ -15,7 +15,6 @@ Letters: B rows, K sizes, W nodes of a model's level, C candidates, T nodes.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -411,12 +410,16 @@ class AdaptivePolicy:
         if self._by_row(batch):
             longest = max(longest, BATCH_REST)
         resting = jnp.where(idle, jnp.minimum(2 * learnt.resting + 1, longest), 0)
+        asked = jnp.where(spent > 0, seconds[best], 0.0)
+        # A plain step brings a token whatever it is, so that it need not be noted then.
+        one = self._of_rows(jnp.where(running, learnt.weights, 0.0))
+        learnt = _noted(learnt, one, jnp.where(choice == 0, asked, 0.0))
         learnt = replace(
             learnt,
             resting=resting.astype(jnp.int32),
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
-            asked=jnp.where(spent > 0, seconds[best], 0.0),
+            asked=jnp.where(choice == 0, 0.0, asked),
             expected=learnt.expected + jnp.where(running, expected, 0.0),
         )
         return replace(d, choice=choice, policy=learnt), nodes
@@ -424,10 +427,9 @@ class AdaptivePolicy:
     def update(
         self, state: Learnt, choice: jax.Array, draft: Draft, accepted: Accepted
     ) -> tuple[Learnt, jax.Array]:
-        state = self._note_step(state, draft, accepted)
         if draft.kind is not None:
             counts = count(state.counts, draft, accepted, self.rows)
-            state = replace(state, counts=counts)
+            state = replace(self._note_step(state, draft, accepted), counts=counts)
             return state, jnp.int32(OPEN)
         rests = state.rest > 0
         more = jnp.where(rests & (accepted.length > 0), 1.0, 0.0)
@@ -447,13 +449,19 @@ class AdaptivePolicy:
             own = (origin == DRAFTER) | (origin == NGRAM)
             own &= place < accepted.length[:, None]
             came = came + own.sum(axis=1).astype(jnp.float32)
-        noted = replace(
-            learnt,
-            came=FADE * learnt.came + self._of_rows(came * learnt.weights),
-            took=FADE * learnt.took + learnt.asked,
-        )
-        noted = jax.tree.map(partial(jnp.where, learnt.asked > 0), noted, learnt)
+        noted = _noted(learnt, self._of_rows(came * learnt.weights), learnt.asked)
         return replace(noted, asked=jnp.float32(0))
+
+
+def _noted(learnt: Learnt, came: jax.Array, seconds: jax.Array) -> Learnt:
+    """With the tokens of a step for which the model was asked; not if it took no
+    seconds [], as then it was not."""
+    asked = seconds > 0
+    return replace(
+        learnt,
+        came=jnp.where(asked, FADE * learnt.came + came, learnt.came),
+        took=jnp.where(asked, FADE * learnt.took + seconds, learnt.took),
+    )
 
 
 def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:

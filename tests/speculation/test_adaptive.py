@@ -24,7 +24,7 @@ from stree_jax.speculation.adaptive_policy import (
     forced,
 )
 from stree_jax.speculation.calibration import PRIOR, count, no_counts
-from stree_jax.speculation.decoding import OPEN
+from stree_jax.speculation.decoding import OPEN, RUNNING
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.specs import make_spec
@@ -226,6 +226,15 @@ def test_a_model_is_judged_by_what_came_too(target, prompts):
         np.testing.assert_allclose(at.policy.came, brought.sum(), rtol=1e-5)
         assert at.policy.took > 1 and at.policy.asked == 0
     assert brought[1] > 1
+    # A plain step for which the model was asked brought one token.
+    plainly = replace(at.policy, force=forced(0, 1))
+    plainly = jax.tree.map(jnp.copy, replace(at, policy=plainly))
+    once = loop.advance_jit(plan.spec, plainly, jnp.int32(1))
+    running = at.finish == RUNNING
+    assert (once.used[:, 0] - at.used[:, 0]).tolist() == running.tolist()
+    assert running.sum() > 1
+    np.testing.assert_allclose(once.policy.came, 0.9 * brought.sum() + 1, rtol=1e-5)
+    assert once.policy.took > 0.9 * at.policy.took and once.policy.asked == 0
     low = replace(at.policy, gain=jnp.float32(0.5), seconds=jnp.float32(1))
     low = replace(low, modelling=jnp.bool_(True), wait=jnp.int32(0))
     pays = jnp.bool_(True), jnp.bool_(True)
