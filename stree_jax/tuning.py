@@ -185,21 +185,26 @@ def doubt(
     """Whether a decoding took less time than its steps were measured to take; then they
     are measured again when they are needed next, and the shorter times are kept.
 
-    Of one row: a batch's steps have as many sizes as rows.
+    Of a batch plain steps are: as its rows have trees of their own, what each step took
+    is not known, but it was a plain one's time until the first row had ended.
 
     Args:
       calls: [B, K] int32, of the target, by size.
       passes: of a drafting model.
       seconds: that the decoding took, whatever stood beside it.
     """
-    if calls.shape[0] != 1 or jax.process_count() > 1:
+    if jax.process_count() > 1:
         return False
     key = key_of(spec, *_facts(decoding))
     times = _known.get(key)
     if times is None or _doubted.get(key, 0) >= AGAIN:
         return False
-    least = float(calls[0] @ np.array(list(times.by_size.values())))
-    wrong = least + passes * times.level > TOO_SLOW * seconds
+    by_size = np.array(list(times.by_size.values()))
+    if calls.shape[0] == 1:
+        least = float(calls[0] @ by_size) + passes * times.level
+    else:
+        least = float(calls.sum(axis=1).min() * by_size[0])
+    wrong = least > TOO_SLOW * seconds
     if wrong:
         _doubted[key] = _doubted.get(key, 0) + 1
         _to_measure.add(key)

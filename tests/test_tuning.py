@@ -220,19 +220,28 @@ def test_times_that_turn_out_too_long_are_measured_again(target, folder, monkeyp
     assert kept() == [1e-7, 2e-7]
 
 
-def test_times_are_doubted_so_often_and_of_one_row(target, folder, measured):
+def test_times_are_doubted_so_often(target, folder, measured):
     begun, plan = begin(target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE)
     calls = np.array([[2, 1]])
     asked = plan.spec, begun, calls
     assert not tuning.doubt(*asked, 0, 1.0)  # nothing was measured
     tuning.times_of(plan.spec, begun)
     assert not tuning.doubt(*asked, 0, 6.0)  # 1 + 1 + 4 s, as measured
-    assert not tuning.doubt(plan.spec, begun, np.repeat(calls, 2, axis=0), 0, 1.0)
     assert not tuning.doubt(*asked, 0, 5.8)
     assert tuning.doubt(*asked, 4, 5.8)  # with passes of 0.25 s
     for _ in range(tuning.AGAIN - 1):
         assert tuning.doubt(*asked, 0, 1.0)
     assert not tuning.doubt(*asked, 0, 1.0)
+
+
+def test_a_batchs_plain_steps_are_doubted(target, folder, measured):
+    """Of what a batch's drafts took nothing is known, nor how few rows ran at last."""
+    prompts = [[3, 4], [5]]
+    begun, plan = begin(target, prompts, max_new_tokens=9, drafter="lookup", tree=TREE)
+    calls = np.array([[2, 1], [7, 0]])
+    plain = tuning.times_of(plan.spec, begun).by_size[1]
+    assert not tuning.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.05)
+    assert tuning.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.15)
 
 
 def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):

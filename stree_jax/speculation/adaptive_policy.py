@@ -5,7 +5,7 @@ best candidates are expected to gain, in the mean of the rows, by the seconds of
 of that size, measured on this machine. Plain decoding is n = 1. Where passes take the
 time of the nodes there are, the best candidates of all rows of a batch are taken, so
 that rows have as many as they are worth. A batch is done when
-its last row is, so a row counts the less the further it is ahead of the last. A
+its last row is, so a row counts the less the sooner it will be done. A
 drafting model is asked only where steps with it have been the faster ones, and for
 another level only while that level's gain is worth its time; while it is not asked, it
 is tried now and then.
@@ -43,7 +43,9 @@ SURE, HOPELESS = 6, 0.9  # so many trials are enough where they promise but so m
 USUAL, LEAST = (0.8, 0.7), 1.1
 # Of greedy and of sampled text, which seldom begins to repeat itself.
 READ_FOR = 1, 2  # tokens to come for each that a model must read to be tried again
-AHEAD = 4.0  # tokens by which a row is ahead when it counts 1/e of the last one
+# A row counts 1/e of the last one if it is done sooner by some steps and a part of the
+# last one's, at its pace; which was a token a step, it is taken, for some steps before.
+STEPS_BEFORE, SOONER = 8, (4.0, 0.1)
 LAST = 0.7  # of what rows gain in the mean, what the last one gains, whom all wait for
 # Plain steps without looking for drafts, where there were none: of greedy and of
 # sampled text; at least, in a batch whose rows have trees of their own.
@@ -201,7 +203,7 @@ class AdaptivePolicy:
         sampled = d.requests.sampling is not None
         probability = learnt.counts.probability(sampled)
         running = d.finish == RUNNING
-        weights = self._weights(running, d.length)
+        weights = self._weights(running, d)
         pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
         if drafter.model is None:
@@ -225,15 +227,19 @@ class AdaptivePolicy:
             draft = without_rest(draft, nodes)
         return replace(d, drafting=replace(looking, draft=draft))
 
-    def _weights(self, running: jax.Array, length: jax.Array) -> jax.Array:
-        """How much each row [B] counts, 1 in all: rows that are ahead count less."""
+    def _weights(self, running: jax.Array, d: Decoding) -> jax.Array:
+        """How much each row [B] counts, 1 in all: less if it will be done sooner."""
         weights = running.astype(jnp.float32)
         if running.shape[0] == 1 and self.rows is None:
             return weights
         if not self.refilled:
-            last = jnp.where(running, length, np.iinfo(np.int32).max).min()
-            ahead = (length - least_of(last, self.rows)).astype(jnp.float32)
-            weights = jnp.where(running, jnp.exp(-ahead / AHEAD), 0.0)
+            counts = d.length, d.calls, d.requests.max_new_tokens - d.length
+            tokens, calls, left = (x.astype(jnp.float32) for x in counts)
+            pace = (tokens + STEPS_BEFORE) / (calls + STEPS_BEFORE)
+            steps = jnp.where(running, left / pace, 0.0)
+            last = -least_of((-steps).min(), self.rows)
+            some, part = SOONER
+            weights *= jnp.exp((steps - last) / (some + part * last))
         return weights / jnp.maximum(self._of_rows(weights), 1e-30)
 
     def _by_row(self, batch: int) -> bool:

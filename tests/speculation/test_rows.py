@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.speculation import loop, rows
-from stree_jax.speculation.adaptive_policy import AHEAD
+from stree_jax.speculation.adaptive_policy import SOONER, STEPS_BEFORE
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.support.tiny import REAL
 
@@ -107,20 +107,28 @@ def test_so_are_its_drafts(target, drafter, alone):
 
 
 @pytest.mark.parametrize("refilled", [False, True])
-def test_a_row_that_is_ahead_counts_less_unless_others_take_its_place(
+def test_a_row_that_is_done_sooner_counts_less_unless_others_take_its_place(
     target, refilled, nothing_measured
 ):
     """Nothing is done sooner where those gain that wait for the others anyway."""
     prompts = [*asked_prompts()[:3], [9, 8]]
-    batch, plan = begin(target, prompts, max_new_tokens=512, drafter="lookup")
+    limits = [512, 512, 412, 512]
+    batch, plan = begin(target, prompts, max_new_tokens=limits, drafter="lookup")
     spec = rows.refilled(plan.spec) if refilled else plan.spec
     ended = batch.finish.at[3].set(OUT_OF_LENGTH)
     batch = replace(batch, finish=ended)
-    # Far behind is who ended early, and whose weight would be without bounds.
-    batch = replace(batch, length=jnp.asarray([403, 401, 401, 9], jnp.int32))
+    # Far behind is who ended early, and whose weight would be without bounds. The
+    # second row has come as far in half of the steps, the third is to go less far.
+    batch = replace(batch, length=jnp.asarray([392, 392, 392, 9], jnp.int32))
+    batch = replace(
+        batch, used=batch.used.at[:, 0].set(jnp.asarray([392, 192, 392, 9]))
+    )
     batch = loop.advance_jit(spec, batch, jnp.int32(1))
-    counts = np.asarray([1 if refilled else np.exp(-2 / AHEAD), 1, 1, 0])
-    np.testing.assert_allclose(batch.policy.weights, counts / counts.sum(), rtol=1e-6)
+    last, scale = 120, SOONER[0] + SOONER[1] * 120
+    done = 120 * (192 + STEPS_BEFORE) / (392 + STEPS_BEFORE), 20
+    sooner = np.array([0, last - done[0], last - done[1], np.inf])
+    counts = np.array([1.0, 1, 1, 0]) if refilled else np.exp(-sooner / scale)
+    np.testing.assert_allclose(batch.policy.weights, counts / counts.sum(), rtol=1e-5)
 
 
 def test_a_cancelled_row_gains_nothing_more(target, alone):
