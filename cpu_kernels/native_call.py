@@ -79,7 +79,7 @@ class MoreRows:
             if place in self.shared:
                 return z
             z = z if has_axis[place] else jnp.broadcast_to(z[None], (size, *z.shape))
-            return z.reshape(-1, *z.shape[2:])
+            return z.reshape(z.shape[0] * z.shape[1], *z.shape[2:])
 
         every = [merged(place, z) for place, z in enumerate(arrays)]
         too_many = self.most is not None and every[0].shape[0] > self.most
@@ -93,7 +93,7 @@ class MoreRows:
             batched=self,
             level=level,
         )
-        return [z.reshape(size, -1, *z.shape[1:]) for z in outs]
+        return [z.reshape(size, z.shape[0] // size, *z.shape[1:]) for z in outs]
 
 
 def called(

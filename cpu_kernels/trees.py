@@ -245,7 +245,7 @@ def next_level(
         *arrays,
         kernel=levels,
         definition=definition,
-        shared=(3, 4),
+        shared=(3, 4)[: len(arrays) - 3],  # the first level is no array
         fits=arrays[0].shape[2] <= MOST_WIDTH,
     )
 

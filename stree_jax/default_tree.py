@@ -48,11 +48,6 @@ def spec_for(
         shape = tree_for(drafter, tree, rule)
     if times is not None and not isinstance(shape, Auto):
         raise ValueError("times: only tree 'auto' asks for them")
-    V = model.config.num_tokens
-    if shape.children > V and not isinstance(shape, Auto):
-        raise ValueError(
-            f"tree: {shape.children} children a node, but only {V} tokens to fill them"
-        )
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
     lookup = drafter == LOOKUP

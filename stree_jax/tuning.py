@@ -60,6 +60,12 @@ TOO_SLOW, AGAIN = 1.1, 3
 LEVELS, PROMISE = 3, 1.1
 SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
 
+# What reading a file may raise, whatever is in it: too large numbers, too deep nests.
+_DAMAGED = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+
 log = logging.getLogger("stree_jax")
 
 
@@ -422,7 +428,7 @@ def _read() -> dict[str, Measured]:
             return {}
         entries = json.loads(file.read_text())
         return {key: _parsed(entry) for key, entry in entries.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except _DAMAGED:
         return {}
 
 
@@ -447,8 +453,12 @@ def _write(key: str, times: Measured) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=FILE)
-        with os.fdopen(handle, "w") as new:
-            json.dump(entries, new, indent=1)
-        os.replace(name, file)
+        try:
+            with os.fdopen(handle, "w") as new:
+                json.dump(entries, new, indent=1)
+            os.replace(name, file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
     except OSError:
         return

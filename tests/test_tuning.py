@@ -117,8 +117,12 @@ def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
         '{"KEY": {"by_size": {"1": -1}, "draft": 0, "level": 0}}',
         '{"KEY": {"by_size": {"1": 1, "4": NaN}, "draft": 0, "level": 0}}',
         '{"KEY": {"by_size": {"1": 1}, "draft": 0, "level": 0}}',
+        '{"KEY": {"by_size": {"1": 1, "4": 1%s}, "draft": 0, "level": 0}}'
+        % ("0" * 400),
+        "[" * 100_000,
         "\0\xff",
     ],
+    ids=range(10),
 )
 def test_an_odd_file_is_measured_over(target, folder, measured, text):
     begun, plan = begin(
@@ -139,6 +143,12 @@ def test_nothing_is_kept_where_nothing_can_be(target, measured, monkeypatch, tmp
         monkeypatch.setenv("STREE_JAX_CACHE", named)
         stree_jax.tune(target, tree=TREE)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file"]
+
+
+def test_nothing_is_left_where_nothing_can_be_written(target, folder, measured):
+    (folder / "steps.json").mkdir(parents=True)
+    times_of(target)
+    assert [file.name for file in folder.iterdir()] == ["steps.json"]
 
 
 def test_real_steps_are_timed_on_copies(target, drafter, folder, caplog):

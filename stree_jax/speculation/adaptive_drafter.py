@@ -53,6 +53,7 @@ from stree_jax.speculation.pool import (
     merged,
     no_tree,
 )
+from stree_jax.speculation.staged_drafter import staged_past
 from stree_jax.speculation.tree import Budget, Topology
 
 READ_CHUNK = 8  # tokens of text that a drafting model reads in a pass
@@ -102,7 +103,7 @@ class AdaptiveDrafter:
             case MedusaDrafter():
                 reading = self.model.init(prompts, past)
             case Model():
-                reading = _read(self.model, prompts, model_state(past))
+                reading = _read(self.model, prompts, model_state(staged_past(past)))
         return Looking(
             history=begin_history(prompts),
             reading=reading,

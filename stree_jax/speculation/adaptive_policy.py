@@ -358,7 +358,9 @@ class AdaptivePolicy:
         start = wanted, looking, pool, *nothing
         _, looking, pool, passes, values = lax.while_loop(lambda c: c[0], once, start)
         more = jnp.maximum(passes - 1, 0).astype(jnp.float32)
-        spent = jnp.where(passes > 0, times.draft + more * times.level, 0.0)
+        # More than nothing, which would say that the model was not asked.
+        took = jnp.maximum(times.draft + more * times.level, 1e-30)
+        spent = jnp.where(passes > 0, took, 0.0)
         learnt = self._note_model(learnt, values, weights, spent)
         return learnt, looking, pool, spent
 
@@ -476,7 +478,7 @@ def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:
     Of equals the first are taken.
     """
     flat = value.reshape(-1)
-    order = jnp.argsort(flat, stable=True, descending=True)
+    order = jnp.argsort(flat, stable=True, descending=True).astype(jnp.int32)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size, dtype=order.dtype))
     return (rank < count).reshape(value.shape).sum(axis=1, dtype=jnp.int32)
 

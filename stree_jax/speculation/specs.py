@@ -6,6 +6,8 @@ Letters: as `loop`.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from stree_jax.models import (
     Model,
     base_model,
@@ -59,7 +61,15 @@ def make_spec(
         end up in the text, as does tree "auto" with any; "mtp" fills static trees with
         the target's own layers for it; None drafts nothing.
       times: of steps, for tree "auto"; None: assumed ones.
+
+    Raises:
+      ValueError: they do not go together.
     """
+    V = target.config.num_tokens
+    if tree.children > V and not isinstance(tree, Auto):
+        raise ValueError(
+            f"tree: {tree.children} children a node, but only {V} tokens to fill them"
+        )
     if drafter == MTP:
         return _mtp_spec(target, tree, rule)
     target = without_mtp(target)  # and without what else an API's model has
@@ -69,6 +79,11 @@ def make_spec(
         adaptive = _adaptive_drafter(target, drafter, tree)
         if times is None:
             times = assumed_times(tree, adaptive.model is not None)
+        if np.shape(times.verify) != np.shape(tree.sizes):
+            raise ValueError(
+                f"times: want one of each size {tree.sizes}, "
+                f"got {np.shape(times.verify)}"
+            )
         policy = AdaptivePolicy(times, tree, shares=passes_skip(target))
         return Spec(target, adaptive, policy, rule)
     own: Drafter

@@ -16,6 +16,8 @@ import jax, numpy as np
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 import stree_jax
 from stree_jax import Sampling, Staged
+from stree_jax.speculation.adaptive_policy import assumed_times
+from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.tiny import REAL, perturbed, tiny
 
@@ -27,7 +29,10 @@ settings = [Sampling(0.8, top_k=9, top_p=0.9, repetition_penalty=1.2, seed=3)] *
 text = rng.integers(0, REAL, (4, 64), np.int32)
 ngrams = katz(count_grams(text, 3, REAL), REAL, slots=256, keep=4)
 staged = Staged(drafter, ngrams, 2)
+auto = resolve_tree("auto:1,4,8")
+times = assumed_times(auto, with_model=True)
 arms = {
+    "auto": dict(drafter=drafter, tree=auto, times=times),
     "greedy": dict(drafter=drafter, tree="A", min_new_tokens=2),
     "coupled": dict(drafter=drafter, tree="A", sampling=settings, logprobs=1),
     "mss": dict(drafter=drafter, tree="A", sampling=settings, rule="mss"),
@@ -62,7 +67,9 @@ def both():
     return run("1"), run("0")
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled", "mss", "beam", "staged", "demo"])
+@pytest.mark.parametrize(
+    "name", ["auto", "greedy", "coupled", "mss", "beam", "staged", "demo"]
+)
 def test_the_same_with_64_bits(both, name):
     wide, usual = both
     assert wide[name] == usual[name]

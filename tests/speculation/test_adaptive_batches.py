@@ -19,7 +19,7 @@ from stree_jax.speculation.step import (
     trees_of,
 )
 from stree_jax.speculation.tree import Auto
-from tests.speculation.auto import times
+from tests.speculation.auto import TREE, times
 
 OPTIONS = dict(max_new_tokens=12, drafter="lookup", tree="auto:1,4,8")
 
@@ -138,3 +138,15 @@ def test_a_step_of_few_nodes_is_no_plain_one(target):
     np.testing.assert_allclose(found, [1.0, 1.5, 1.6, 2.0, 2.4, 2.8], rtol=1e-6)
     steep = replace(spec.policy, times=times([1.0, 2.0, 6.0]))
     np.testing.assert_allclose(steep._seconds(nodes)[:3], 1.0)
+
+
+def test_a_model_that_takes_no_time_is_asked(target, prompts):
+    """That it takes none does not say that it was not asked."""
+    calls = []
+    for seconds in (0.0, 1e-6):
+        free = times(draft=seconds, level=seconds)
+        options = dict(max_new_tokens=60, stop_tokens=(), drafter=target, tree=TREE)
+        result = stree_jax.generate(target, prompts, times=free, **options)
+        calls.append(result.target_calls.tolist())
+    assert calls[0] == calls[1]
+    assert max(calls[0]) < 40

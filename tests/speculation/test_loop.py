@@ -13,6 +13,7 @@ import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models import commit
 from stree_jax.speculation import loop
+from stree_jax.speculation.adaptive_policy import assumed_times
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree, resolve_tree
 from tests.support.tiny import REAL, perturbed, tiny
@@ -332,3 +333,34 @@ def test_going_on_compiles_nothing(target, drafters, prompts, tree, sampled):
 
     before = map(jax.typeof, jax.tree.leaves(decoding))
     assert list(map(facts, before)) == list(map(facts, traced.out_avals))
+
+
+@pytest.mark.parametrize("tree", ["A", "auto:1,4"])
+def test_mapped_texts_are_each_its_own(target, drafters, prompts, plain, tree):
+    """Under `jax.vmap` kernels take more rows, or leave it to their definitions."""
+    width = max(LENGTHS)
+    rows = [np.pad(p, (0, width - len(p))).astype(np.int32) for p in prompts]
+
+    def one(row, length):
+        half = drafters["half"]
+        return loop.generate_tokens(
+            target, half, tree, row[None], length[None], max_new_tokens=NEW
+        )
+
+    done = jax.jit(jax.vmap(one))(np.stack(rows), np.asarray(LENGTHS, np.int32))
+    for i, tokens in enumerate(plain.tokens):
+        assert done.tokens[i, 0, : int(done.length[i, 0])].tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("tree", "times", "match"),
+    [
+        (f"cartesian:{REAL + 1}", None, "tree: .* children a node, but only"),
+        ("auto:1,4", assumed_times(resolve_tree("auto"), True), "times: want one of"),
+    ],
+)
+def test_what_a_program_cannot_do_is_said(target, drafters, tree, times, match):
+    args = target, drafters["half"], tree, jnp.ones((1, 3), jnp.int32), jnp.array([3])
+    with pytest.raises(ValueError, match=match) as caught:
+        loop.generate_tokens(*args, max_new_tokens=4, times=times)
+    assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ import stree_jax
 from stree_jax import Sampling, Staged
 from stree_jax.models import Model
 from stree_jax.models.memory import state_bytes
+from stree_jax.speculation.adaptive_policy import assumed_times
 from stree_jax.speculation.draft import DRAFTER, NGRAM, STAGE, TARGET
 from stree_jax.speculation.ngrams import WAYS
 from stree_jax.speculation.tree import resolve_tree
@@ -194,6 +195,17 @@ def test_a_past_goes_on(runs, target, drafter, ngrams, prompts):
         later = continued(target, result.past, who, more)
         assert later.tokens == anew.tokens
         assert later.gained.tolist() == anew.gained.tolist()
+
+
+def test_a_past_goes_on_with_trees_that_fit(runs, target, ngrams, drafter, prompts):
+    _, staged = runs("greedy")
+    more, who = [[11, 12], [], [13]], Staged(drafter, ngrams, 2)
+    text = [p + t + m for p, t, m in zip(prompts, staged.tokens, more, strict=True)]
+    anew = stree_jax.generate(target, text, max_new_tokens=NEW)
+    auto = resolve_tree("auto:1,4")
+    times = assumed_times(auto, with_model=True)
+    later = continued(target, staged.past, who, more, tree=auto, times=times)
+    assert later.tokens == anew.tokens
 
 
 def test_a_model_alone_refuses_a_past_with_a_guesser(runs, target, drafter):
