@@ -21,7 +21,7 @@ from stree_jax.bench import (
     staged,
     unrolled,
 )
-from stree_jax.bench.method import Run, machine_line
+from stree_jax.bench.method import Run, check_report, machine_line
 from stree_jax.bench.prompts import Prompt, read_prompts, read_turns
 from stree_jax.bench.shapes import config_of, random_model, random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
@@ -217,8 +217,16 @@ def _measure_peers(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_of(args: argparse.Namespace) -> Run:
     """How to measure, from the options."""
-    if args.repeats < 1:
-        raise ValueError(f"--repeats: want at least 1, got {args.repeats}")
+    for name in ("repeats", "batch", "max_new_tokens"):
+        values = getattr(args, name, 1)
+        for value in (values,) if isinstance(values, int) else values:
+            if value < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option}: want at least 1, got {value}")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise ValueError(f"--minutes: want at least 0, got {args.minutes}")
+    if args.json is not None:
+        check_report(args.json)
     for name in ("json", "figure"):
         path = getattr(args, name)
         if path is not None and not path.absolute().parent.is_dir():

@@ -30,6 +30,7 @@ from stree_jax.cost import fit_pass_time, fit_quality
 from stree_jax.memory import abstract_model
 from stree_jax.models import ModelConfig
 from stree_jax.models.memory import size_of
+from stree_jax.speculation.tree import MAX_NODES
 from stree_jax.traffic import weights_read
 
 DISPATCH = 128  # passes a dispatch, but on a CPU: see `measure_forward`
@@ -62,9 +63,11 @@ def measure_forward(
       ValueError: an unknown shape, or a tree without a node.
     """
     config = config_of(shape)
+    most = {"--sizes": MAX_NODES, "--levels": MAX_NODES.bit_length() - 1}
     for option, values in (("--sizes", sizes), ("--levels", levels)):
-        if min(values, default=1) < 1:
-            raise ValueError(f"{option}: want at least 1, got {min(values)}")
+        for value in values:
+            if not 1 <= value <= most[option]:
+                raise ValueError(f"{option}: want 1..{most[option]}, got {value}")
     passes = 1 if jax.default_backend() == "cpu" else DISPATCH
     timed = {"sizes": [Case(n, "packed") for n in dict.fromkeys(sizes)]}
     timed |= {f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in levels}

@@ -182,7 +182,9 @@ def measure(
             if clock.over:
                 break
             records[name] = json.loads(json.dumps(work(name)))
-            if part is not None:
+            if part is not None:  # of what was measured; a wrong option leaves nothing
+                if not part.exists():
+                    part.write_text(json.dumps(head) + "\n")
                 with part.open("a") as lines:
                     lines.write(json.dumps([name, records[name]]) + "\n")
     complete = all(name in records for name in names)
@@ -190,16 +192,15 @@ def measure(
 
 
 def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
-    """The records of an interrupted run; begins the file where there is none."""
+    """The records of an interrupted run, none where there is none."""
     if not part.exists():
-        part.write_text(json.dumps(head) + "\n")
         return {}
     lines = part.read_text().split("\n")
     old = json.loads(lines[0])
     for name in sorted(old.keys() | head.keys()):
         if old.get(name) != head.get(name):
             raise ValueError(
-                f"{part}: made with another {name}; delete it, or write the report "
+                f"{part}: made with other {name}; delete it, or write the report "
                 "to another place"
             )
     records = {}
@@ -208,6 +209,17 @@ def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
         records[name] = record
     part.write_text("\n".join(lines[:-1]) + "\n")
     return records
+
+
+def check_report(path: Path) -> None:
+    """Raises ValueError for a file that is something else than a report."""
+    try:
+        old = json.loads(path.read_text()) if path.exists() else None
+    except ValueError:
+        old = False
+    report = isinstance(old, dict) and {"kind", "units"} <= old.keys()
+    if old is not None and not report:
+        raise ValueError(f"{path}: is there, and no report; write to another place")
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

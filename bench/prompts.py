@@ -31,10 +31,19 @@ def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
 
 
 def read_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The first `count` lines of a file."""
+    """The first `count` lines of a file; raises ValueError for what is no JSON."""
+    if count < 1:
+        raise ValueError(f"count: want at least 1, got {count}")
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in islice(lines, count)]
+    records: list[dict[str, Any]] = []
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for line in islice(lines, count):
+                records.append(json.loads(line))
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:  # or not UTF-8
+        found = f"{path}: line {len(records) + 1}: no JSON ({error})"
+        raise ValueError(f"{found}; want an object a line") from error
+    return records
 
 
 def read_turns(paths: Sequence[Path], count: int) -> list[list[str]]:

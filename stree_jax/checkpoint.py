@@ -71,6 +71,8 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
       CheckpointError: it is nowhere to be found, or the hub cannot be reached.
     """
     name = str(path_or_hub_id)
+    if not name:
+        raise CheckpointError("want a path or a hub id, got an empty name")
     if name in BUNDLED:
         return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
     path = Path(path_or_hub_id)
@@ -194,6 +196,7 @@ class Described(NamedTuple):
 
 def described(directory: Path) -> Described:
     """Of a local directory or GGUF file; no weights are read."""
+    level()  # as in `load`
     if is_ours(directory):
         config, dtype = config_from_json(directory / "config.json")
         check_config(directory / "config.json")

@@ -298,8 +298,8 @@ def tune(
     Raises:
       ValueError: as `generate`; a tree other than "auto".
     """
-    batch = integer("batch", batch, 1, 2**16, "at least 1 row")
-    context = integer("context", context, 1, MOST_TOKENS, "at least 1 token")
+    batch = integer("batch", batch, 1, 2**16, f"1..{2**16} rows")
+    context = integer("context", context, 1, MOST_TOKENS, f"1..{MOST_TOKENS} tokens")
     if not isinstance(resolve_tree(tree), Auto):
         raise ValueError(f"tree: only 'auto' is tuned, got {tree!r}")
     decoding, plan = begin(

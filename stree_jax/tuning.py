@@ -12,6 +12,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -426,10 +427,14 @@ def _read() -> dict[str, Measured]:
     try:
         if file is None:
             return {}
-        entries = json.loads(file.read_text())
-        return {key: _parsed(entry) for key, entry in entries.items()}
+        entries = json.loads(file.read_text()).items()
     except _DAMAGED:
         return {}
+    found = {}
+    for key, entry in entries:
+        with suppress(*_DAMAGED):  # others may be in order
+            found[key] = _parsed(entry)
+    return found
 
 
 def _parsed(entry: dict[str, Any]) -> Measured:
@@ -441,6 +446,11 @@ def _parsed(entry: dict[str, Any]) -> Measured:
     ):
         raise ValueError("steps take time")
     return found
+
+
+def is_kept(times: Measured) -> bool:
+    """Whether other processes find them."""
+    return times in _read().values()
 
 
 def _write(key: str, times: Measured) -> None:

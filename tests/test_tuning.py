@@ -136,6 +136,15 @@ def test_an_odd_file_is_measured_over(target, folder, measured, text):
     assert key in json.loads((folder / "steps.json").read_text())
 
 
+def test_one_odd_entry_costs_no_other(target, folder, measured):
+    found = times_of(target)
+    file = folder / "steps.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"other": 1}))
+    tuning._known.clear()
+    assert times_of(target) == found and tuning.is_kept(found)
+    assert len(measured) == 1
+
+
 def test_nothing_is_kept_where_nothing_can_be(target, measured, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "_known", {})
     for named in ("off", str(tmp_path / "file" / "below")):
@@ -183,7 +192,7 @@ def test_only_auto_is_tuned(target):
         stree_jax.tune(target, tree="A")
     with pytest.raises(ValueError, match="batch"):
         stree_jax.tune(target, batch=0)
-    with pytest.raises(ValueError, match="context: want at least 1 token, got 0"):
+    with pytest.raises(ValueError, match="context: want 1..16777216 tokens, got 0"):
         stree_jax.tune(target, context=0)
 
 

@@ -221,7 +221,7 @@ def unescape(text: str) -> str:
     def character(match: re.Match[str]) -> str:
         code = match[1]
         if code not in known and len(code) != 5:
-            problem = rf"\{code} is no escape; known are \n \t \r \\ \uXXXX"
+            problem = rf"\{code} is no escape; known are \n \t \r \\ \uXXXX (in hex)"
             raise argparse.ArgumentTypeError(problem)
         return known.get(code) or chr(int(code[1:], 16))
 
@@ -376,7 +376,8 @@ def run_export(args: argparse.Namespace) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> None:
-    from stree_jax import cpu_kernels
+    from stree_jax import cpu_kernels, tuning
+    from stree_jax.cache_folder import cache_folder
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
     from stree_jax.speculation.ngrams import NGrams
@@ -401,3 +402,7 @@ def run_tune(args: argparse.Namespace) -> None:
         print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
         print(f"each pass for more levels: {1e3 * times.level:.3f} ms")
     print(f"CPU kernels: {cpu_kernels.describe()}")
+    if not tuning.is_kept(times):
+        folder = cache_folder()
+        why = "is off" if folder is None else f"{folder}: cannot be written to"
+        tell(f"not kept: STREE_JAX_CACHE {why}; whoever needs them measures again")

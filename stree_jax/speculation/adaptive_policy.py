@@ -411,6 +411,7 @@ class AdaptivePolicy:
         else:
             choice = jnp.where(free, best, force.size).astype(jnp.int32)
             nodes = jnp.broadcast_to(sizes[choice], (batch,))
+        drafts = choice > 0  # what plain steps bring is counted when they do
         place = jnp.arange(T, dtype=jnp.int32)[None]
         expected = jnp.where(place < nodes[:, None], value, 0.0).sum(axis=1)
         idle = free & (choice == 0) & ~learnt.modelling
@@ -428,7 +429,7 @@ class AdaptivePolicy:
             rest=jnp.where(idle, learnt.resting, 0).astype(jnp.int32),
             wait=learnt.wait - jnp.where(idle, learnt.resting, 0),
             asked=jnp.where(choice == 0, 0.0, asked),
-            expected=learnt.expected + jnp.where(running, expected, 0.0),
+            expected=learnt.expected + jnp.where(running & drafts, expected, 0.0),
         )
         return replace(d, choice=choice, policy=learnt), nodes
 
@@ -439,13 +440,9 @@ class AdaptivePolicy:
             counts = count(state.counts, draft, accepted, self.rows)
             state = replace(self._note_step(state, draft, accepted), counts=counts)
             return state, jnp.int32(OPEN)
-        rests = state.rest > 0
-        more = jnp.where(rests & (accepted.length > 0), 1.0, 0.0)
-        state = replace(
-            state,
-            rest=jnp.maximum(state.rest - 1, 0),
-            expected=state.expected + more,
-        )
+        rests, ran = state.rest > 0, (accepted.length > 0).astype(jnp.float32)
+        rest = jnp.maximum(state.rest - 1, 0)
+        state = replace(state, rest=rest, expected=state.expected + ran)
         return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
 
     def _note_step(self, learnt: Learnt, draft: Draft, accepted: Accepted) -> Learnt:

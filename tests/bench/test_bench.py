@@ -127,7 +127,7 @@ def test_minutes_end_a_run_between_units(tmp_path):
     report = measure({"kind": "k"}, "abc", str.upper, Run(1, path, minutes=0))
     assert not report["complete"] and report["units"] == {}
     method.write_report(report, path)
-    assert path.with_name("r.json.part").exists()  # to go on from
+    assert not path.with_name("r.json.part").exists()  # nothing to go on from
     report = measure({"kind": "k"}, "abc", str.upper, Run(1, path))
     assert report["units"] == {"a": "A", "b": "B", "c": "C"}
 
@@ -136,13 +136,23 @@ def test_another_setting_does_not_go_on(tmp_path):
     path = tmp_path / "r.json"
     measure({"kind": "k", "count": 1}, "a", str.upper, Run(1, path))
     before = path.with_name("r.json.part").read_text()
-    with pytest.raises(
-        ValueError, match="r.json.part: made with another count; delete"
-    ):
+    with pytest.raises(ValueError, match="r.json.part: made with other count; delete"):
         measure({"kind": "k", "count": 2}, "a", str.upper, Run(1, path))
-    with pytest.raises(ValueError, match="made with another repeats"):
+    with pytest.raises(ValueError, match="made with other repeats"):
         measure({"kind": "k", "count": 1}, "a", str.upper, Run(2, path))
     assert path.with_name("r.json.part").read_text() == before
+
+
+def test_a_wrong_option_leaves_nothing(folder, capsys, tmp_path):
+    """And so no reason to refuse the right one; and only reports are written over."""
+    report, other = tmp_path / "r.json", tmp_path / "p.jsonl"
+    other.write_text((folder / "p.jsonl").read_text())
+    assert command(folder, "decode", "--json", report, "--max-new-tokens", "0") == 2
+    assert "--max-new-tokens: want at least 1, got 0" in capsys.readouterr().err
+    assert command(folder, "decode", "--json", other) == 2
+    assert "p.jsonl: is there, and no report" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["p.jsonl"]
+    assert other.read_text() == (folder / "p.jsonl").read_text()
 
 
 def test_machine_says_what_ran():
@@ -282,6 +292,16 @@ def test_prompt_files(tmp_path):
     assert prompt_of(rows[2], path) == "d\n"
     with pytest.raises(ValueError, match="no prompt, turns or question"):
         prompt_of({"x": 1}, path)
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": \xff\n')
+    with pytest.raises(ValueError, match="odd.jsonl: line .: no JSON"):
+        read_prompts([path], 2)
+    path.write_text('{"prompt": "a"}\nb\n')
+    with pytest.raises(ValueError, match="odd.jsonl: line 2: no JSON"):
+        read_prompts([path], 2)
+    zipped = path.rename(tmp_path / "odd.gz")
+    with pytest.raises(ValueError, match="odd.gz: line 1: no JSON"):
+        read_prompts([zipped], 2)
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +456,9 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
         ("cost", ["--arms", "auto"], "auto has no fixed shape to predict"),
         ("unrolled", ["--widths", "0"], "beam"),
         ("temperature", ["--batch", "9"], "make no batch of 9"),
+        ("temperature", ["--batch", "0"], "--batch: want at least 1, got 0"),
+        ("decode", ["--count", "-1"], "count: want at least 1, got -1"),
+        ("decode", ["--minutes", "-1"], "--minutes: want at least 0, got -1"),
     ],
 )
 def test_wrong_options_are_one_line(folder, capsys, kind, options, message):

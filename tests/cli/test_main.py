@@ -78,7 +78,7 @@ def test_streamed_text_is_the_text(folder, capsys, tmp_path):
     assert closing.startswith("12 tokens, tau 1.00, ")
 
 
-def test_lookup_drafts_where_nothing_else_does(folder, capsys):
+def test_lookup_drafts_where_nothing_else_does(folder, capsys, monkeypatch):
     """Any model but the demo; `--compare` says who drafted, `--explain` shows it."""
     args = ["generate", "def f(x):\n    return x\ndef f(", "--model", folder / "target"]
     args += ["--max-new-tokens", "24", "--tree", "auto:1,4", "--ignore-eos"]
@@ -101,6 +101,9 @@ def test_lookup_drafts_where_nothing_else_does(folder, capsys):
     )
     assert code == 0 and out.startswith("a tree of 1 nodes: ")
     assert out.splitlines()[-1].startswith("CPU kernels: ")
+    monkeypatch.setenv("STREE_JAX_CACHE", "off")
+    _, _, err = run(capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4")
+    assert "not kept: STREE_JAX_CACHE is off; " in err.splitlines()[-1]
 
 
 def test_info(folder, capsys):

@@ -65,7 +65,7 @@ def test_escapes_in_stop_strings(given, text):
     ("given", "problem"),
     [
         ("x\\", r"\ is no escape"),
-        (r"\q", r"\q is no escape; known are \n \t \r \\ \uXXXX"),
+        (r"\q", r"\q is no escape; known are \n \t \r \\ \uXXXX (in hex)"),
         (r"\u12", r"\u is no escape"),
         ("\\\n", "is no escape"),
         (r"\ud83d", "half a character"),

@@ -2,12 +2,14 @@
 
 import platform
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 import stree_jax
 from stree_jax import cpu_kernels
+from stree_jax.checkpoint import info
 from stree_jax.cpu_kernels import library as module
 from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, Library
 from tests.support.native import INSTRUCTIONS, built, use
@@ -55,12 +57,17 @@ def test_the_best_instructions_are_the_default(monkeypatch):
     assert cpu_kernels.level() == 0
 
 
-def test_a_wrong_name_is_refused(monkeypatch):
+def test_a_wrong_name_is_refused(monkeypatch, capsys):
     use(monkeypatch, "avx1024")
     with pytest.raises(ValueError, match=f"{VARIABLE}=avx1024: unknown; known are off"):
         cpu_kernels.level()
     with pytest.raises(ValueError, match=f"^{VARIABLE}=avx1024"):  # no file's fault
         stree_jax.load("demo")
+    with pytest.raises(ValueError, match=f"^{VARIABLE}=avx1024"):
+        info("demo")
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("stree_jax.cpu_kernels", run_name="__main__")
+    assert capsys.readouterr().err.startswith(f"{VARIABLE}=avx1024: unknown")
 
 
 def test_instructions_that_are_not_there_are_refused(monkeypatch):

@@ -166,6 +166,10 @@ def test_it_takes_what_is_fastest_by_the_times(target, drafter, prompts):
 
     dear = shares("lookup", times([1.0, 100.0, 200.0]))
     assert dear[0] == 1
+    plain = stree_jax.generate(
+        target, prompts, drafter="lookup", times=times([1.0, 100.0, 200.0]), **options
+    )
+    assert plain.expected_tokens.tolist() == plain.lengths.tolist()
     flat = shares(target, times())
     assert flat[2] > 0.9  # drafts are right, and cost nothing
     free = stree_jax.generate(target, prompts, drafter=target, times=times(), **options)
