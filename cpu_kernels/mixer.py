@@ -72,7 +72,10 @@ class MixerOptions:
 
 
 def mixer_unsupported(
-    memory: MixerMemory, tree: MixerTree, options: MixerOptions
+    weights: MixerWeights,
+    memory: MixerMemory,
+    tree: MixerTree,
+    options: MixerOptions,
 ) -> str | None:
     """Why `mixer_pass` cannot take these, or None."""
     (_, T, taps), heads = tree.window.shape, memory.x.shape[2]
@@ -88,6 +91,12 @@ def mixer_unsupported(
         return f"norms groups of whole heads, not {options.norm_groups} of {heads}"
     if memory.conv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"wants records in float32 or bfloat16, got {memory.conv.dtype}"
+    records = memory.conv, memory.x, memory.B, memory.xBC
+    if len({z.dtype for z in records}) > 1:
+        return "wants records of one dtype"
+    kinds = {z.dtype.name for z in weights[:3] if z.size}
+    if kinds not in ({"float32"}, {"bfloat16"}):
+        return f"wants weights in float32 or bfloat16, all in one, got {kinds}"
     return None
 
 

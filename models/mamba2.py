@@ -128,7 +128,7 @@ def mixed(
     options = MixerOptions(
         2 * c.d_mlp, c.norm_groups, c.norm == "norm_first", c.norm_eps, c.dt_limit
     )
-    if mixer_unsupported(memory, tree, options) is not None:
+    if mixer_unsupported(weights, memory, tree, options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
     partly = pass_.live is not None and pass_.rows is None
     of_path = record is None, pending is not None

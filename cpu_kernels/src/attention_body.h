@@ -206,6 +206,9 @@ TARGET inline float weigh(float* scores, int64_t count, float scale, const uint8
   }
   float top = *m;
   for (int i = 0; i < V::W; i++) top = most[i] > top ? most[i] : top;
+  bool strange = false;  // a NaN, which is larger than nothing
+  for (int64_t i = 0; i < count && !(top > none); i++) strange |= scores[i] != scores[i];
+  if (strange) top = 0.0f;
   if (!(top > none)) {  // nothing is allowed yet
     for (int64_t i = 0; i < KEYS; i++) scores[i] = 0.0f;
     return 1.0f;

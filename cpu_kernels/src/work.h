@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -114,6 +115,7 @@ template <bool AHEAD, class Work>
 void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const Work& work) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> failed{false};
   };
   const int64_t helpers = std::min({pool.num_threads(), threads, parts}) - 1;
   if (helpers < 1) {
@@ -128,7 +130,11 @@ void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const
     int64_t part = shared->next.fetch_add(1);
     while (part < parts) {
       const int64_t next = AHEAD ? shared->next.fetch_add(1) : parts;
-      work(part, next < parts ? next : parts);
+      try {
+        work(part, next < parts ? next : parts);
+      } catch (...) {  // no memory; the caller's locals stay until all parts are done
+        shared->failed = true;
+      }
       shared->done.fetch_add(1, std::memory_order_release);
       part = AHEAD ? next : shared->next.fetch_add(1);
     }
@@ -142,6 +148,7 @@ void share_out(xla::ffi::ThreadPool& pool, int64_t threads, int64_t parts, const
       _mm_pause();
 #endif
   }
+  if (shared->failed) throw std::runtime_error("RESOURCE_EXHAUSTED: no memory for a kernel");
 }
 
 // work(part) for every part below `parts`.

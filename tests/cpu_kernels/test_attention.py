@@ -159,3 +159,17 @@ def test_what_it_does_not_take_is_refused_by_name_and_left_to_xla_otherwise():
         native(*args)
     with pytest.raises(ValueError, match="wants a scale that is a number"):
         jax.jit(lambda s: tree_attention(*args, s, implementation="native"))(0.3)
+
+
+@each_level
+@pytest.mark.parametrize("name", ["one query", "turned keys", "parts"])
+def test_what_is_no_number_is_not_hidden(name, level, monkeypatch):
+    """A query that is none, and a cache of keys that are none."""
+    use(monkeypatch, level)
+    q, k, v, k_cache, *rest = case(SHAPES[name])
+    out = np.asarray(jax.jit(native)(q.at[0, 0, 0].set(np.nan), k, v, k_cache, *rest))
+    assert np.isnan(out[0, 0, 0]).all()
+    assert np.isnan(out).sum() == out.shape[-1]
+    lost = jnp.full_like(k_cache, np.nan)
+    out = np.asarray(jax.jit(native)(q, k, v, lost, *rest))
+    assert np.isnan(out[0]).all()

@@ -139,6 +139,8 @@ def test_rows_of_a_table(dtype):
     np.testing.assert_array_equal(run(table, ids), jax.jit(looked_up)(table, ids))
     mapped = jax.vmap(lambda ids: table_rows(table, ids, definition=looked_up))
     np.testing.assert_array_equal(jax.jit(mapped)(ids), looked_up(table, ids))
+    few = jnp.abs(ids).astype(jnp.uint32)
+    np.testing.assert_array_equal(run(table, few), jax.jit(looked_up)(table, few))
     of_none = table_rows(table, ids[:0], definition=looked_up)
     assert of_none.shape == (0, 3, 13)
 

@@ -342,3 +342,15 @@ def test_a_path_out_of_its_tree_is_refused():
     wild = given._replace(path=given.path + 1000)
     with pytest.raises(Exception, match="a path leads out of its tree"):
         jax.block_until_ready(replaying(mixed, CONFIGS["plain"])(wild))
+
+
+@pytest.mark.parametrize("name", ["conv_weight", "conv_bias", "norm"])
+def test_weights_of_two_dtypes_are_left_to_the_equations(name):
+    """As where only a model's matrices were made bfloat16."""
+    c = CONFIGS["plain"]
+    given = case(c)
+    other = getattr(given.weights, name).astype(jnp.bfloat16)
+    given = given._replace(weights=given.weights._replace(**{name: other}))
+    with jax.numpy_dtype_promotion("standard"):
+        ours, wanted = (replaying(f, c)(given) for f in (mixed, equations))
+    agree(ours, wanted, "float32")
