@@ -32,8 +32,8 @@ def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
 
 def read_records(path: Path, count: int) -> list[dict[str, Any]]:
     """The first `count` lines of a file; raises ValueError for what is no JSON."""
-    if count < 1:
-        raise ValueError(f"count: want at least 1, got {count}")
+    if count < 0:
+        raise ValueError(f"count: want at least 0, got {count}")
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     records: list[dict[str, Any]] = []
     try:

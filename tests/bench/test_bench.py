@@ -457,7 +457,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
         ("unrolled", ["--widths", "0"], "beam"),
         ("temperature", ["--batch", "9"], "make no batch of 9"),
         ("temperature", ["--batch", "0"], "--batch: want at least 1, got 0"),
-        ("decode", ["--count", "-1"], "count: want at least 1, got -1"),
+        ("decode", ["--count", "-1"], "count: want at least 0, got -1"),
         ("decode", ["--minutes", "-1"], "--minutes: want at least 0, got -1"),
     ],
 )
