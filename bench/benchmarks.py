@@ -1,6 +1,7 @@
 """The benchmarks: from options to a report, and from a report to a table."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -231,6 +232,8 @@ def run_of(args: argparse.Namespace) -> Run:
         path = getattr(args, name)
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{name}: {path.parent}: no such directory")
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise ValueError(f"--{name}: {path.parent}: cannot be written to")
     return Run(args.repeats, args.json, args.minutes)
 
 

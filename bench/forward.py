@@ -60,7 +60,7 @@ def measure_forward(
       settings, "machine", "complete" and "units" of `measure`, and what `summary` adds.
 
     Raises:
-      ValueError: an unknown shape, or a tree without a node.
+      ValueError: an unknown shape, a tree without a node or with more than MAX_NODES.
     """
     config = config_of(shape)
     most = {"--sizes": MAX_NODES, "--levels": MAX_NODES.bit_length() - 1}

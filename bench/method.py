@@ -213,12 +213,13 @@ def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
 
 def check_report(path: Path) -> None:
     """Raises ValueError for a file that is something else than a report."""
+    if not path.exists():
+        return
     try:
-        old = json.loads(path.read_text()) if path.exists() else None
+        old = json.loads(path.read_text())
     except ValueError:
-        old = False
-    report = isinstance(old, dict) and {"kind", "units"} <= old.keys()
-    if old is not None and not report:
+        old = None
+    if not (isinstance(old, dict) and {"kind", "units"} <= old.keys()):
         raise ValueError(f"{path}: is there, and no report; write to another place")
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.speculation.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
+from stree_jax.whole_file import write_whole
 
 FORMAT, VERSION = "stree-jax-ngrams", 1
 MOST_HEADER = 2**20  # bytes
@@ -42,18 +42,10 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
     }
     body = save(tensors, facts)
     facts["sha256"] = _digest(*_split(dst, body))
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=dst.parent, prefix=f".{dst.name[:50]}")
-        with os.fdopen(handle, "wb") as file:
-            file.write(save(tensors, facts))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, dst)
+        write_whole(dst, save(tensors, facts))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def check_new(dst: Path) -> None:

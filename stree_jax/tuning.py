@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +40,7 @@ from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.version import __version__
+from stree_jax.whole_file import write_whole
 
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
@@ -462,13 +462,6 @@ def _write(key: str, times: Measured) -> None:
     entries = dict(list(entries.items())[1 - MOST_ENTRIES :]) | {key: asdict(times)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=FILE)
-        try:
-            with os.fdopen(handle, "w") as new:
-                json.dump(entries, new, indent=1)
-            os.replace(name, file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_whole(file, json.dumps(entries, indent=1).encode())
     except OSError:
         return

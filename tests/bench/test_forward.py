@@ -238,8 +238,12 @@ def test_what_a_pass_reads(target):
     assert len(set(forward.bytes_of(tied, "float32"))) == 1
     total, read = forward.bytes_of(apart, "float32")
     assert total - read == apart.vocab_size * apart.d_model * 4
-    with pytest.raises(ValueError, match="--sizes: want 1..1024, got 0"):
-        forward.measure_forward("mamba2-130m", [0], [], "float32", Run(1))
+    wrong = (([0], [], "sizes: want 1..1024"), ([1, 1025], [], "sizes: want 1..1024"))
+    for sizes, levels, message in (*wrong, ([1], [11], "levels: want 1..10")):
+        with pytest.raises(
+            ValueError, match=f"--{message}, got {(sizes + levels)[-1]}"
+        ):
+            forward.measure_forward("mamba2-130m", sizes, levels, "float32", Run(1))
     with pytest.raises(ValueError, match="--shape: unknown 'gpt'; known: mamba2-130m"):
         forward.measure_forward("gpt", [1], [], "float32", Run(1))
 
