@@ -10,6 +10,7 @@ from stree_jax.cpu_kernels.heads import turned_heads as turned_heads
 from stree_jax.cpu_kernels.library import at_hand as at_hand
 from stree_jax.cpu_kernels.library import describe as describe
 from stree_jax.cpu_kernels.library import level as level
+from stree_jax.cpu_kernels.lowered import by_platform as by_platform
 from stree_jax.cpu_kernels.mixer import MixerMemory as MixerMemory
 from stree_jax.cpu_kernels.mixer import MixerOptions as MixerOptions
 from stree_jax.cpu_kernels.mixer import MixerTree as MixerTree

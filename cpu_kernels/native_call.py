@@ -1,31 +1,24 @@
 """A kernel where a program runs on one CPU, its definition everywhere else.
 
-Only when a program is lowered is it known for which platform, for how many devices,
-and whether it will be exported. So this is a primitive of its own: exported programs,
-which another machine may run, and programs of several devices, whose arrays XLA cuts,
-get the definition; where `shard_map` has cut them each device runs the kernel.
-Derivatives are always the definition's.
+Exported programs, which another machine may run, and programs of several devices, whose
+arrays XLA cuts, get the definition; where `shard_map` has cut them each device runs the
+kernel. Derivatives are always the definition's.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from stree_jax.cpu_kernels.library import level
+from stree_jax.cpu_kernels.lowered import Function, lowered
 
-Function = Callable[..., Any]  # of arrays, to one or several
 # The same for arrays of which some, which the second argument says, have a first axis
 # more; the third is `definition`, the fourth `level`.
 Batched = Callable[[Sequence[jax.Array], Sequence[bool], Function, int], Any]
-
-_native_call = Primitive("native_call")
-_native_call.multiple_results = True
 
 
 def native_call(
@@ -44,9 +37,41 @@ def native_call(
       batched: what `jax.vmap` makes of it.
       level: of `library.LEVELS`.
     """
-    return _native_call.bind(
-        *args, kernel=kernel, definition=definition, batched=batched, level=level
-    )
+    return lowered(*args, ways=NativeCall(kernel, definition, batched, level))
+
+
+@dataclass(frozen=True)
+class NativeCall:
+    """The `Ways` of `native_call`, with its arguments."""
+
+    kernel: Function
+    definition: Function
+    rows: Batched
+    level: int
+
+    @property
+    def shaped(self) -> Function:
+        return partial(self.kernel, level=self.level)
+
+    def chosen(self, platform: str, module: Any) -> Function:
+        # Where a later jax keeps these elsewhere, the definition runs.
+        how = getattr(module, "lowering_parameters", None)
+        alone = platform == "cpu" and _on_one_device(module.axis_context)
+        runs_here = alone and not getattr(how, "for_export", True)
+        return self.shaped if runs_here else self.definition
+
+    def batched(
+        self, arrays: Sequence[jax.Array], has_axis: Sequence[bool]
+    ) -> list[jax.Array]:
+        return jax.tree.leaves(self.rows(arrays, has_axis, self.definition, self.level))
+
+
+def _on_one_device(context: Any) -> bool:
+    """Whether arrays are one device's: of a program of one, or inside `shard_map`."""
+    if getattr(context, "num_devices", None) == 1:
+        return True
+    mesh = getattr(context, "mesh", None)
+    return mesh is not None and set(mesh.axis_names) == set(context.manual_axes)
 
 
 @dataclass(frozen=True)
@@ -128,80 +153,3 @@ def counts(live: jax.Array | None) -> jax.Array:
     not even written: whoever mixes rows leaves it out.
     """
     return jnp.zeros((0,), jnp.int32) if live is None else live
-
-
-def _kernel(*args: Any, kernel: Function, level: int, **_: Any) -> list[jax.Array]:
-    return jax.tree.leaves(kernel(*args, level=level))
-
-
-def _definition(*args: Any, definition: Function, **_: Any) -> list[jax.Array]:
-    return jax.tree.leaves(definition(*args))
-
-
-@cache
-def _program(**params: Any) -> Callable[..., list[jax.Array]]:
-    return jax.jit(partial(_native_call.bind, **params))
-
-
-@_native_call.def_impl
-def _run(*args: Any, **params: Any) -> list[jax.Array]:
-    with jax.disable_jit(False):  # a kernel is called by programs alone
-        return _program(**params)(*args)
-
-
-@_native_call.def_abstract_eval
-def _shapes(*args: Any, kernel: Function, level: int, **_: Any) -> list[Any]:
-    return _shapes_of(
-        kernel, level, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args)
-    )
-
-
-@cache
-def _shapes_of(kernel: Function, level: int, *given: jax.ShapeDtypeStruct) -> list[Any]:
-    """As the kernel says: a definition takes longer to trace."""
-    outs = jax.eval_shape(partial(_kernel, kernel=kernel, level=level), *given)
-    return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
-
-
-def _lower_on_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
-    # Where a later jax keeps these elsewhere, the definition runs.
-    module = ctx.module_context
-    alone = _on_one_device(module.axis_context)
-    how = getattr(module, "lowering_parameters", None)
-    runs_here = alone and not getattr(how, "for_export", True)
-    function = _kernel if runs_here else _definition
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *args, **params)
-
-
-def _on_one_device(context: Any) -> bool:
-    """Whether arrays are one device's: of a program of one, or inside `shard_map`."""
-    if getattr(context, "num_devices", None) == 1:
-        return True
-    mesh = getattr(context, "mesh", None)
-    return mesh is not None and set(mesh.axis_names) == set(context.manual_axes)
-
-
-def _derivative(primals: Any, tangents: Any, **params: Any) -> Any:
-    outs = _native_call.bind(*primals, **params)
-    zeros = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
-    _, changes = jax.jvp(
-        lambda *args: _definition(*args, **params), tuple(primals), zeros
-    )
-    return outs, list(changes)
-
-
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    has_axis = [dim is not None for dim in dims]
-    moved = [
-        jnp.moveaxis(arg, dim, 0) if has else arg
-        for arg, dim, has in zip(args, dims, has_axis, strict=True)
-    ]
-    ways = params["definition"], params["level"]
-    outs = jax.tree.leaves(params["batched"](moved, has_axis, *ways))
-    return outs, [0] * len(outs)
-
-
-mlir.register_lowering(_native_call, mlir.lower_fun(_definition, multiple_results=True))
-mlir.register_lowering(_native_call, _lower_on_cpu, platform="cpu")
-ad.primitive_jvps[_native_call] = _derivative
-batching.primitive_batchers[_native_call] = _batch

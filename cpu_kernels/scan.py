@@ -16,8 +16,7 @@ import numpy as np
 from stree_jax.cpu_kernels.library import level
 from stree_jax.cpu_kernels.native_call import MoreRows, native_call
 
-MOST_NODES = 64
-LONGEST_PATH = 16  # of a replay alone; of a longer one XLA makes one product
+MOST_NODES = 64  # of a tree, and of a path that is replayed alone
 PLACE_OF_D = 12  # among the arrays; the only one without an axis B
 
 
@@ -36,8 +35,8 @@ def replay_unsupported(h0: jax.Array, path: jax.Array) -> str | None:
     """Why `replay` cannot take h0 [B, H, P, N] and a path [B, M], or None."""
     if level() is None:
         return "there are no compiled kernels, or they are switched off"
-    if not 1 <= path.shape[1] <= LONGEST_PATH:
-        return f"wants paths of 1 to {LONGEST_PATH} tokens, got {path.shape[1]}"
+    if not 1 <= path.shape[1] <= MOST_NODES:
+        return f"wants paths of 1 to {MOST_NODES} tokens, got {path.shape[1]}"
     if 0 in h0.shape:
         return f"wants a state that is not empty, got {h0.shape}"
     return None

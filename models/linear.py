@@ -1,6 +1,5 @@
 """Products with weights, written as each platform streams them fastest."""
 
-from functools import partial
 from typing import Literal
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
 from stree_jax.cpu_kernels import (
+    by_platform,
     counts,
     skinny_product,
     skinny_product_int8,
@@ -59,7 +59,7 @@ def linear(
     elif rows.shape[0] > SKINNY and not native:
         y = _whole(rows, weight)
     else:
-        y = jax.lax.platform_dependent(
+        y = by_platform(
             rows,
             weight,
             counts(live),
@@ -92,13 +92,16 @@ def _by_int8(
     rows: jax.Array, weight: Quantized, live: jax.Array | None, native: bool
 ) -> jax.Array:
     args = rows.astype(jnp.float32), weight.q, weight.scale, counts(live)
-    kernel = partial(skinny_product_int8, definition=_int8_product)
-    return jax.lax.platform_dependent(
+    return by_platform(
         *args,
-        cpu=kernel if native else _int8_product,
+        cpu=_int8_native if native else _int8_product,
         cuda=_int8_product_cuda,
         default=_int8_product,
     )
+
+
+def _int8_native(*arrays: jax.Array) -> jax.Array:
+    return skinny_product_int8(*arrays, definition=_int8_product)
 
 
 def _int8_product(*arrays: jax.Array) -> jax.Array:

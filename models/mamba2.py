@@ -35,6 +35,7 @@ from stree_jax.pallas_kernels import (
     ScanInputs,
     chunk_scan,
     commit_window,
+    replay,
     replay_tree_scan,
     rounded_to,
     step_scan,
@@ -43,7 +44,6 @@ from stree_jax.pallas_kernels import (
 )
 
 CHUNK = 64  # tokens per chunk of a causal scan
-FEW = 16  # tokens that the kernel for CPUs takes of plain text: more go by chunks
 
 
 class Mamba2Mixer(nn.Module):
@@ -109,11 +109,11 @@ def mixed(
     nodes, pending = pass_.nodes, pass_.pending
     last = record if pending is None else pending.record
     alone = c.x_heads is None and norm_parts == 1
-    if last is None and zxbcdt.shape[1] <= FEW:
+    if not alone or nodes.scan not in ("tree", "chain"):
+        return equations(c, zxbcdt, weights, pass_, state, record, norm_parts)
+    if last is None:
         # The kernel replays a last tree; where there was none, no node of an empty one.
         last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
-    if last is None or not alone or nodes.scan not in ("tree", "chain"):
-        return equations(c, zxbcdt, weights, pass_, state, record, norm_parts)
     zeros, none = partial(jnp.zeros, dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
     tree = MixerTree(
         zeros((zxbcdt.shape[0], 1)) if pending is None else pending.path,
@@ -250,9 +250,11 @@ def scan_nodes(
     inputs: ScanInputs, h0: jax.Array, pass_: Pass[MambaRecord]
 ) -> tuple[jax.Array, jax.Array]:
     """y [B, Tq, H, P] of the queried nodes, and h0 [B, H, P, N] after `pending`."""
-    nodes = pass_.nodes
-    if pass_.pending is not None:
-        return replay_tree_scan(h0, replayed(pass_.pending), inputs, nodes.mask)
+    nodes, pending = pass_.nodes, pass_.pending
+    if pending is not None and nodes.scan == "tree":
+        return replay_tree_scan(h0, replayed(pending), inputs, nodes.mask)
+    if pending is not None:  # as long as a chain of text, of which it is the last part
+        h0 = replay(h0, replayed(pending))
     if nodes.scan == "step":
         return step_scan(inputs, h0), h0
     long = inputs.C.shape[1] > CHUNK

@@ -11,6 +11,7 @@ from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, forward_hidden, param_dtype
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.state import (
+    Pending,
     Records,
     State,
     commit,
@@ -95,15 +96,17 @@ def prefill(
     path = nodes.depth  # row j of a chain is its j-th token
 
     def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
-        # What was read before is written first: a cache that is written after it was
-        # read would be copied.
+        # What was read before is written by the pass itself, first: a cache that is
+        # written after it was read would be copied.
         state, records, heard = carry
-        state = commit(state, records, path, here(i - 1))
+        pending = Pending(records, path, here(i - 1))
         part, then = (
             lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
             for table in (tokens, following)
         )
-        hidden, records, _ = forward_hidden(model, state, part, nodes)
+        hidden, records, state = forward_hidden(
+            model, state, part, nodes, pending=pending
+        )
         if hear is not None:
             heard = hear(heard, then, hidden, here(i))
         return state, records, heard

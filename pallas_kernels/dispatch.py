@@ -5,7 +5,8 @@ from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from jax import lax
+
+from stree_jax.cpu_kernels import by_platform
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "native"]
 P = ParamSpec("P")
@@ -80,7 +81,7 @@ Choices = tuple[tuple[str, Callable[..., Any]], ...]  # a platform, and what run
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_platform(reference: Callable, kernels: Choices, *args: Any) -> Any:
-    return lax.platform_dependent(*args, default=reference, **dict(kernels))
+    return by_platform(*args, default=reference, **dict(kernels))
 
 
 def _forward(reference: Callable, kernels: Choices, *args: Any) -> tuple[Any, Any]:

@@ -6,8 +6,9 @@ of a kernel, which then runs or raises. What they compute is defined in `scan` a
 `attention`, with the axes of their arguments.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,24 +112,34 @@ def tree_attention(
 ) -> jax.Array:
     """Attention to the committed cache and to ancestors: `attention.tree_attention`."""
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
-    kernel = partial(triton_attention.tree_attention, scale=scale)
     native = cpu_attention.attention_unsupported(q, k_cache, scale)
     return dispatch(
         "tree_attention",
         implementation,
-        lambda *arrays: attention.by_platform(*arrays, scale),
+        _Scaled(attention.without_kernel, scale),
         {
-            "triton": Kernel(kernel, reason),
-            "native": Kernel(partial(_native_attention, scale=scale), native, "cpu"),
+            "triton": Kernel(_Scaled(triton_attention.tree_attention, scale), reason),
+            "native": Kernel(_Scaled(_native_attention, scale), native, "cpu"),
         },
         *(q, k, v, k_cache, v_cache, length, mask),
     )
 
 
+@dataclass(frozen=True)
+class _Scaled:
+    """An attention of arrays, whose last argument is known."""
+
+    attention: Callable[..., jax.Array]
+    scale: float
+
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        return self.attention(*arrays, self.scale)
+
+
 def _native_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any
 ) -> jax.Array:
-    k_cache, v_cache, length, mask = rest
+    k_cache, v_cache, length, mask, scale = rest
     dtype = k_cache.dtype
     wide = q.astype(jnp.float32)
     bits = (attention.as_bits(z.astype(dtype)) for z in (k, v, k_cache, v_cache))

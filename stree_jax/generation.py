@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stree_jax import models, tuning
@@ -126,7 +125,7 @@ def begin(
         raise ValueError("key: greedy decoding draws nothing; give sampling=")
 
     def samples(values: Sequence[int] | np.ndarray) -> jax.Array:
-        return jnp.asarray(np.repeat(np.asarray(values, np.int32), n, axis=0))
+        return jax.device_put(np.repeat(np.asarray(values, np.int32), n, axis=0))
 
     if model.mesh is not None:
         facts = text, limits, least, stop_ids.tolist(), strings, sampling, n, rule
@@ -183,7 +182,8 @@ def _stop_strings(
     sets = sorted({tuple(strings) for strings in lists})
     table = token_table(pieces, sets, model.config.num_tokens)
     automaton = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
-    return pieces, StopAutomata(jnp.asarray(table), jnp.asarray(automaton, jnp.int32))
+    arrays = table, np.array(automaton, np.int32)
+    return pieces, StopAutomata(*map(jax.device_put, arrays))
 
 
 def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:

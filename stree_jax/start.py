@@ -113,7 +113,7 @@ class Start:
         with warnings.catch_warnings():  # small arrays of a past, of other shapes
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(self._reader(spec), past=self.past, **self._sizes(spec))
-            inputs = jnp.asarray(padded), jnp.asarray(lengths), self.requests
+            inputs = *jax.device_put((padded, lengths)), self.requests
             if spec.target.mesh is not None:
                 inputs = everywhere(spec.target.mesh, inputs)
             return read(spec, *inputs)

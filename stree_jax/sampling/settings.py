@@ -147,7 +147,7 @@ def sampling_rows(
 
     def rows(name: str, dtype: type) -> jax.Array:
         values: np.ndarray = np.array([getattr(s, name) for s in settings], dtype)
-        return jnp.asarray(np.repeat(values, samples))
+        return jax.device_put(np.repeat(values, samples))
 
     penalised = any(s.repetition_penalty != 1 for s in settings)
     filters = filters or any(s.top_k or s.top_p != 1 or s.min_p for s in settings)
@@ -161,5 +161,5 @@ def sampling_rows(
         if filters
         else None,
         penalty=rows("repetition_penalty", np.float32) if penalised else None,
-        key=row_keys(key, jnp.asarray(np.array(seeds, np.uint32)), samples),
+        key=row_keys(key, jax.device_put(np.array(seeds, np.uint32)), samples),
     )

@@ -69,9 +69,9 @@ class StepTimes:
 
 
 def step_times(verify: Sequence[float], draft: float, level: float) -> StepTimes:
-    """Of numbers; a list of them would go to the device one by one."""
+    """Of numbers; `jnp.asarray` would make a program for each array."""
     values = (np.asarray(t, np.float32) for t in (verify, draft, level))
-    return StepTimes(*map(jnp.asarray, values))
+    return StepTimes(*map(jax.device_put, values))
 
 
 def assumed_times(tree: Auto, with_model: bool) -> StepTimes:

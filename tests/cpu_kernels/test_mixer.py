@@ -149,18 +149,20 @@ ROWS = [1, 4, 6]  # the last is no node
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_reads_plain_text_too(name, dtype):
-    """Few tokens after a state with nothing to replay; more go by chunks."""
+    """After a state with nothing to replay; more tokens than a pass reads go by
+    chunks."""
     c = CONFIGS[name]
     texts = {
         T: case(c, T=T, dtype=dtype)._replace(nodes=chain_nodes(BATCH, T, 4))
-        for T in (5, 17)
+        for T in (5, 64, 65)
     }
-    ours = reading(mixed, c).lower(texts[5])
-    assert "stree_mixer" in ours.as_text()
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, "off")
-        agree(ours.compile()(texts[5]), reading(equations, c)(texts[5]), dtype)
-    assert "stree_mixer" not in reading(mixed, c).lower(texts[17]).as_text()
+    for T in (5, 64):
+        ours = reading(mixed, c).lower(texts[T])
+        assert "stree_mixer" in ours.as_text()
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, "off")
+            agree(ours.compile()(texts[T]), reading(equations, c)(texts[T]), dtype)
+    assert "stree_mixer" not in reading(mixed, c).lower(texts[65]).as_text()
 
 
 @each_level

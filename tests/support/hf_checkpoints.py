@@ -235,7 +235,9 @@ def zamba(**options):
         "mamba_d_state": 5,
         "mamba_d_conv": 3,
         "add_bias_linear": True,
-        "rms_norm_eps": 1e-4,
+        # With 1e-4 float32 is up to 1.7e-4 away in transformers, and here up to 1.6e-4:
+        # norms make small numbers large, and so their rounding.
+        "rms_norm_eps": 1e-1,
         "time_step_min": 1e-12,  # the floor that only transformers has
         "tie_word_embeddings": True,
     }

@@ -1,0 +1,100 @@
+"""A function chosen for the platform of its program, and traced for no other."""
+
+from functools import partial
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stree_jax.cpu_kernels import by_platform
+from tests.support.reference import assert_near
+
+X = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
+SCALE = 3.0
+
+
+class Ways:
+    """Functions of (x, (y, None), scale), and a list of those that were traced."""
+
+    def __init__(self):
+        self.traced = []
+        plus = {"default": 1.0, "cpu": 20.0, "cuda": 300.0}
+        self.functions = {name: partial(self.run, name, n) for name, n in plus.items()}
+
+    def run(self, name, plus, x, pair, scale):
+        self.traced.append(name)
+        y, none = pair
+        assert none is None
+        return {"sum": (x + y) * scale + plus, "none": None}, y
+
+    def __call__(self, x, y, scale=SCALE):
+        return by_platform(x, (y, None), scale, **self.functions)
+
+
+def wanted(x, y, plus):
+    return (x + y) * SCALE + plus
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_platforms_function_is_lowered(platform):
+    ways = Ways()
+    traced = jax.jit(ways).trace(X, X)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    ours = platform if platform in ways.functions else "default"
+    written = {"default": "1.000000e+00", "cpu": "2.000000e+01", "cuda": "3.000000e+02"}
+    assert {name for name, number in written.items() if number in text} == {ours}
+    assert set(ways.traced) == {"cpu", ours}  # the first for the shapes of all
+
+
+def test_in_a_program_and_outside():
+    ways = Ways()
+    for run in (ways, jax.jit(ways)):
+        out, y = run(X, 2 * X)
+        assert out["none"] is None
+        np.testing.assert_array_equal(out["sum"], wanted(X, 2 * X, 20.0))
+        np.testing.assert_array_equal(y, 2 * X)
+    assert set(ways.traced) == {"cpu"}
+
+
+def test_shapes_are_the_definitions_where_a_cpu_has_none():
+    add = partial(by_platform, default=jnp.add, cuda=jnp.subtract)
+    assert jax.eval_shape(add, X, X).shape == X.shape
+    np.testing.assert_array_equal(jax.jit(add)(X, X), 2 * X)
+
+
+def test_a_program_for_two_platforms_has_both():
+    if jax.__version_info__ >= (0, 11):
+        pytest.skip("from jax 0.11 on the exporter wants a device of each kind")
+    ways = Ways()
+    exported = jax.export.export(jax.jit(ways), platforms=["cpu", "cuda"])(X, X)
+    assert {"cpu", "cuda"} <= set(ways.traced)
+    np.testing.assert_array_equal(exported.call(X, X)[0]["sum"], wanted(X, X, 20.0))
+
+
+def test_mapped():
+    both = jax.vmap(Ways(), (1, None), 1)(jnp.stack([X, 5 * X], axis=1), X)
+    got = both[0]["sum"]
+    np.testing.assert_array_equal(got[:, 0], wanted(X, X, 20.0))
+    np.testing.assert_array_equal(got[:, 1], wanted(5 * X, X, 20.0))
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+def test_derivatives_are_the_definitions(derivative):
+    """The values that come with them are the platform's."""
+
+    def run(x):
+        return by_platform(
+            x, default=lambda x: (x**3).sum(), cpu=lambda x: (x**2).sum()
+        )
+
+    assert_near(derivative(run)(X), 3 * X**2, 1e-6)
+    value, _ = jax.value_and_grad(run)(X)
+    assert_near(value, (X**2).sum(), 1e-6)
+
+
+def test_python_numbers_stay_weak():
+    """Beside bfloat16 a number of Python's has no dtype of its own."""
+    out = by_platform(X.astype(jnp.bfloat16), 0.5, default=jnp.multiply)
+    assert out.dtype == jnp.bfloat16
