@@ -4,6 +4,8 @@ Axes: t rows, k and m columns and rows of a weight; others as in `pallas_kernels
 `src/` holds the C++; `docs/cpu.md` says what runs when, and how to switch it off.
 """
 
+from stree_jax.cpu_kernels.commit import appended_rows as appended_rows
+from stree_jax.cpu_kernels.commit import committed_window as committed_window
 from stree_jax.cpu_kernels.gate import silu_gated as silu_gated
 from stree_jax.cpu_kernels.heads import HeadOptions as HeadOptions
 from stree_jax.cpu_kernels.heads import turned_heads as turned_heads

@@ -29,6 +29,8 @@ TARGETS = (
     "stree_argmax",
     "stree_cut",
     "stree_record",
+    "stree_window",
+    "stree_append",
     "stree_norm",
     "stree_gate",
     "stree_heads",

@@ -314,6 +314,22 @@ def commit_mamba(state: MambaState, pending: LayerPending[MambaRecord]) -> Mamba
     return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
+def append_both(
+    caches: tuple[jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+    path: jax.Array,
+    start: jax.Array,
+) -> list[jax.Array]:
+    """`append_rows` of keys and of values; on a CPU a kernel that copies them."""
+    given = caches, rows, path, start
+    return cpu_kernels.appended_rows(*given, definition=_append_both)
+
+
+def _append_both(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    k_cache, v_cache, k, v, *place = arrays
+    return append_rows(k_cache, k, *place), append_rows(v_cache, v, *place)
+
+
 @traced_once
 def commit_attention(
     state: AttentionState, pending: LayerPending[AttentionRecord], start: jax.Array
@@ -322,11 +338,8 @@ def commit_attention(
     record, path, conv = pending.record, pending.path, state.conv
     if conv is not None and record.qkv is not None:
         conv = commit_window(conv, record.qkv, path, pending.length)
-    return AttentionState(
-        append_rows(state.k, record.k, path, start),
-        append_rows(state.v, record.v, path, start),
-        conv,
-    )
+    k, v = append_both((state.k, state.v), (record.k, record.v), path, start)
+    return AttentionState(k, v, conv)
 
 
 def commit(state: State, records: Records, path: jax.Array, length: jax.Array) -> State:

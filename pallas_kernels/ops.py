@@ -16,9 +16,11 @@ import numpy as np
 from jax import lax
 
 from stree_jax.cpu_kernels import attention as cpu_attention
+from stree_jax.cpu_kernels import committed_window
 from stree_jax.cpu_kernels import scan as cpu_scan
 from stree_jax.pallas_kernels import (
     attention,
+    conv,
     mosaic_scan,
     scan,
     triton_attention,
@@ -96,6 +98,14 @@ def _native_replay(h0: jax.Array, past: Replayed) -> jax.Array:
 
 def _replay_of(h0: jax.Array, *past: jax.Array) -> jax.Array:
     return scan.replay(h0, Replayed(*past))
+
+
+def commit_window(
+    window0: jax.Array, u: jax.Array, path: jax.Array, length: jax.Array
+) -> jax.Array:
+    """A convolution's last inputs after an accepted path: `conv.commit_window`."""
+    arrays = window0, u, path, length
+    return committed_window(*arrays, definition=conv.commit_window)
 
 
 def tree_attention(

@@ -30,7 +30,7 @@ def traced(monkeypatch):
         (mamba2, "mixed"),
         (attention, "angles"),
         (state, "replay"),
-        (state, "append_rows"),
+        (state, "append_both"),
     ):
         monkeypatch.setattr(where, name, counted(name, getattr(where, name)))
     yield calls
@@ -63,12 +63,12 @@ def tree_and_commit(model):
     ],
 )
 def test_layers_of_a_kind_are_traced_once(traced, name, layers, kinds):
-    """`kinds` have each mixer; the caches that commits write are k and v."""
+    """`kinds` have each mixer."""
     model = deep(name, 4 * layers)
     traced.clear()  # of making parameters, where every layer is another
     jax.eval_shape(tree_and_commit, model)
     passes = {"mixed": kinds, "angles": kinds}
-    assert traced == passes | {"replay": 1, "append_rows": 2}
+    assert traced == passes | {"replay": 1, "append_both": 1}
 
 
 def test_without_programs_it_is_the_same():

@@ -1,0 +1,107 @@
+// What XLA calls to write an accepted path into what a layer keeps of the text: rows of
+// numbers of any kind are copied, in place.
+//
+// Defined by stree_jax/pallas_kernels/conv.py, `commit_window`, and
+// stree_jax/models/state.py, `append_rows`.
+//
+// Letters: B rows of the batch, T nodes, M entries of a path, K1 inputs in a window, Hk
+// heads, S rows of a cache.
+#include <algorithm>
+#include <cstring>
+
+#include "work.h"
+
+namespace ffi = xla::ffi;
+
+namespace stree {
+namespace {
+
+using S32 = ffi::Buffer<ffi::S32>;
+using Any = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+const char* bytes_of(const Any& array) {
+  return static_cast<const char*>(array.untyped_data());
+}
+
+// `after`, holding what `before` does: XLA may not have given us the same memory.
+char* kept(const Any& before, Out& after) {
+  if (before.untyped_data() != after->untyped_data())
+    std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
+  return static_cast<char*>(after->untyped_data());
+}
+
+// A node of a path. Entries that do not count may be anything, and are any node then.
+int64_t node_at(const S32& path, int64_t place, int64_t T) {
+  return std::clamp<int64_t>(path.typed_data()[place], 0, T - 1);
+}
+
+// The last K1 of `before` [B, K1, C] and of the path's `inputs` [B, T, C].
+ffi::Error window(Any before, Any inputs, S32 path, S32 length, Out after) {
+  const auto shape = before.dimensions();
+  const int64_t B = shape[0], K1 = shape[1], T = inputs.dimensions()[1];
+  const int64_t M = path.dimensions()[1], row = before.size_bytes() / (B * K1);
+  if (inputs.size_bytes() != static_cast<size_t>(B * T * row))
+    return ffi::Error::InvalidArgument("want inputs as they are in the window");
+  char* const out = kept(before, after);
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t count = std::clamp<int64_t>(length.typed_data()[b], 0, M);
+    char* const own = out + b * K1 * row;
+    for (int64_t j = 0; j < K1; j++) {  // from an old row on, which lies behind
+      const int64_t place = j + count - K1;
+      const char* from = own + (j + count) * row;
+      if (place >= 0)
+        from = bytes_of(inputs) + (b * T + node_at(path, b * M + place, T)) * row;
+      if (count > 0) std::memcpy(own + j * row, from, row);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// cache [B, Hk, S, hd] from `start` [B] on: rows [B, T, Hk, hd] of the path.
+void append(char* cache, const Any& rows, const S32& path, const S32& start, int64_t S) {
+  const auto shape = rows.dimensions();
+  const int64_t B = shape[0], T = shape[1], Hk = shape[2], M = path.dimensions()[1];
+  const int64_t row = rows.size_bytes() / (B * T * Hk);
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t first = std::clamp<int64_t>(start.typed_data()[b], 0, S - M);
+    for (int64_t j = 0; j < M; j++) {
+      const int64_t node = b * T + node_at(path, b * M + j, T);
+      for (int64_t h = 0; h < Hk; h++)
+        std::memcpy(cache + ((b * Hk + h) * S + first + j) * row,
+                    bytes_of(rows) + (node * Hk + h) * row, row);
+    }
+  }
+}
+
+ffi::Error append_both(Any k_cache, Any v_cache, Any k, Any v, S32 path, S32 start,
+                       Out to_k, Out to_v) {
+  const int64_t S = k_cache.dimensions()[2];
+  if (path.dimensions()[1] > S)
+    return ffi::Error::InvalidArgument("want a path that the cache has room for");
+  append(kept(k_cache, to_k), k, path, start, S);
+  append(kept(v_cache, to_v), v, path, start, S);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+STREE_PUBLIC XLA_FFI_Error* stree_window(XLA_FFI_CallFrame* frame) {
+  using namespace stree;
+  return call_serial<window>(
+      frame, bind_serial().Arg<Any>().Arg<Any>().Arg<S32>().Arg<S32>().Ret<Any>());
+}
+
+STREE_PUBLIC XLA_FFI_Error* stree_append(XLA_FFI_CallFrame* frame) {
+  using namespace stree;
+  return call_serial<append_both>(frame, bind_serial()
+                                             .Arg<Any>()  // caches
+                                             .Arg<Any>()
+                                             .Arg<Any>()  // rows
+                                             .Arg<Any>()
+                                             .Arg<S32>()
+                                             .Arg<S32>()
+                                             .Ret<Any>()
+                                             .Ret<Any>());
+}
