@@ -250,8 +250,8 @@ def by_row(name: str, value: Any, rows: int, one: Any) -> list:
     values = list(value) if isinstance(value, Iterable) else []
     if len(values) != rows or not all(isinstance(v, one) for v in values):
         raise ValueError(
-            f"{name}: want one for all prompts or a list of one for each of the "
-            f"{rows}, got {value!r}"
+            f"{name}: want one {_noun(one)} for all prompts or a list of one for each "
+            f"of the {rows}, got {value!r}"
         )
     return values
 
@@ -267,10 +267,16 @@ def lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
     lists = [list(v) for v in values] if nested else []
     if len(lists) != rows or not all(isinstance(v, one) for row in lists for v in row):
         raise ValueError(
-            f"{name}: want one list for all prompts or a list of one for each of the "
-            f"{rows}, got {value!r}"
+            f"{name}: want one list of {_noun(one)}s for all prompts or a list of one "
+            f"for each of the {rows}, got {value!r}"
         )
     return lists
+
+
+def _noun(kind: Any) -> str:
+    """What a value of one kind is called."""
+    nouns = {INTEGERS: "integer", str: "string"}
+    return nouns[kind] if kind in nouns else str(kind.__name__)
 
 
 def counts_by_row(name: str, value: Any, rows: int, least: int) -> list[int]:

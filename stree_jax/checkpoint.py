@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
+_NAMES = ", ".join(BUNDLED)
 HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.jinja", "merges.txt"]
 
 
@@ -80,7 +81,8 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
         if path.is_file() and is_gguf(path):
             return path
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such directory")
+            also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
+            raise CheckpointError(f"{path}: no such directory{also}")
         return only_gguf(path) or path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError

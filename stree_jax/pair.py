@@ -43,6 +43,7 @@ def load_pair(
     """
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
+    _check_drafter(str(drafter))
     if ngrams is None and ahead is not None:
         raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
     if ngrams is None and width is not None:
@@ -81,6 +82,7 @@ def pair_configs(
     config = described(resolve(target)).config
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
+    _check_drafter(str(drafter))
     if drafter == NO_DRAFTER:
         return config, None
     if drafter in (LOOKUP, MTP):
@@ -91,6 +93,15 @@ def pair_configs(
         return config, heads_config(str(drafter))
     name = "demo-drafter" if drafter == DEMO else str(drafter)
     return config, described(resolve(name)).config
+
+
+def _check_drafter(name: str) -> None:
+    """Raises ValueError for a name that is none, such as a misspelt one."""
+    known = (LOOKUP, MTP, NO_DRAFTER, DEMO, "demo-heads", "demo-drafter")
+    if name not in known and "/" not in name and not Path(name).exists():
+        raise ValueError(
+            f"--drafter: {name} is no file or directory, and none of {', '.join(known)}"
+        )
 
 
 def _is_ngrams(drafter: str) -> bool:

@@ -32,8 +32,8 @@ def drafter(target):
     return target
 
 
-ONE = "want one for all prompts or a list of one for each of the 2"
-LIST = "want one list for all prompts or a list of one for each of the 2"
+ONE = "want one {} for all prompts or a list of one for each of the 2"
+LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ LIST = "want one list for all prompts or a list of one for each of the 2"
         (dict(small=True), "drafter: its vocabulary has 40 tokens, the target's 47"),
         (dict(n=0), "n: want at least 1 sample per prompt, got 0"),
         (dict(n=1.5), "n: want at least 1 sample per prompt, got 1.5"),
-        (dict(max_new_tokens=1.5), f"max_new_tokens: {ONE}, got 1.5"),
-        (dict(stop_tokens=1.5), f"stop_tokens: {LIST}, got 1.5"),
-        (dict(sampling=3), f"sampling: {ONE}, got 3"),
+        (dict(max_new_tokens=1.5), f"max_new_tokens: {ONE.format('integer')}, got 1.5"),
+        (dict(stop_tokens=1.5), f"stop_tokens: {LIST.format('integer')}, got 1.5"),
+        (dict(sampling=3), f"sampling: {ONE.format('Sampling')}, got 3"),
         (dict(sampling=Sampling(), key=3), "key: want a key of jax.random.key, got 3"),
         (dict(logprobs=-1), r"logprobs: want 0\.\.47 best tokens, got -1"),
         (dict(logprobs=48), r"logprobs: want 0\.\.47 best tokens, got 48"),
@@ -96,23 +96,32 @@ LIST = "want one list for all prompts or a list of one for each of the 2"
             "tree: 48 children a node, but on",
         ),
         (dict(max_new_tokens=[4, -2]), "max_new_tokens: want at least 1, got -2"),
-        (dict(max_new_tokens=[4] * 3), f"max_new_tokens: {ONE}, got"),
-        (dict(max_new_tokens=[4, 4.0]), f"max_new_tokens: {ONE}, got"),
+        (dict(max_new_tokens=[4] * 3), f"max_new_tokens: {ONE.format('integer')}, got"),
+        (
+            dict(max_new_tokens=[4, 4.0]),
+            f"max_new_tokens: {ONE.format('integer')}, got",
+        ),
         (dict(min_new_tokens=-1), "min_new_tokens: want at least 0, got -1"),
-        (dict(min_new_tokens=[0]), f"min_new_tokens: {ONE}, got"),
+        (dict(min_new_tokens=[0]), f"min_new_tokens: {ONE.format('integer')}, got"),
         (dict(stop_tokens=47), r"stop_tokens: \[47\] are not all in 0\.\.46"),
         (dict(stop_tokens=[[], [3, -1]]), r"stop_tokens: \[3, -1\] are not all in 0"),
-        (dict(stop_tokens=[[1], [2], [3]]), f"stop_tokens: {LIST}, got"),
-        (dict(stop_tokens=[[1], 2]), f"stop_tokens: {LIST}, got"),
-        (dict(stop_strings=[["a"]]), f"stop_strings: {LIST}, got"),
-        (dict(stop_strings=["a", ["b"]]), f"stop_strings: {LIST}, got"),
-        (dict(stop_tokens=[["a"], []]), f"stop_tokens: {LIST}, got"),
-        (dict(stop_strings=[[1], []]), f"stop_strings: {LIST}, got"),
+        (
+            dict(stop_tokens=[[1], [2], [3]]),
+            f"stop_tokens: {LIST.format('integer')}, got",
+        ),
+        (dict(stop_tokens=[[1], 2]), f"stop_tokens: {LIST.format('integer')}, got"),
+        (dict(stop_strings=[["a"]]), f"stop_strings: {LIST.format('string')}, got"),
+        (
+            dict(stop_strings=["a", ["b"]]),
+            f"stop_strings: {LIST.format('string')}, got",
+        ),
+        (dict(stop_tokens=[["a"], []]), f"stop_tokens: {LIST.format('integer')}, got"),
+        (dict(stop_strings=[[1], []]), f"stop_strings: {LIST.format('string')}, got"),
         (dict(stop_strings=["a", ""]), "a stop string is empty"),
         (dict(stop_strings="a", bare=True), "stop_strings: this model has no tokeni"),
         (dict(stop_strings="a", odd=True), "decoder missing: stop strings need a byte"),
-        (dict(sampling=[Sampling()]), f"sampling: {ONE}, got"),
-        (dict(sampling=[Sampling(), None]), f"sampling: {ONE}, got"),
+        (dict(sampling=[Sampling()]), f"sampling: {ONE.format('Sampling')}, got"),
+        (dict(sampling=[Sampling(), None]), f"sampling: {ONE.format('Sampling')}, got"),
         (dict(key=jax.random.key(0)), "key: greedy decoding draws nothing; give"),
         (
             dict(sampling=Sampling(), key=jax.random.split(jax.random.key(0))),

@@ -137,6 +137,8 @@ def test_convert_and_export(folder, capsys, tmp_path):
         (["generate", "x", "--model", "/nowhere"], "/nowhere: no such directory"),
         (["generate", "x", "--tree", "A", "--drafter", "none"], "none fills no tree"),
         (["generate", "x", "--explain", "--json"], "--explain: shows one text"),
+        (["generate", "x", "--drafter", "lokup"], "lokup is no file or directory, and"),
+        (["generate", "x", "--model", "domo"], "domo: no such directory; hub ids are"),
         (["tune", "--drafter", "none"], "--drafter none: plain decoding has nothing"),
         (["tune", "--tree", "A"], "tree: only 'auto' is tuned"),
         (["generate", "--file", "/nowhere.txt"], "/nowhere.txt"),
