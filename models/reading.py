@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax import cpu_kernels
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, forward_hidden, param_dtype
 from stree_jax.models.nodes import chain_nodes
@@ -94,6 +95,9 @@ def prefill(
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     nodes = chain_nodes(batch, chunk, config.conv_taps)
     path = nodes.depth  # row j of a chain is its j-th token
+    # A short text, or the end of one, takes no longer than its tokens where kernels
+    # skip the others.
+    skips = cpu_kernels.at_hand() and batch * chunk <= cpu_kernels.MOST_ROOM
 
     def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
         # What was read before is written by the pass itself, first: a cache that is
@@ -104,8 +108,10 @@ def prefill(
             lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
             for table in (tokens, following)
         )
+        count = here(i) if skips else None
+        read = chain_nodes(batch, chunk, config.conv_taps, length=count)
         hidden, records, state = forward_hidden(
-            model, state, part, nodes, pending=pending
+            model, state, part, read, pending=pending
         )
         if hear is not None:
             heard = hear(heard, then, hidden, here(i))
