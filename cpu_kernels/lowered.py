@@ -48,8 +48,16 @@ _lowered.multiple_results = True
 
 
 def lowered(*args: jax.Array, ways: Ways) -> list[jax.Array]:
-    """`ways` of arrays, as a list of arrays."""
+    """`ways` of arrays, as a list of arrays; the definition inside a `jax.shard_map`
+    that checks what varies from device to device, for what JAX's own operations do."""
+    if any(map(_varies, args)):
+        return jax.tree.leaves(ways.definition(*args))
     return _lowered.bind(*args, ways=ways)
+
+
+def _varies(x: Any) -> bool:
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return bool(getattr(kind, "varying", ()))
 
 
 def by_platform(*args: Any, default: Function, **functions: Function) -> Any:

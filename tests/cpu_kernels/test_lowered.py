@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stree_jax.cpu_kernels import by_platform
+from stree_jax.models.linear import linear
 from tests.support.reference import assert_near
 
 X = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)
@@ -92,6 +93,26 @@ def test_derivatives_are_the_definitions(derivative):
     assert_near(derivative(run)(X), 3 * X**2, 1e-6)
     value, _ = jax.value_and_grad(run)(X)
     assert_near(value, (X**2).sum(), 1e-6)
+
+
+def test_where_it_is_checked_what_varies():
+    """Inside a user's own `shard_map` it is an operation as others: of one device's
+    rows and of weights that all have, whose derivative is a sum over devices."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, weight = jax.P("rows"), jnp.ones((4, 3))
+
+    def of_part(x, weight):
+        return jax.lax.psum(jnp.sin(linear(x, weight)).sum(), "rows")
+
+    def total(weight):
+        specs = dict(in_specs=(rows, jax.P()), out_specs=jax.P())
+        return jax.shard_map(of_part, mesh=mesh, **specs)(X, weight)
+
+    def wanted(weight):
+        return jnp.sin(X @ weight.T).sum()
+
+    assert_near(jax.jit(total)(weight), wanted(weight), 1e-6)
+    assert_near(jax.jit(jax.grad(total))(weight), jax.grad(wanted)(weight), 1e-6)
 
 
 def test_python_numbers_stay_weak():
