@@ -87,6 +87,8 @@ def mixer_unsupported(
         return f"wants at most {MOST_TAPS} taps, got {taps}"
     if 0 in memory.ssm.shape:
         return f"wants a state that is not empty, got {memory.ssm.shape}"
+    if heads % memory.B.shape[2]:
+        return f"wants groups of as many heads, not {memory.B.shape[2]} of {heads}"
     if heads % options.norm_groups:
         return f"norms groups of whole heads, not {options.norm_groups} of {heads}"
     if memory.conv.dtype not in (jnp.float32, jnp.bfloat16):

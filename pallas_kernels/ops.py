@@ -30,6 +30,12 @@ from stree_jax.pallas_kernels.dispatch import Implementation, Kernel, dispatch
 from stree_jax.pallas_kernels.scan import Replayed, ScanInputs
 
 
+def _check_heads(op: str, heads: int, shared: int) -> None:
+    """Heads share groups, or keys, evenly; a kernel would say so only once it runs."""
+    if shared < 1 or heads % shared:
+        raise ValueError(f"{op}: {heads} heads cannot share {shared} evenly")
+
+
 def tree_scan(
     inputs: ScanInputs,
     h0: jax.Array,
@@ -39,6 +45,7 @@ def tree_scan(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Outputs of a linear recurrence along every path of a tree: `scan.tree_scan`."""
+    _check_heads("tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     reason = triton_scan.unsupported(inputs.x, inputs.B, mask)
     kernels = {"triton": Kernel(triton_scan.tree_scan, reason)}
     args = (inputs, h0, mask, rows)
@@ -54,6 +61,7 @@ def replay_tree_scan(
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The last path's replay and this tree's scan: `scan.replay_tree_scan`."""
+    _check_heads("replay_tree_scan", inputs.x.shape[2], inputs.B.shape[2])
     shapes = (inputs.x, inputs.B, mask, past.path)
     triton, mosaic = triton_scan.unsupported(*shapes), mosaic_scan.unsupported(*shapes)
     kernels = {  # the faster one first, on an H200
@@ -121,6 +129,7 @@ def tree_attention(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Attention to the committed cache and to ancestors: `attention.tree_attention`."""
+    _check_heads("tree_attention", q.shape[2], k.shape[2])
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
     native = cpu_attention.attention_unsupported(q, k_cache, scale)
     return dispatch(

@@ -82,13 +82,13 @@ def temporaries_of(spec: Spec, batch: int) -> Temporaries:
 
 def reading_at_most(spec: Spec, batch: int, width: int) -> int:
     """What reading texts padded to `width` holds besides what it makes: a pass over a
-    chunk, its records, and what they add to the SSM states."""
+    chunk, its records, and what they add to the SSM states, if not in place."""
     most = 0
     for model in (spec.target, *drafting_models(spec.drafter)):
-        dtype = param_dtype(model.params)
-        args = model.config, batch, reading_chunk(model.config, width), dtype
+        dtype, chunk = param_dtype(model.params), reading_chunk(model.config, width)
+        args = model.config, batch, chunk, dtype
         records = jax.eval_shape(partial(init_records, *args))
-        added = _replay(model.config, batch)
+        added = 0 if _in_place(chunk) else _replay(model.config, batch)
         most = max(most, _pass(*args) + size_of(records) + added)
     return most
 
@@ -144,7 +144,8 @@ def padded_rows(rows: int) -> int:
 
 
 def _in_place(nodes: int) -> bool:
-    """Whether a compiled kernel replays a path into the state as it lies."""
+    """Whether a compiled kernel replays a path into the state as it lies, and goes
+    through the nodes in the same go."""
     return cpu_kernels.level() is not None and nodes <= MOST_NODES
 
 
@@ -188,9 +189,12 @@ def _record(kind: LayerKind, config: ModelConfig, batch: int, nodes: int) -> int
 
 def _attention(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
     """Scores [B, Hq, T, block] float32 of one block and their exponentials, beside what
-    the blocks before it gave; the block's keys or values as they are sliced."""
+    the blocks before it gave; the block's keys or values as they are sliced. A kernel
+    holds queries and what they make of values."""
     c = given(config.attention)
     queries = batch * c.num_heads * nodes
+    if cpu_kernels.level() is not None:
+        return 2 * FLOAT * queries * c.head_dim
     scores = FLOAT * queries * max(ATTENTION_BLOCK, nodes)
     sums = FLOAT * queries * (c.head_dim + 2)
     rows = batch * c.num_kv_heads * ATTENTION_BLOCK * c.head_dim
@@ -205,10 +209,11 @@ def _products(kind: LayerKind, config: ModelConfig, batch: int, nodes: int) -> i
     match kind:
         case "mamba" | "parallel" | "shared":
             c = given(config.mamba)
+            if nodes == 1 or (_in_place(nodes) and c.x_heads is None):
+                return FLOAT * rows * (c.d_in_proj + c.d_inner)
             decay = batch * c.num_heads * nodes * nodes
             # The scan has x, the sums over nodes and over the state, and their factors.
-            width = c.d_in_proj + (5 * c.d_inner if nodes > 1 else c.d_inner)
-            return FLOAT * (rows * width + decay)
+            return FLOAT * (rows * (c.d_in_proj + 5 * c.d_inner) + decay)
         case "attention":
             a = given(config.attention)
             return FLOAT * rows * (a.d_qkv + 2 * a.d_mlp + a.num_heads * a.head_dim)

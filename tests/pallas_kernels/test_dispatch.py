@@ -119,6 +119,20 @@ def test_a_named_kernel_runs_or_says_why_not():
     np.testing.assert_array_equal(ours, scan.tree_scan(*odd))
 
 
+def test_heads_that_cannot_share_are_refused():
+    """Before anything runs, and by a kernel's name too."""
+    inputs, h0, mask = scan_args()
+    three = [jnp.repeat(z[:, :, :1], 3, axis=2) for z in (inputs.B, inputs.C)]
+    odd = inputs._replace(B=three[0], C=three[1])
+    assert inputs.x.shape[2] % 3
+    with pytest.raises(ValueError, match="tree_scan: . heads cannot share 3 evenly"):
+        ops.tree_scan(odd, h0, mask)
+    function, args = called("tree_attention")
+    q, k, v, *rest = args
+    with pytest.raises(ValueError, match="tree_attention: 1 heads cannot share"):
+        function(q[:, :, :1], jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2), *rest)
+
+
 def test_the_first_kernel_that_can_is_taken():
     kernels = {
         "never": Kernel(lambda x: x + 1, "it never can"),
