@@ -253,7 +253,7 @@ def scan_nodes(
     nodes, pending = pass_.nodes, pass_.pending
     if pending is not None and nodes.scan == "tree":
         return replay_tree_scan(h0, replayed(pending), inputs, nodes.mask)
-    if pending is not None:  # as long as a chain of text, of which it is the last part
+    if pending is not None:  # the chunk of text before, as many tokens again
         h0 = replay(h0, replayed(pending))
     if nodes.scan == "step":
         return step_scan(inputs, h0), h0

@@ -320,7 +320,13 @@ def append_both(
     path: jax.Array,
     start: jax.Array,
 ) -> list[jax.Array]:
-    """`append_rows` of keys and of values; on a CPU a kernel that copies them."""
+    """`append_rows` of keys and of values; on a CPU a kernel that copies them.
+
+    Args:
+      caches: of both, [B, Hk, S, hd].
+      rows: of both, of the tree's nodes [B, T, Hk, hd].
+      path, start: [B, M] and [B] int32.
+    """
     given = caches, rows, path, start
     return cpu_kernels.appended_rows(*given, definition=_append_both)
 
