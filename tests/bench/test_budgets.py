@@ -135,12 +135,21 @@ def test_fixed_ratios_beside_the_planner(subject, monkeypatch):
     half, little = budgets.ratios(replace(subject, limit=limit), (4, 6))
     for row, parts in ((half, 2), (little, 64)):
         assert row["cache_bytes"] <= limit // parts
-        served = budgets.served(row["most_queries"] + row["most_queries"] // 2)
-        assert subject.memory(subject.tree(1), served).promised > limit
     assert half["planned"] is None and half["queries"] > half["most_queries"]
     assert little["planned"]["bytes"] <= limit
     assert little["fixed"]["nodes"] == 6
     assert little["fixed"]["bytes"] + little["fixed"]["unused"] == limit - limit // 64
+
+
+@pytest.mark.parametrize("limit", [3 * 10**5, 10**6])
+def test_the_most_queries_fit_and_no_more(subject, limit, monkeypatch):
+    monkeypatch.setattr(budgets, "RATIOS", (1,))
+    (row,) = budgets.ratios(replace(subject, limit=limit), (4, 6))
+    most = row["most_queries"]
+    more = next(n for n in range(most + 1, 2 * most) if bucket(n, 1) == n)
+    for queries, fits in ((most, True), (more, False)):
+        found = subject.memory(subject.tree(1), budgets.served(queries))
+        assert (found.promised <= limit) == fits
 
 
 def test_printed_numbers_are_the_papers():
