@@ -24,13 +24,6 @@ const char* bytes_of(const Any& array) {
   return static_cast<const char*>(array.untyped_data());
 }
 
-// `after`, holding what `before` does: XLA may not have given us the same memory.
-char* kept(const Any& before, Out& after) {
-  if (before.untyped_data() != after->untyped_data())
-    std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
-  return static_cast<char*>(after->untyped_data());
-}
-
 // A node of a path. Entries that do not count may be anything, and are any node then.
 int64_t node_at(const S32& path, int64_t place, int64_t T) {
   return std::clamp<int64_t>(path.typed_data()[place], 0, T - 1);
@@ -41,7 +34,8 @@ ffi::Error window(Any before, Any inputs, S32 path, S32 length, Out after) {
   const auto shape = before.dimensions();
   const int64_t B = shape[0], K1 = shape[1], T = inputs.dimensions()[1];
   const int64_t M = path.dimensions()[1], row = before.size_bytes() / (B * K1);
-  if (inputs.size_bytes() != static_cast<size_t>(B * T * row))
+  const bool rows = path.dimensions()[0] == B && length.dimensions()[0] == B;
+  if (!rows || inputs.size_bytes() != static_cast<size_t>(B * T * row))
     return ffi::Error::InvalidArgument("want inputs as they are in the window");
   char* const out = kept(before, after);
   for (int64_t b = 0; b < B; b++) {
@@ -74,11 +68,19 @@ void append(char* cache, const Any& rows, const S32& path, const S32& start, int
   }
 }
 
+bool alike(const Any& cache, const Any& rows, const S32& path, const S32& start) {
+  const auto c = cache.dimensions(), r = rows.dimensions();
+  return c[0] == r[0] && c[1] == r[2] && c[3] == r[3] && c[0] == path.dimensions()[0] &&
+         c[0] == start.dimensions()[0];
+}
+
 ffi::Error append_both(Any k_cache, Any v_cache, Any k, Any v, S32 path, S32 start,
                        Out to_k, Out to_v) {
   const int64_t S = k_cache.dimensions()[2];
   if (path.dimensions()[1] > S)
     return ffi::Error::InvalidArgument("want a path that the cache has room for");
+  if (!alike(k_cache, k, path, start) || !alike(v_cache, v, path, start))
+    return ffi::Error::InvalidArgument("want rows of as many heads as the caches have");
   append(kept(k_cache, to_k), k, path, start, S);
   append(kept(v_cache, to_v), v, path, start, S);
   return ffi::Error::Success();

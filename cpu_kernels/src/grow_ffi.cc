@@ -108,14 +108,10 @@ ffi::Error next_level(F32 best, S32 guess, F32 total, F32 probability, S32 level
                       Out<U32> to_paths, Out<Bool> to_node_mask, Out<S32> to_node_depth,
                       Out<S32> to_node_window, int64_t prime, float step,
                       int64_t model_kinds) {
-  const auto keep = [](const auto& before, auto& after) {
-    if (before.untyped_data() != after->untyped_data())
-      std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
-  };
-  keep(mask, to_mask), keep(window, to_window), keep(value, to_value), keep(path, to_path);
-  keep(tokens, to_tokens), keep(parents, to_parents), keep(values, to_values);
-  keep(kinds, to_kinds), keep(paths, to_paths), keep(node_mask, to_node_mask);
-  keep(node_depth, to_node_depth), keep(node_window, to_node_window);
+  kept(mask, to_mask), kept(window, to_window), kept(value, to_value), kept(path, to_path);
+  kept(tokens, to_tokens), kept(parents, to_parents), kept(values, to_values);
+  kept(kinds, to_kinds), kept(paths, to_paths), kept(node_mask, to_node_mask);
+  kept(node_depth, to_node_depth), kept(node_window, to_node_window);
   Grown grown{to_mask,   to_window,  to_value, to_path,  to_tokens,    to_parents,
               to_values, to_kinds,   to_paths, to_node_mask, to_node_depth, to_node_window};
   return add_level(best, guess, total, level.typed_data()[0], probability, grown, prime, step,

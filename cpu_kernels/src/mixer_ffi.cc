@@ -18,13 +18,6 @@ const void* if_any(const Any& array) {
   return array.element_count() ? array.untyped_data() : nullptr;
 }
 
-// What this tree does not write stays, should XLA have copied no array for us.
-template <class Before>
-void keep(const Before& before, Out& after) {
-  if (before.untyped_data() != after->untyped_data())
-    std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
-}
-
 ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, Any norm,
                  F32 dt_bias, F32 A_log, F32 D, F32 h0, Any conv0, Any past_x,
                  F32 past_dt, F32 past_a, Any past_B, Any past_xBC, S32 path, S32 length,
@@ -80,8 +73,9 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
     if (s.length[b] > 0) return ffi::Error::InvalidArgument("a path wants a state to go to");
   if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
   if (partly || s.now.room > T) {
-    keep(past_x, x), keep(past_B, B), keep(past_xBC, xBC);
-    keep(past_dt, dt), keep(past_a, a);
+    // What this tree does not write stays.
+    kept(past_x, x), kept(past_B, B), kept(past_xBC, xBC);
+    kept(past_dt, dt), kept(past_a, a);
   }
   const MixerKernel& kernel = kernels_of(level).mixer;
   void* const shared = scratch_of_thread<0>(kernel.shared_bytes(m));

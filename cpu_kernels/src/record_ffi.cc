@@ -48,13 +48,9 @@ ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 ga
                   F32 margins, S32 counts, U8 origins, Out<S32> to_tokens, Out<U8> to_origin,
                   Out<S32> to_root, Out<S32> to_lengths, Out<S32> to_used,
                   Out<S32> to_gained, Out<F32> to_margin) {
-  const auto copy = [](const auto& from, auto& to) {
-    if (from.typed_data() != to->typed_data())
-      std::copy_n(from.typed_data(), from.element_count(), to->typed_data());
-  };
-  copy(tokens, to_tokens), copy(origin, to_origin), copy(root, to_root);
-  copy(lengths, to_lengths), copy(used, to_used), copy(gained, to_gained);
-  copy(margin, to_margin);
+  kept(tokens, to_tokens), kept(origin, to_origin), kept(root, to_root);
+  kept(lengths, to_lengths), kept(used, to_used), kept(gained, to_gained);
+  kept(margin, to_margin);
   const int64_t B = tokens.dimensions()[0], O = tokens.dimensions()[1];
   const int64_t room = path.dimensions()[1], T = origins.dimensions()[1];
   const int64_t K = used.dimensions()[1], most = gained.dimensions()[1];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <thread>
@@ -23,6 +24,14 @@ constexpr int64_t NUMBERS = 1 << 14;  // to be gone through: fewer are not worth
 // Parts of `rows` rows of n numbers, of whole rows.
 inline int64_t row_parts(int64_t rows, int64_t n) {
   return std::max<int64_t>(1, std::min(rows, rows * n / NUMBERS));
+}
+
+// `after`, holding what `before` does: XLA may not have given us the same memory.
+template <class Before, class After>
+char* kept(const Before& before, After& after) {
+  if (before.untyped_data() != after->untyped_data())
+    std::memcpy(after->untyped_data(), before.untyped_data(), before.size_bytes());
+  return static_cast<char*>(after->untyped_data());
 }
 
 // Which rows of [B, T] are tokens: in each row of the batch the first `counts` [B]; all

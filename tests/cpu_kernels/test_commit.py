@@ -90,3 +90,24 @@ def test_mapped(rng):
     for one in range(2):
         wanted = jax.jit(commit_window)(window0[one], u[one], path, length)
         np.testing.assert_array_equal(mapped(window0, u, path, length)[one], wanted)
+
+
+def test_what_does_not_fit_is_refused(rng):
+    """Nothing is written outside of an array."""
+    cache, start = numbers(rng, jnp.float32, 2, HEADS, ROOM, WIDTH), jnp.zeros(2, int)
+    path = jnp.zeros((2, M), jnp.int32)
+    for shape in (
+        (2, T, HEADS + 1, WIDTH),
+        (2, T, HEADS, WIDTH + 1),
+        (3, T, HEADS, WIDTH),
+    ):
+        rows = numbers(rng, jnp.float32, *shape)
+        with pytest.raises(Exception, match="as many heads as the caches"):
+            jax.jit(append_both)(
+                (cache,) * 2, (rows,) * 2, path, start.astype(jnp.int32)
+            )
+    window0, u = (numbers(rng, jnp.float32, 2, n, CHANNELS) for n in (3, T))
+    with pytest.raises(Exception, match="inputs as they are in the window"):
+        jax.jit(commit_window)(window0, u[:, :, 1:], path, path[:, 0])
+    with pytest.raises(Exception, match="inputs as they are in the window"):
+        jax.jit(commit_window)(window0, u, path[:1], path[:1, 0])
