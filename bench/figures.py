@@ -3,7 +3,7 @@
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench.plots import COLOURS, GUIDE, LEGEND, panels, style_of
+from stree_jax.bench.plots import COLOURS, DARK, GUIDE, LEGEND, panels, style_of
 from stree_jax.bench.speculation import PLAIN, row_of
 from stree_jax.bench.staged import COLOURS as COLOURS_BY_ORIGIN
 from stree_jax.bench.staged import mode_of
@@ -39,20 +39,28 @@ def draw(report: dict[str, Any]) -> "Figure":
     return drawings[report["kind"]](report)
 
 
-def _bars(ax: "Axes", groups: list[str], bars: dict[str, list], what: str) -> None:
-    """Grouped bars of speed-ups (median, quartiles) with tau at the foot of each."""
+def _bars(
+    ax: "Axes", groups: list[str], bars: dict[str, tuple[int, list]], what: str
+) -> None:
+    """Grouped bars of speed-ups (median, quartiles) with tau at the foot of each.
+
+    Args:
+      bars: by label, a colour's place and the rows.
+    """
     width = 0.8 / len(bars)
-    for i, (name, rows) in enumerate(bars.items()):
+    for i, (name, (colour, rows)) in enumerate(bars.items()):
         place = [g + (i - (len(bars) - 1) / 2) * width for g in range(len(groups))]
         speeds = [row["speedup"] for row in rows]
         heights = [s["median"] for s in speeds]
         ends = [[s["median"] - s["low"] for s in speeds]]
         ends.append([s["high"] - s["median"] for s in speeds])
-        ax.bar(place, heights, 0.92 * width, label=name, color=style_of(i)["color"])
+        fill = style_of(colour)["color"]
+        ax.bar(place, heights, 0.92 * width, label=name, color=fill)
         ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
+        ink = "white" if fill in DARK else "black"
         for x, row in zip(place, rows, strict=True):
             tau = ax.text(x, 0.02, f"τ {row['tau']:.1f}", rotation=90, fontsize=8)
-            tau.set(ha="center", va="bottom")
+            tau.set(ha="center", va="bottom", color=ink)
     ax.axhline(1, **GUIDE)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(what)
@@ -73,9 +81,11 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
         rows = [r for r in rows if r["arm"] != PLAIN and "transformers" not in r["arm"]]
         key = (lambda r: f"{r['pair']}, {r['set']}") if many else (lambda r: r["set"])
         groups = list(dict.fromkeys(map(key, rows)))
-        bars: dict[str, list] = {}
+        bars: dict[str, tuple[int, list]] = {}
         for row in rows:
-            bars.setdefault(_arm_label(row["arm"], temperature), []).append(row)
+            label = _arm_label(row["arm"], temperature)
+            place = _colour_of(row["arm"], temperature, report["arms"])
+            bars.setdefault(label, (place, []))[1].append(row)
         _bars(ax, groups, bars, "times plain decoding")
         kind = "greedy" if temperature == 0 else f"sampled, T = {temperature:g}"
         ax.set_title(kind, fontsize=10)
@@ -87,6 +97,18 @@ def draw_arms(report: dict[str, Any]) -> "Figure":
             below = (0.5, -0.08)
             ax.legend(loc="upper center", bbox_to_anchor=below, ncols=2, **LEGEND)
     return figure
+
+
+def _colour_of(arm: str, temperature: float, arms: list[str]) -> int:
+    """An arm's place among the colours, the same in all panels.
+
+    Greedy decoding knows no rules: there it is that of the last arm with its tree.
+    """
+    drafting = [name for name in arms if name != PLAIN]
+    if temperature > 0:
+        return drafting.index(arm)
+    trees = [name.rpartition("@")[2] for name in drafting]
+    return len(trees) - 1 - trees[::-1].index(arm.rpartition("@")[2])
 
 
 def _arm_label(arm: str, temperature: float) -> str:

@@ -253,6 +253,18 @@ def test_figures_can_be_drawn(report, tmp_path, kind):
     assert "A" in benchmarks.table_of(shown)
 
 
+def test_an_arm_has_one_colour_whatever_stands_beside_it(report):
+    greedy, sampled = (
+        {label: bars[0].get_facecolor() for bars, label in zip(*shown, strict=True)}
+        for shown in (
+            ax.get_legend_handles_labels() for ax in figures.draw(report).axes
+        )
+    )
+    assert greedy["chain of 2"] == sampled["chain of 2, leviathan"]
+    assert greedy["tree A"] == sampled["tree A, naive/coupled"]
+    assert len(set(sampled.values())) == 3
+
+
 @pytest.mark.parametrize("arm", ["Q", "mss@Q", "foo@A", "leviathan@A", "mss@beam:2x2"])
 def test_wrong_arms_are_refused(arm):
     with pytest.raises(ValueError, match="tree|rule"):
