@@ -34,8 +34,9 @@ from stree_jax.speculation.tree import Auto, Budget, compiled_steps
 
 FADE = 0.9  # a step, of the rate of steps with the model
 # What promises to be faster must promise so much more: to ask a model, to go on with
-# it, to draft at all. The best of several guesses promises more than it holds.
-BEGIN, STAY, DRAFT = 1.03, 1.0, 1.05
+# it, to draft at all. The best of several guesses promises more than it holds, and in a
+# batch whose rows have trees of their own steps cost what lies between measured ones.
+BEGIN, STAY, DRAFT, DRAFT_BY_ROW = 1.03, 1.0, 1.05, 1.15
 TRIALS, FIRST_WAIT, LONGEST_WAIT = 12, 48, 256  # steps: at first; between later trials
 SURE, HOPELESS = 6, 0.9  # so many trials are enough where they promise but so much
 # Of greedy and of sampled text, how often a good model's draft is right: if that were
@@ -401,7 +402,8 @@ class AdaptivePolicy:
         gain, verify = self._by_nodes(value[:, 1:], learnt.weights)
         seconds = verify + spent
         plain = jnp.asarray(self._nodes_below(batch) == 0)
-        margin = jnp.where(plain & (spent == 0), DRAFT, 1.0)
+        much = DRAFT_BY_ROW if self._by_row(batch) else DRAFT
+        margin = jnp.where(plain & (spent == 0), much, 1.0)
         best = jnp.argmax(gain / seconds * margin).astype(jnp.int32)
         if self._by_row(batch):
             own = 1 + _of_the_best(value[:, 1:] * learnt.weights[:, None], best)
