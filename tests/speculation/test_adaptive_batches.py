@@ -150,3 +150,21 @@ def test_a_model_that_takes_no_time_is_asked(target, prompts):
         calls.append(result.target_calls.tolist())
     assert calls[0] == calls[1]
     assert max(calls[0]) < 40
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "nodes"),
+    [(1, 1.6, 1), (1, 1.45, 4), (2, 1.45, 1), (2, 1.36, 2)],
+)
+def test_a_batch_drafts_where_it_promises_more(target, rows, seconds, nodes):
+    """1.63 tokens a step, in steps of which all but plain ones take so long."""
+    begun, plan = begin(
+        target, [[3]] * rows, times=times([1.0, seconds, seconds]), **OPTIONS
+    )
+    policy = replace(plan.spec.policy, shares=True)
+    weights = jnp.full((rows,), 1 / rows, jnp.float32)
+    value = 0.63 if rows == 1 else 0.63 / adaptive_policy.LAST
+    values = jnp.zeros((rows, 8), jnp.float32).at[:, :2].set(jnp.array([1.0, value]))
+    learnt = replace(begun.policy, weights=weights)
+    _, chosen = policy._chosen(begun, learnt, values, jnp.float32(0))
+    assert chosen.tolist() == [nodes] * rows
