@@ -107,8 +107,9 @@ def _colour_of(arm: str, temperature: float, arms: list[str]) -> int:
     drafting = [name for name in arms if name != PLAIN]
     if temperature > 0:
         return drafting.index(arm)
-    trees = [name.rpartition("@")[2] for name in drafting]
-    return len(trees) - 1 - trees[::-1].index(arm.rpartition("@")[2])
+    tree = arm.rpartition("@")[2]
+    alike = (i for i, name in enumerate(drafting) if name.rpartition("@")[2] == tree)
+    return max(alike)
 
 
 def _arm_label(arm: str, temperature: float) -> str:
