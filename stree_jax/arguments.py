@@ -23,6 +23,7 @@ from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.specs import LOOKUP, MTP, bare
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
 from stree_jax.speculation.tree import DEEPEST
+from stree_jax.vocabularies import warn_of_other_tokens
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
 INTEGERS = (int, np.integer)
@@ -76,7 +77,8 @@ def check_mesh(model: Model, drafter: Any, limit: int | None) -> None:
 
 
 def check_drafter(target: Model, drafter: Any) -> None:
-    """Raises ValueError where the two models have no vocabulary in common."""
+    """Raises ValueError for a drafter that does not fit the target, and warns if its
+    tokens are not the target's."""
     if isinstance(drafter, Staged):
         check_drafter(target, drafter.model)
         guesser = drafter.guesser
@@ -92,7 +94,7 @@ def check_drafter(target: Model, drafter: Any) -> None:
                 raise ValueError("width: only n-grams guess more than one token a node")
         return
     if isinstance(drafter, NGrams):
-        _check_vocabulary(target, "n-grams", drafter.num_tokens)
+        warn_of_other_tokens("n-grams", target, drafter.num_tokens, None)
         return
     if isinstance(drafter, Heads):
         _check_heads(target, drafter)
@@ -107,7 +109,8 @@ def check_drafter(target: Model, drafter: Any) -> None:
             "'mtp'"
         )
     check_model("drafter", drafter)
-    _check_vocabulary(target, "drafter", drafter.config.num_tokens)
+    tokenizer = getattr(drafter, "tokenizer", None)
+    warn_of_other_tokens("drafter", target, drafter.config.num_tokens, tokenizer)
 
 
 def _check_heads(target: Model, heads: Heads) -> None:
@@ -121,14 +124,6 @@ def _check_heads(target: Model, heads: Heads) -> None:
         raise ValueError(
             f"heads: {own.vocab_size} tokens, the target has {c.num_tokens}; heads "
             "belong to the model that they were trained on"
-        )
-
-
-def _check_vocabulary(target: Model, name: str, tokens: int) -> None:
-    if tokens != target.config.num_tokens:
-        raise ValueError(
-            f"{name}: its vocabulary has {tokens} tokens, the target's "
-            f"{target.config.num_tokens}; they must share a tokenizer"
         )
 
 

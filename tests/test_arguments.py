@@ -51,7 +51,6 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(draft=True, tree="Z"), "tree: unknown name 'Z'; known: A, B, C, D, E"),
         (dict(draft=True, tree=[-1, 1]), r"parents\[1\]: node 1 is its own parent"),
         (dict(draft=True, tree=[0]), r"parents\[0\]: the root's parent is -1"),
-        (dict(small=True), "drafter: its vocabulary has 40 tokens, the target's 47"),
         (dict(n=0), "n: want at least 1 sample per prompt, got 0"),
         (dict(n=1.5), "n: want at least 1 sample per prompt, got 1.5"),
         (dict(max_new_tokens=1.5), f"max_new_tokens: {ONE.format('integer')}, got 1.5"),
@@ -145,9 +144,6 @@ def test_wrong_arguments(target, drafter, options, message):
         target = dataclasses.replace(target, tokenizer=odd)
     if options.pop("draft", False):
         options["drafter"] = drafter
-    if options.pop("small", False):
-        config = dataclasses.replace(drafter.config, num_tokens=40)
-        options["drafter"] = drafter.replace(config=config)
     if "past" in options:
         options["past"] = Past(None, None, options["past"])
     before = loop.init_decoding_jit._cache_size()

@@ -76,7 +76,7 @@ class Distribution:
         logits that are allowed, whose argmax is the same.
 
         Args:
-          logits: [B, Q, >= V] float32.
+          logits: [B, Q, W] float32; a drafter's W may be less than V.
           depth: [B, Q] (or [1, Q]) int32, of the nodes; the root's is 0.
           path: [B, Q, D] int32, tokens above and at each node; None: `seen` has them.
           normalised: False where only differences count: the largest may then be 0.
@@ -119,7 +119,7 @@ class Distribution:
         """The best tokens after nodes of one depth, by `scores`, not normalised.
 
         Args:
-          logits: [B, Q, >= V] float32.
+          logits: [B, Q, W] float32; a drafter's W may be less than V.
           depth: [] int32, of the nodes.
           count: of tokens.
           path: as of `scores`.
@@ -188,8 +188,12 @@ class Distribution:
         return jnp.where(seen, less, logits)
 
     def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:
-        """Logits [B, Q, V], -inf for stop tokens before `min_new_tokens`."""
+        """Logits [B, Q, V], -inf for stop tokens before `min_new_tokens` and for
+        tokens of the target that a drafter does not have."""
         logits, r = logits[..., : self.num_tokens], self.requests
+        if (missing := self.num_tokens - logits.shape[-1]) > 0:
+            width = ((0, 0),) * (logits.ndim - 1) + ((0, missing),)
+            logits = jnp.pad(logits, width, constant_values=-jnp.inf)
         if r.min_new_tokens is None:
             return logits
         batch, _, V = logits.shape

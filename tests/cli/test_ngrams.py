@@ -140,7 +140,6 @@ def test_how_ngrams_guess_is_asked_of_ngrams(command, option, capsys):
         (["--ngrams", "N", "--drafter", "D", "--tree", "beam:2x2"], "beams and 'auto'"),
         (["--drafter", "N", "--tree", "auto"], "beams and 'auto' want a model"),
         (["--drafter", "N", "--rule", "mss", "--temperature", "1"], "n-grams"),
-        (["--drafter", "N", "--model", "demo"], "n-grams: its vocabulary has"),
     ],
 )
 def test_what_does_not_go_with_ngrams_is_one_line(folder, capsys, words, message):

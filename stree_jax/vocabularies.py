@@ -1,0 +1,60 @@
+"""Whether a drafter's token ids mean what the target's do.
+
+A drafter may have fewer or more tokens than its target: models of one tokenizer pad
+their embeddings to different multiples. `Distribution` cuts or extends its logits.
+Other tokens under the same ids change no text, but few of their drafts are accepted.
+"""
+
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def warn_of_other_tokens(
+    name: str, target: Any, tokens: int, tokenizer: "Tokenizer | None"
+) -> None:
+    """Warns in one line if a drafter's tokens are not the target's.
+
+    Args:
+      name: of the argument that the drafter came by.
+      target: model with `config` and perhaps a `tokenizer`.
+      tokens: size of the drafter's vocabulary.
+      tokenizer: the drafter's, if it has one.
+    """
+    own = getattr(target, "tokenizer", None)
+    if own is not None and tokenizer is not None:
+        problem = _difference(own, tokenizer)
+    elif tokens != target.config.num_tokens:
+        problem = (
+            f"its vocabulary has {tokens} tokens, the target's "
+            f"{target.config.num_tokens}, and there are no tokenizers to compare"
+        )
+    else:
+        return
+    if problem is not None:
+        warnings.warn(
+            f"{name}: {problem}; the output is unaffected, but unless both models use "
+            "one tokenizer few draft tokens will be accepted",
+            stacklevel=2,
+        )
+
+
+@lru_cache(maxsize=8)  # of large vocabularies, a comparison takes 0.1 s
+def _difference(target: "Tokenizer", drafter: "Tokenizer") -> str | None:
+    """Describes ids that stand for different tokens, or returns None."""
+    if target is drafter:
+        return None
+    ours = {i: token for token, i in target.get_vocab().items()}
+    theirs = {i: token for token, i in drafter.get_vocab().items()}
+    both = ours.keys() & theirs.keys()
+    other = sorted(i for i in both if ours[i] != theirs[i])
+    if not other:
+        return None
+    i = other[0]
+    return (
+        f"its tokenizer differs from the target's in {len(other)} of {len(both)} "
+        f"tokens ({i} is {theirs[i]!r:.40}, the target's {i} is {ours[i]!r:.40})"
+    )

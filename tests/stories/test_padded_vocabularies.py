@@ -1,0 +1,158 @@
+"""A drafter whose embedding is padded to another multiple than the target's.
+
+Qwen2.5's small models have 151,936 rows and its large ones 152,064, with one tokenizer.
+The output is that of plain decoding, or distributed as it; other tokens under the same
+ids are warned of.
+"""
+
+import warnings
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling
+from stree_jax.speculation.accept import Rule
+from tests import distribution
+from tests.support.table_models import byte_level, follow, spm, write_llama
+from tests.support.tiny import STOP, tiny
+
+TREE = "parents:0,0,1,1,2"
+
+
+def resized(model, rows):
+    """The model with more or fewer rows of its embedding, all of them tokens."""
+    table = np.asarray(model.params["embedding"])
+    extra = np.random.default_rng(rows).standard_normal((rows, table.shape[1]))
+    kept = min(rows, len(table))
+    extra[:kept] = table[:kept]
+    params = {**model.params, "embedding": jax.numpy.asarray(extra, table.dtype)}
+    config = replace(model.config, vocab_size=rows, num_tokens=rows)
+    return stree_jax.Model(params, config)
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = tiny(1, layers=("mamba", "attention"))
+    return resized(model, 47)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(8, 47, n).tolist() for n in (5, 3)]
+
+
+def generate(target, prompts, drafter, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no tokenizer to compare
+        return stree_jax.generate(
+            target, prompts, max_new_tokens=24, drafter=drafter, **options
+        )
+
+
+@pytest.mark.parametrize("rows", [40, 64])
+@pytest.mark.parametrize("tree", [TREE, "auto", "beam:2x3"])
+def test_greedy_text_is_plain_decoding(rows, tree, target, prompts):
+    drafter = resized(tiny(1, layers=("mamba", "attention")), rows)
+    plain = generate(target, prompts, None)
+    result = generate(target, prompts, drafter, tree=tree)
+    assert result.tokens == plain.tokens
+    if tree == TREE:  # the drafter is the target but for its padding
+        assert (result.acceptance_length > 1.5).all()
+
+
+@pytest.mark.parametrize("rows", [40, 64])
+def test_sampled_text_is_plain_sampling_seed_by_seed(rows, target, prompts):
+    drafter = resized(tiny(2, layers=("mamba",)), rows)
+    sampling = [Sampling(seed=3), Sampling(temperature=0.7, top_p=0.9, seed=4)]
+    plain = generate(target, prompts, None, sampling=sampling)
+    result = generate(target, prompts, drafter, tree=TREE, sampling=sampling)
+    assert result.tokens == plain.tokens
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return distribution.Experiment()
+
+
+RULES = {
+    "leviathan": (Rule("leviathan", "iid"), "chain"),
+    "mss": (Rule("mss", "iid"), "bushy"),
+    "recursive": (Rule("recursive", "without_replacement"), "bushy"),
+}
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_with_q_keep_the_distribution(rows, name, experiment):
+    """The drafter's q is 0 where it has no token, and is cut where it has more."""
+    rule, tree = RULES[name]
+    drafter = resized(experiment.drafter, rows)
+    counts = distribution.drawn(
+        experiment.target, drafter, distribution.TREES[tree], rule
+    )
+    assert distribution.p_value(counts, experiment.expected) > 0.01
+
+
+def test_an_id_that_the_drafter_does_not_have_may_be_in_the_text(target):
+    drafter = resized(tiny(1, layers=("mamba", "attention")), 40)
+    prompt = [[46, 45, 44, 43, 42, 41]]
+    plain = generate(target, prompt, None)
+    assert generate(target, prompt, drafter, tree=TREE).tokens == plain.tokens
+
+
+def saved(path, tokenizer, rows, names=("a", "b", "c")):
+    chain = follow(tokenizer, list(names), V=rows)
+    write_llama(path, rows, chain=chain, tokenizer=tokenizer)
+    return stree_jax.load(path)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    large = saved(root / "large", byte_level(), 272)
+    small = saved(root / "small", byte_level(), 288)
+    return large, small
+
+
+def test_one_tokenizer_is_not_warned_of(pair):
+    """Warnings are errors here."""
+    target, drafter = pair
+    result = stree_jax.generate(
+        target, "a", max_new_tokens=2, drafter=drafter, tree="chain:2"
+    )
+    assert result.texts == ["bc"]
+    assert result.target_calls[0] == 1
+
+
+def test_another_tokenizer_is_warned_of(pair, tmp_path):
+    """Its vocabulary may have the same size."""
+    target, _ = pair
+    other = saved(tmp_path / "other", spm(), 304, names=("H", "e", "l"))
+    with pytest.warns(UserWarning, match=r"drafter: its tokenizer differs .* 262"):
+        result = stree_jax.generate(
+            target, "a", max_new_tokens=2, drafter=other, tree="chain:2"
+        )
+    assert result.texts == ["bc"]
+
+
+def test_unknown_tokens_are_warned_of(target, prompts):
+    drafter = resized(tiny(2, layers=("mamba",)), 40)
+    said = r"drafter: its vocabulary has 40 tokens, the target's 47, and there are no"
+    with pytest.warns(UserWarning, match=said):
+        stree_jax.generate(
+            target, prompts, max_new_tokens=2, drafter=drafter, tree="chain:2"
+        )
+
+
+def test_stop_tokens_are_the_targets(target, prompts):
+    """A drafter may draft its own stop token; the text goes on."""
+    drafter = resized(tiny(1, layers=("mamba", "attention")), 64)
+    assert STOP in target.config.stop_tokens
+    drafter = drafter.replace(config=replace(drafter.config, stop_tokens=(60,)))
+    plain = generate(target, prompts, None)
+    result = generate(target, prompts, drafter, tree=TREE)
+    assert result.finish_reasons == plain.finish_reasons
