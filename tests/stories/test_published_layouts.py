@@ -1,0 +1,207 @@
+"""Repositories as people have them, with tiny weights, through every command.
+
+What transformers makes of the same directory is the right text and chat.
+"""
+
+import io
+import json
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import stree_jax
+from stree_jax.cli import conversation
+from stree_jax.cli import main as cli
+from tests.support import published, snippets
+
+NEW = 6
+PROMPT = "def f(x):"
+DRAFTING = ("--drafter", "lookup", "--tree", "chain:2")  # "auto" compiles for longer
+FLOAT32 = ("--dtype", "float32")
+# Whose Python in transformers runs at most a few tokens of the tiny model.
+HAS_CODE = "NVIDIA-Nemotron-3-Nano-30B-A3B"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
+def made(root):
+    """A function: name -> the directory or file of that name, made once."""
+
+    def make(name):
+        path = root / name
+        if not path.exists():
+            if name in published.DIRECTORIES:
+                published.DIRECTORIES[name](path)
+            else:
+                source, arch, kind = published.GGUF_FILES[name]
+                published.write_gguf(make(source), arch, path, kind)
+        return path
+
+    return make
+
+
+def run(capsys, *args, stdin=None, monkeypatch=None):
+    """Runs a command that must succeed; returns what it prints."""
+    if stdin is not None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    code = cli.main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def reference(directory, ids):
+    """Greedy tokens of transformers after `ids`, by its own generation config."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sampling fields that greedy does not use
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        ids = torch.tensor([ids])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            repetition_penalty=1.0,
+            use_cache=False,
+        )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def tokens_of(capsys, model, prompt=PROMPT):
+    args = "generate", prompt, "--model", model, "--max-new-tokens", NEW
+    report = json.loads(run(capsys, *args, *FLOAT32, *DRAFTING, "--json"))
+    return report["tokens"]
+
+
+@pytest.mark.parametrize("name", published.DIRECTORIES)
+def test_generate_is_transformers(name, made, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(made(name))
+    expected = reference(made(name), tokenizer(PROMPT).input_ids)
+    assert tokens_of(capsys, made(name)) == expected
+
+
+@pytest.mark.parametrize("name", published.DIRECTORIES)
+def test_info_and_chat(name, made, capsys, monkeypatch):
+    """Stops are those of generation_config.json; a turn is fed as transformers spells
+    it."""
+    path = made(name)
+    facts = json.loads(run(capsys, "info", path, "--json"))
+    wanted = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    assert set(wanted) <= set(facts["stop_tokens"]) and facts["tokenizer"]
+    fed = []
+    real = conversation.stream
+
+    def watched(model, prompts, **options):
+        fed.append(prompts[0])
+        return real(model, prompts, **options)
+
+    monkeypatch.setattr(conversation, "stream", watched)
+    args = "chat", "--model", path, "--max-new-tokens", NEW, *FLOAT32, *DRAFTING
+    answer = run(capsys, *args, stdin="Hello\n", monkeypatch=monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    turn = [{"role": "user", "content": "Hello"}]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    ids = tokenizer.apply_chat_template(turn, **options)
+    assert fed == [ids]
+    expected = tokenizer.decode(reference(path, ids), skip_special_tokens=True)
+    assert answer.strip() == expected.strip()
+
+
+@pytest.mark.parametrize("name", published.DIRECTORIES)
+def test_convert_and_export(name, made, tmp_path, capsys):
+    """Ours and the directory for transformers have the tokens, stops and template."""
+    path = made(name)
+    expected = tokens_of(capsys, path)
+    run(capsys, "convert", path, tmp_path / "ours", "--verify", *FLOAT32)
+    assert tokens_of(capsys, tmp_path / "ours") == expected
+    run(capsys, "export", tmp_path / "ours", tmp_path / "theirs")
+    assert tokens_of(capsys, tmp_path / "theirs") == expected
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    original = AutoTokenizer.from_pretrained(path)
+    assert tokenizer(PROMPT).input_ids == original(PROMPT).input_ids
+    assert tokenizer.chat_template == original.chat_template
+    assert reference(tmp_path / "theirs", original(PROMPT).input_ids) == expected
+    stops = [stree_jax.info(p)["stop_tokens"] for p in (path, tmp_path / "theirs")]
+    assert set(stops[0]) == set(stops[1])
+
+
+@pytest.mark.parametrize("name", published.GGUF_FILES)
+def test_gguf_files(name, made, tmp_path, capsys, monkeypatch):
+    """The numbers are the directory's, rounded as the file stores them: an export of
+    the file gives transformers' tokens."""
+    file, source = made(name), made(published.GGUF_FILES[name][0])
+    facts = json.loads(run(capsys, "info", file, "--json"))
+    assert facts["tokenizer"] and facts["stop_tokens"]
+    original = AutoTokenizer.from_pretrained(source)
+    ids = original(PROMPT).input_ids
+    run(capsys, "convert", file, tmp_path / "ours", "--dtype", "float32")
+    run(capsys, "export", tmp_path / "ours", tmp_path / "theirs")
+    expected = reference(tmp_path / "theirs", ids)
+    assert tokens_of(capsys, file) == expected
+    assert tokens_of(capsys, tmp_path / "ours") == expected
+    exported = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert exported(PROMPT).input_ids == ids
+    assert exported.chat_template == original.chat_template
+    args = "chat", "--model", file, "--max-new-tokens", NEW, *FLOAT32, *DRAFTING
+    assert run(capsys, *args, stdin="Hello\n", monkeypatch=monkeypatch).strip()
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-0.5B-Instruct", "granite-4.0-h-micro-bf16.gguf"]
+)
+def test_serve(name, made, capsys):
+    """A chat over HTTP is what `generate` says after the template's text."""
+    import openai
+
+    path, port = made(name), snippets.free_port()
+    model = stree_jax.load(path, dtype="float32")
+    template = published.CHATML if "Qwen" in name else published.GRANITE
+    text = cli_template(template)
+    plain = stree_jax.generate(
+        model, [text], max_new_tokens=NEW, drafter=None, stop_tokens=None
+    )
+    options = "--model", str(path), "--name", "m", "--drafter", "none", *FLOAT32
+    with snippets.served(port, *options, "--context", "256") as process:
+        snippets.wait_until_ready(port, process)
+        url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none") as client:
+            answer = client.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=NEW,
+                temperature=0,
+            )
+    assert answer.choices[0].message.content == plain.texts[0]
+
+
+def cli_template(template):
+    from stree_jax.cli.chat import Message, render
+
+    return render(template, [Message(role="user", content="Hello")], {})
+
+
+@pytest.mark.parametrize("command", ["info", "generate", "chat", "convert", "export"])
+def test_lfm2_is_refused_by_name(command, root, tmp_path, capsys):
+    """One line names the model type and what is known; nothing is written."""
+    path = root / "LFM2-350M"
+    if not path.exists():
+        published.lfm2(path)
+    args = {
+        "info": ["info", path],
+        "generate": ["generate", PROMPT, "--model", path],
+        "chat": ["chat", "--model", path],
+        "convert": ["convert", path, tmp_path / "ours"],
+        "export": ["export", path, tmp_path / "theirs"],
+    }[command]
+    assert cli.main([str(arg) for arg in args]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "model_type" in err and "lfm2" in err and "known" in err
+    assert list(tmp_path.iterdir()) == []
