@@ -46,7 +46,7 @@ DENSE = {
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "rms_norm_eps": 1e-5,
 }
@@ -136,7 +136,7 @@ def qwen2(path):
 
 
 def mistral(path):
-    """Mistral-7B-Instruct-v0.3: shards beside consolidated.safetensors, SentencePiece."""
+    """Mistral-7B-Instruct-v0.3: shards, consolidated.safetensors, SentencePiece."""
     tokenizer = spm()
     inst = [
         AddedToken(t, special=True, normalized=False) for t in ("[INST]", "[/INST]")
@@ -173,7 +173,7 @@ def mistral(path):
 
 
 def smollm2(path):
-    """SmolLM2-135M-Instruct: a tied llama in bfloat16, ONNX files, training's remains."""
+    """SmolLM2-135M-Instruct: a tied llama in bfloat16 and files of other tools."""
     tokenizer, settings = chatml_tokenizer("smollm")
     start, turn = (tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
     vocab = tokenizer.get_vocab_size()
