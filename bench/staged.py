@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from stree_jax.arguments import encode_prompts
 from stree_jax.bench.method import Run, take_turns
 from stree_jax.bench.passes import Case, compile_case, time_cases
 from stree_jax.bench.prompts import Prompt
@@ -35,6 +36,7 @@ from stree_jax.bench.tables import shown, table
 from stree_jax.checkpoint import Model
 from stree_jax.cost import MeasuredTime, staged_gain, staged_passes
 from stree_jax.result import Generation, runs_by_origin
+from stree_jax.sampling.continuation import continuation
 from stree_jax.speculation.draft import ORIGINS
 from stree_jax.speculation.ngrams import NGrams, likeliest
 from stree_jax.speculation.tree import Tree, resolve_tree
@@ -171,7 +173,8 @@ def text_of(target: Model, prompt: Prompt, told: Generation) -> dict[str, Any] |
     """A prompt and its continuation by origins, where there is a tokenizer."""
     if target.tokenizer is None or not isinstance(prompt, str):
         return None
-    runs = runs_by_origin(target.tokenizer, told.tokens[0], told.origins[0].tolist())
+    decoder = continuation(target.tokenizer, *encode_prompts(target, prompt))
+    runs = runs_by_origin(decoder, told.tokens[0], told.origins[0].tolist())
     return {"prompt": prompt, "runs": runs}
 
 

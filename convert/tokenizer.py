@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,3 +80,26 @@ def copy_tokenizer(src: Path, dst: Path) -> None:
         return
     for file in tokenizer_files(src):
         shutil.copyfile(file, dst / file.name)
+
+
+def check_text_ids(
+    name: str, tokenizer: "Tokenizer", ids: Iterable[int], num_tokens: int
+) -> None:
+    """Checks the ids that a tokenizer made of a text against the model's vocabulary.
+
+    Args:
+      name: what the text is, for the message.
+      num_tokens: size of the model's vocabulary.
+
+    Raises:
+      ValueError: an id is not in the vocabulary, as of a token added to the tokenizer
+        alone.
+    """
+    beyond = next((i for i in ids if i >= num_tokens), None)
+    if beyond is not None:
+        raise ValueError(
+            f"{name}: the tokenizer makes {tokenizer.id_to_token(beyond)!r} (id "
+            f"{beyond}) of it, but the model has only the ids 0..{num_tokens - 1}; "
+            "leave that token out, or give the model the tokenizer that it was "
+            "trained with"
+        )

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoint import Model
+from stree_jax.convert.tokenizer import check_text_ids
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
 from stree_jax.models.parts import part_config
@@ -16,6 +17,7 @@ from stree_jax.models.placement import axis_size
 from stree_jax.models.shards import MODEL
 from stree_jax.models.state import over_parts
 from stree_jax.result import Past
+from stree_jax.sampling.continuation import encode_continuation
 from stree_jax.speculation.medusa import LastHidden
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.mtp_drafter import Heard
@@ -130,7 +132,11 @@ def _check_heads(target: Model, heads: Heads) -> None:
 def encode_prompts(
     model: Model, prompts: Prompts, *, resumed: bool = False
 ) -> list[list[int]]:
-    """Prompts as token ids.
+    """Returns prompts as token ids.
+
+    Args:
+      resumed: whether the prompts continue earlier text, which may leave them empty.
+        Nothing is then put before them, neither a special token nor a space.
 
     Raises:
       ValueError: an empty batch or prompt, text without a tokenizer, bad ids.
@@ -140,7 +146,7 @@ def encode_prompts(
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
         raise ValueError("prompts: want at least one prompt, got none")
-    encoded = []
+    encoded: list[list[int]] = []
     for i, prompt in enumerate(batch):
         if isinstance(prompt, str):
             if model.tokenizer is None:
@@ -152,12 +158,19 @@ def encode_prompts(
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"prompts[{i}]: not UTF-8 text ({error})") from error
-            ids = model.tokenizer.encode(prompt, add_special_tokens=not resumed).ids
+            if resumed:
+                ids = encode_continuation(model.tokenizer, prompt)
+            else:
+                ids = model.tokenizer.encode(prompt).ids
         else:
             ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()
         if not ids and not resumed:
             raise ValueError(f"prompts[{i}]: want at least one token, got none")
         encoded.append(ids)
+    for i, (prompt, ids) in enumerate(zip(batch, encoded, strict=True)):
+        if isinstance(prompt, str) and model.tokenizer is not None:
+            num_tokens = model.config.num_tokens
+            check_text_ids(f"prompts[{i}]", model.tokenizer, ids, num_tokens)
     return encoded
 
 
@@ -182,6 +195,8 @@ def continued(
     if _several(model.mesh) != _several(_mesh_of(past.target.length)):
         raise ValueError("past: of a model on other devices")
     _check_state("past: of another target", model, past.target, len(new))
+    for row in past.tokens:
+        checked_tokens("past: its tokens", row, model.config, 1)
     _check_drafter_past(drafter, past.drafter, len(new))
     if drafter == MTP and isinstance(past.drafter, Heard):
         layers = models.mtp_model(model)

@@ -33,6 +33,7 @@ from stree_jax.devices import check_agreed
 from stree_jax.models import PREFILL_CHUNK
 from stree_jax.models.heads import Heads
 from stree_jax.result import Generation, Past, Plan, summarise
+from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.sampling.stop_strings import token_bytes, token_table
@@ -162,12 +163,23 @@ def begin(
         model=model,
         spec=spec,
         text=[row for row in text for _ in range(n)],
+        continuations=_continuations(model, text, n),
         stop_strings=[row for row in strings for _ in range(n)],
         min_new_tokens=[row for row in least for _ in range(n)],
         pieces=pieces,
         keep_past=keep_past,
         spare=spare,
     )
+
+
+def _continuations(
+    model: Model, text: list[list[int]], n: int
+) -> list[Continuation] | None:
+    """Returns decoders of what follows each text, of all `n` samples of it."""
+    if model.tokenizer is None:
+        return None
+    each = (continuation(model.tokenizer, row) for row in text)
+    return [one for one in each for _ in range(n)]
 
 
 def _stop_strings(

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from stree_jax.checkpoint import Model
 from stree_jax.models import State
+from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import cut_text, held_back
 from stree_jax.speculation.accept import Promise, Rule
@@ -25,9 +25,6 @@ from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.on_mesh import to_host
 from stree_jax.speculation.step import Spec
 from stree_jax.traffic import Traffic, drafting_stages, traffic_of
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 FINISH_REASONS = {
     RUNNING: "running",
@@ -60,8 +57,9 @@ class Generation:
       tokens: generated ids, without the prompt; a stop token, or the tokens that
         complete a stop string, included.
       lengths: [B] ints, how many they are.
-      texts: the same as text, without a stop string; None where the model has no
-        tokenizer.
+      texts: what the tokens add to the text of the prompt, without a stop string:
+        prompt and text put together read as the tokenizer decodes the whole sequence.
+        None if the model has no tokenizer.
       new_texts: the part of `texts` that is new since the last item of a `stream`.
       finish_reasons: "stop" or "length" ("running" within a stream).
       stop_reasons: the stop token's id, the stop string, or None.
@@ -120,6 +118,7 @@ class Plan:
       model: the target, with its tokenizer.
       spec: what the programs take.
       text: token ids before anything was generated.
+      continuations: decode what follows each text; None if the model has no tokenizer.
       stop_strings, min_new_tokens: as they were asked for.
       pieces: bytes of each token; None where no row has stop strings.
       keep_past: whether to return a `Past`.
@@ -129,6 +128,7 @@ class Plan:
     model: Model
     spec: Spec
     text: list[list[int]]
+    continuations: list[Continuation] | None
     stop_strings: list[list[str]]
     min_new_tokens: list[int]
     pieces: list[bytes] | None
@@ -137,16 +137,17 @@ class Plan:
 
 
 def text_so_far(
-    tokenizer: "Tokenizer",
+    decoder: Decoder,
     tokens: list[int],
     finish: int,
     strings: Sequence[str] = (),
     pieces: Sequence[bytes] | None = None,
     begin: int = 0,
 ) -> tuple[str, int, str | None]:
-    """A row's text, how many characters of it are final, and its stop string.
+    """Returns a row's text, how many characters of it are final, and its stop string.
 
     Args:
+      decoder: the `Continuation` of the row's prompt.
       finish: as of `Decoding`; with STOP_STRING the last token completes one.
       strings: its stop strings, looked for from token `begin` on.
       pieces: bytes of each token; None where no row has stop strings.
@@ -154,25 +155,28 @@ def text_so_far(
     reason = None
     if finish == STOP_STRING:
         assert pieces is not None  # there are stop strings
-        text, reason = cut_text(tokenizer, pieces, tokens, strings, begin)
+        text, reason = cut_text(decoder, pieces, tokens, strings, begin)
     else:
-        text = tokenizer.decode(tokens)
+        text = decoder.decode(tokens)
     held = held_back(text, strings) if finish == RUNNING else 0
     return text, len(text) - held, reason
 
 
 def runs_by_origin(
-    tokenizer: "Tokenizer", tokens: Sequence[int], origins: Sequence[int]
+    decoder: Decoder, tokens: Sequence[int], origins: Sequence[int]
 ) -> list[tuple[str, int]]:
-    """A text's pieces, and where each comes from; see `draft.ORIGINS`.
+    """Returns a text's pieces, and the origin of each, as in `draft.ORIGINS`.
 
-    A character whose bytes two made is in the second one's piece.
+    A character whose bytes have two origins belongs to the later piece.
+
+    Args:
+      decoder: the `Continuation` of the prompt that the tokens follow.
     """
     runs, done = [], ""
     for place, origin in enumerate(origins):
         ends = place + 1 == len(origins) or origins[place + 1] != origin
-        text = tokenizer.decode(list(tokens[: place + 1])) if ends else ""
-        if not ends or (text.endswith("\N{REPLACEMENT CHARACTER}") and text != done):
+        text = decoder.decode(list(tokens[: place + 1])) if ends else ""
+        if not ends or (text.endswith(UNFINISHED) and text != done):
             continue  # a run goes on, or has ended within a character
         runs.append((text[len(done) :], int(origin)))
         done = text
@@ -213,11 +217,11 @@ def summarise(
         for row, f in zip(tokens, finish, strict=True)
     ]
     texts = new_texts = logprobs = past = None
-    if plan.model.tokenizer is not None:
+    if plan.continuations is not None:
         texts, new_texts = [], []
         for b, row in enumerate(tokens):
             text, final, string = text_so_far(
-                plan.model.tokenizer,
+                plan.continuations[b],
                 row,
                 finish[b],
                 plan.stop_strings[b],

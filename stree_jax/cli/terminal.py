@@ -33,6 +33,7 @@ from stree_jax.models.heads import Heads, first_heads
 from stree_jax.pair import load_pair, pair_configs
 from stree_jax.planning import Planned, Request, plan
 from stree_jax.result import Generation, runs_by_origin
+from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 from stree_jax.speculation.draft import ORIGINS
@@ -229,7 +230,8 @@ def run_generate(args: argparse.Namespace) -> int:
             print(f"{prompt}{text}\n{'-' * 8}")
 
     if args.explain:
-        print(prompt + explained(tokenizer, result, coloured(sys.stdout)))
+        decoder = continuation(tokenizer, *encode_prompts(target, prompt))
+        print(prompt + explained(decoder, result, coloured(sys.stdout)))
     report = figures(target, result, first)
     if args.compare and not interrupted:
         compare(report, target, prompt, result, options, plainly)
@@ -411,10 +413,14 @@ def coloured(stream: Any) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
-def explained(tokenizer: "Tokenizer", result: Generation, colours: bool) -> str:
-    """The first row's text, what was drafted marked by who drafted it, and a legend."""
+def explained(decoder: Decoder, result: Generation, colours: bool) -> str:
+    """Returns the first row's text, draft tokens marked by origin, and a legend.
+
+    Args:
+      decoder: the `Continuation` of the prompt.
+    """
     origins = result.origins[0].tolist()
-    runs = runs_by_origin(tokenizer, result.tokens[0], origins)
+    runs = runs_by_origin(decoder, result.tokens[0], origins)
     marked = "".join(mark(text, ORIGINS[origin], colours) for text, origin in runs)
     usual = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
     there = sorted(usual | set(origins))

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stree_jax.sampling.continuation import UNFINISHED, Decoder
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 HIT = -1  # the state after a token that completes a stop string
 
 _STATE_MULTIPLE = 16  # tables of similar stop strings share their shape, and programs
-_UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 _SPACE_MARK = "\u2581"  # sentencepiece's visible space
 
 # The kinds of decoder, in order, whose output is the tokens' own bytes put together.
@@ -107,7 +108,7 @@ def find_stop(
 
 
 def cut_text(
-    tokenizer: "Tokenizer",
+    decoder: Decoder,
     pieces: Sequence[bytes],
     tokens: Sequence[int],
     stops: Sequence[str],
@@ -115,22 +116,22 @@ def cut_text(
 ) -> tuple[str, str | None]:
     """Return the text before the stop string that the last token completes, and that.
 
-    Without one, the text is all that the tokens decode to. Stop strings are looked for
-    from token `begin` on.
+    Without a stop string, the text is all that `decoder` makes of the tokens. Stop
+    strings are looked for from token `begin` on.
     """
     found = find_stop(pieces, tokens[begin:], stops)
     if found is None:
-        return tokenizer.decode(list(tokens)), None
+        return decoder.decode(list(tokens)), None
     cut, stop = found
     end = len(tokens)
     while cut > 0:
         end -= 1
         cut -= len(_piece(pieces, tokens[end]))
     if cut == 0:
-        return tokenizer.decode(list(tokens[:end])), stop
+        return decoder.decode(list(tokens[:end])), stop
     # The stop string starts within token `end`. It starts with a whole character, so
     # the characters before it are the same with and without it.
-    text = tokenizer.decode(list(tokens[: end + 1]))
+    text = decoder.decode(list(tokens[: end + 1]))
     surplus = len(pieces[tokens[end]][-cut:].decode("utf-8", "replace"))
     return text[: max(0, len(text) - surplus)], stop
 
@@ -141,7 +142,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
     They may be the start of a stop string, or an unfinished character, or the one
     before the other.
     """
-    rest = text.rstrip(_UNFINISHED)
+    rest = text.rstrip(UNFINISHED)
     longest = max(map(len, stops), default=1) - 1
     for start in range(max(0, len(rest) - longest), len(rest)):
         suffix = rest[start:]

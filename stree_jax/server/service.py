@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from stree_jax.arguments import encode_prompts
 from stree_jax.checkpoint import Model
+from stree_jax.convert.tokenizer import check_text_ids
 from stree_jax.sampling.stop_strings import token_bytes
 from stree_jax.server.answers import empty_answer
 from stree_jax.server.batch import GREEDY, Asked
@@ -86,10 +87,17 @@ def prompt_ids(service: Service, request: Request) -> list[list[int]]:
         )
     try:
         if chat and service.spell is not None:
-            return [service.spell(request.messages)]
+            return [_spelled(service, service.spell, request)]
         return encode_prompts(service.model, list(request.prompts))
     except ValueError as error:
         raise invalid(str(error), "messages" if chat else "prompt") from error
+
+
+def _spelled(service: Service, spell: Spell, request: Request) -> list[int]:
+    """Returns the tokens of a conversation; raises ValueError for unknown ids."""
+    ids, tokenizer = spell(request.messages), service.reader.tokenizer
+    check_text_ids("messages", tokenizer, ids, service.model.config.num_tokens)
+    return ids
 
 
 def asked_of(
@@ -164,13 +172,13 @@ class Exchange:
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.jobs = [
-            Job(one, self._writer(request), self._teller(i))
+            Job(one, self._writer(request, one.ids), self._teller(i))
             for i, one in enumerate(asked)
         ]
 
-    def _writer(self, request: Request) -> Writer:
+    def _writer(self, request: Request, prompt: Sequence[int]) -> Writer:
         top = request.top_logprobs or 0
-        return Writer(self.service.reader, request.stops, top)
+        return Writer(self.service.reader, request.stops, top, prompt)
 
     def _teller(self, index: int) -> Callable[[Piece | Failed], None]:
         def tell(news: Piece | Failed) -> None:

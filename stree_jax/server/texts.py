@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stree_jax.result import FINISH_REASONS, text_so_far
+from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.stop_strings import HIT, byte_automaton, follow
 from stree_jax.server.batch import News
 from stree_jax.speculation.decoding import RUNNING, STOP_STRING
@@ -28,11 +29,20 @@ class Reader:
     tokenizer: "Tokenizer"
     pieces: Sequence[bytes] | None
 
-    def bytes_of(self, token: int) -> bytes:
-        """A token's bytes; the name of one that adds none to a text."""
+    def bytes_of(self, token: int, place: Continuation) -> bytes:
+        """Returns what a token adds to the text at a place.
+
+        A token that adds nothing wherever it stands, as a special one, has its name.
+        """
         piece = b""
-        if self.pieces is not None and token < len(self.pieces):
+        if self.pieces is None:
+            piece = place.decode([token]).encode()
+        elif token < len(self.pieces):
             piece = self.pieces[token]
+        if b" " in piece and not place.before:
+            text = place.decode([token])  # the start of a text may lose its spaces
+            if text != piece.decode("utf-8", "replace"):
+                return text.encode()
         return piece or (self.tokenizer.id_to_token(token) or "").encode()
 
 
@@ -64,17 +74,27 @@ class Piece:
 
 @dataclass
 class Writer:
-    """One text; `write` takes what the device has made of it, piece by piece."""
+    """A generated text; `write` takes the device's updates and returns what is new.
+
+    Attributes:
+      top: how many of the likeliest tokens to return with log-probabilities.
+      prompt: the tokens that the text follows.
+    """
 
     reader: Reader
     stops: Sequence[str] = ()
     top: int = 0
+    prompt: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     shown: int = 0
     state: int = 0
     steps: np.ndarray | None = None
+    decoder: Continuation = field(init=False)
+    place: Continuation = field(init=False)  # of the next log-probability
 
     def __post_init__(self) -> None:
+        self.decoder = continuation(self.reader.tokenizer, self.prompt)
+        self.place = self.decoder
         if self.stops:
             self.steps = byte_automaton(self.stops)
 
@@ -84,7 +104,7 @@ class Writer:
         count, finish = self._kept(news)
         self.tokens += news.tokens[:count]
         text, final, _ = text_so_far(
-            self.reader.tokenizer, self.tokens, finish, self.stops, self.reader.pieces
+            self.decoder, self.tokens, finish, self.stops, self.reader.pieces
         )
         new, self.shown = text[self.shown : final], max(self.shown, final)
         ended = None if finish == RUNNING else FINISH_REASONS[finish]
@@ -107,18 +127,18 @@ class Writer:
         raw, top, likeliest = news.raw, news.top, news.top_tokens
         if raw is None or top is None or likeliest is None:
             return ()
-        name = self.reader.bytes_of
-        return tuple(
-            Choice(
-                name(news.tokens[i]),
-                _finite(raw[i]),
-                tuple(
-                    (name(int(likeliest[i, k])), _finite(top[i, k]))
-                    for k in range(self.top)
-                ),
+        choices = []
+        for i, token in enumerate(news.tokens[:count]):
+            others = tuple(
+                (self._name(int(likeliest[i, k])), _finite(top[i, k]))
+                for k in range(self.top)
             )
-            for i in range(count)
-        )
+            choices.append(Choice(self._name(token), _finite(raw[i]), others))
+            self.place = self.place.after([token])
+        return tuple(choices)
+
+    def _name(self, token: int) -> bytes:
+        return self.reader.bytes_of(token, self.place)
 
 
 def _finite(logprob: np.floating) -> float:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
+from stree_jax.convert.tokenizer import check_text_ids
 from stree_jax.models import (
     AttentionConfig,
     LayerKind,
@@ -204,7 +205,8 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
     """Text in a target's own tokens.
 
     Raises:
-      ValueError: it has no tokenizer, or not that of the prepared text.
+      ValueError: it has no tokenizer, or not that of the prepared text, or the text
+        has tokens that the target lacks.
     """
     if target.tokenizer is None:
         raise ValueError(f"{name}: training from text needs its tokenizer.json")
@@ -212,6 +214,9 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
     data = prepare(job.text, target.tokenizer, end=end)
     if data.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ValueError(f"{name}: its tokenizer is not the one of the prepared text")
+    num_tokens = target.config.num_tokens
+    largest = [int(np.max(x, initial=0)) for x in (data.train, data.heldout)]
+    check_text_ids("--text", target.tokenizer, largest, num_tokens)
     return data
 
 
