@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.tokenizer import tokenizer_settings
+from stree_jax.sampling.continuation import encode_continuation
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -124,9 +125,9 @@ def next_turn(
     text = render(template, messages, special_tokens)
     if fed:
         so_far = tokenizer.decode(fed, skip_special_tokens=False)
-        new = _encode(tokenizer, text.removeprefix(so_far))
-        # Decoded again, because a prefix is not enough: some tokenizers put a space
-        # before whatever they encode, and here that is amid the conversation.
+        new = encode_continuation(tokenizer, text.removeprefix(so_far))
+        # Decode again, because a prefix is not enough: some tokenizers put a space
+        # after every special token.
         if tokenizer.decode([*fed, *new], skip_special_tokens=False) == text:
             return True, new
     return not fed, _encode(tokenizer, text)

@@ -60,11 +60,8 @@ class Speaker:
 
 def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
     """Say `text`, print the answer as it comes, and return the longer conversation."""
-    messages = (*conversation.messages, Message(role="user", content=text))
     fed, past = conversation.fed, conversation.past
-    continues, ids = next_turn(
-        speaker.tokenizer, speaker.template, speaker.special_tokens, messages, fed
-    )
+    messages, continues, ids = next_messages(speaker, conversation, text)
     if not continues:
         fed = ()
     asked = len(fed) + len(ids)
@@ -88,6 +85,31 @@ def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversat
     reply = Message(role="assistant", content=(result.texts or [""])[0])
     fed = [*fed, *ids, *result.tokens[0]]
     return Conversation((*messages, reply), fed, result.past)
+
+
+def next_messages(
+    speaker: Speaker, conversation: Conversation, text: str
+) -> tuple[tuple[Message, ...], bool, list[int]]:
+    """Returns the messages up to a user's text, and `next_turn` of them.
+
+    A reply often starts with a space, which belongs to its first token. Some templates
+    put that space before the reply themselves, so the reply is tried without it if the
+    conversation does not go on from its past with it.
+    """
+
+    def tried(said: tuple[Message, ...]) -> tuple[tuple[Message, ...], bool, list[int]]:
+        messages = (*said, Message(role="user", content=text))
+        template, special = speaker.template, speaker.special_tokens
+        fed = conversation.fed
+        return messages, *next_turn(speaker.tokenizer, template, special, messages, fed)
+
+    said = conversation.messages
+    found = tried(said)
+    if not found[1] and said[-1]["content"].startswith(" "):
+        reply = Message(role=said[-1]["role"], content=said[-1]["content"][1:])
+        without = tried((*said[:-1], reply))
+        return without if without[1] else found
+    return found
 
 
 def forget(past: Past) -> None:
