@@ -113,8 +113,9 @@ def next_turn(
 
     `messages` is the conversation up to a user's message, and `fed` every token that
     the model has read or produced in it. The past is kept where it and the new tokens
-    together spell exactly what the template makes of the conversation. Where not, as
-    when the template rewrites the past, the ids are those of the whole conversation.
+    together spell exactly what the template makes of the conversation, or are the very
+    tokens of it. Where not, as when the template rewrites the past, the ids are those
+    of the whole conversation.
 
     A special token spelled out in a message becomes that token, as it does in Hugging
     Face's tokenizers: whoever writes the messages can forge turns.
@@ -130,7 +131,10 @@ def next_turn(
         # after every special token.
         if tokenizer.decode([*fed, *new], skip_special_tokens=False) == text:
             return True, new
-    return not fed, _encode(tokenizer, text)
+    ids = _encode(tokenizer, text)
+    if ids[: len(fed)] == list(fed):
+        return True, ids[len(fed) :]
+    return False, ids
 
 
 def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:

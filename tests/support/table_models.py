@@ -184,11 +184,14 @@ BLOCK = {
 }
 
 
-def write_gguf(path, tokenizer, chain, *, eos, kinds=None, pre="smollm", edit=None):
+def write_gguf(
+    path, tokenizer, chain, *, eos, kinds=None, pre="smollm", scores=None, edit=None
+):
     """Writes a GGUF file of architecture llama and returns its path.
 
     Args:
       kinds: GGUF token types by name; tokens without one are NORMAL, padding UNUSED.
+      scores: of each token; the vocabulary is then SentencePiece's.
       edit: called with the `gguf.GGUFWriter` before anything is written.
     """
     V, kinds = len(chain), kinds or {}
@@ -206,13 +209,18 @@ def write_gguf(path, tokenizer, chain, *, eos, kinds=None, pre="smollm", edit=No
     names = sorted(vocab, key=vocab.get)
     padding = [f"[PAD{i}]" for i in range(len(names), V)]
     usual = dict.fromkeys(padding, gguf.TokenType.UNUSED)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if scores is None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([*scores, *[0.0] * len(padding)])
     writer.add_token_list([*names, *padding])
     types = [(usual | kinds).get(n, gguf.TokenType.NORMAL) for n in [*names, *padding]]
     writer.add_token_types(types)
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(merge) for merge in merges])
+    if scores is None:
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_eos_token_id(tokenizer.token_to_id(eos))
     if edit is not None:
         edit(writer)
