@@ -1,0 +1,96 @@
+"""A server's texts continue their prompts, whole and streamed, token by token."""
+
+import json
+
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.default_tree import spec_for
+from stree_jax.server.batch import Batch, News, Sizes
+from stree_jax.server.texts import Writer
+from stree_jax.speculation.decoding import RUNNING
+from tests.server.served import ask, reader_of, service_of
+from tests.support.table_models import SPACE, byte_level, follow, spm, write_llama
+
+NAMES = [f"{SPACE}{word}" for word in ("Hello", "world", "again")]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    tokenizer = spm()
+    chain = follow(tokenizer, [*NAMES, "</s>"])
+    chain[1] = tokenizer.token_to_id(NAMES[1])  # after <s>
+    place = tmp_path_factory.mktemp("model") / "llama"
+    write_llama(place, len(chain), tokenizer=tokenizer, chain=chain)
+    sizes = Sizes(rows=2, context=64, steps=1, top_logprobs=2)
+    model = stree_jax.load(place)
+    batch = Batch(model, spec_for(model, None, None, None, None), sizes)
+    batch.clear()
+
+    def spell(messages):
+        return model.tokenizer.encode(" ".join(m["content"] for m in messages)).ids
+
+    service = service_of(batch, spell=spell)
+    yield service
+    assert service.engine.stop()
+
+
+def completion(service, **options):
+    body = dict(model="tiny", prompt="Hello", temperature=0, max_tokens=2)
+    status, _, answer = ask(service, "/v1/completions", body | options)
+    assert status == 200, answer
+    return answer
+
+
+def test_completion_continues_its_prompt(service):
+    assert completion(service)["choices"][0]["text"] == " world again"
+    assert completion(service, stop="again")["choices"][0]["text"] == " world "
+    prompts = ["Hello", "Hello world", [1]]
+    answer = completion(service, prompt=prompts, max_tokens=1)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [" world", " again", "world"]  # nothing stands before the last
+
+
+@pytest.mark.parametrize("prompt", ["Hello", [1]])
+def test_tokens_and_offsets_are_those_of_the_text(service, prompt):
+    answer = completion(service, prompt=prompt, logprobs=2)
+    (choice,) = answer["choices"]
+    text, lists = choice["text"], choice["logprobs"]
+    assert text == (" world again" if prompt == "Hello" else "world again")
+    assert "".join(lists["tokens"]) == text
+    assert lists["text_offset"] == [0, text.index(" again")]
+    for token, top in zip(lists["tokens"], lists["top_logprobs"], strict=True):
+        assert token in top
+
+
+def test_stream_continues_its_prompt(service):
+    lines = completion(service, stream=True).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    texts = [part["choices"][0]["text"] for part in parts]
+    assert [text for text in texts if text] == [" world", " again"]
+
+
+def test_chat_continues_its_prompt(service):
+    said = [{"role": "user", "content": "Hello"}]
+    options = dict(model="tiny", messages=said, temperature=0, max_tokens=2)
+    lists = dict(logprobs=True, top_logprobs=1)
+    _, _, answer = ask(service, "/v1/chat/completions", options | lists)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == " world again"
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert tokens == [" world", " again"]
+
+
+def test_a_character_that_the_prompt_begins_is_streamed_whole():
+    class Model:
+        tokenizer = byte_level()
+
+    ids = Model.tokenizer.encode("日x").ids
+    writer = Writer(reader_of(Model), prompt=ids[:1])
+    texts = []
+    for token in ids[1:]:
+        news = News([token], np.zeros(1, np.uint8), 1, RUNNING)
+        texts.append(writer.write(news).text)
+    assert texts == ["", "日", "x"]

@@ -1,0 +1,106 @@
+"""Tokens that a tokenizer has and its model has not, as of a fine-tune's added ones.
+
+Their rows of the embedding do not exist: what was read in their place was another row.
+"""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+import stree_jax
+from stree_jax.cli.main import main
+from stree_jax.default_tree import spec_for
+from stree_jax.server.batch import Batch, Sizes
+from tests.server.served import ask, service_of
+from tests.support.table_models import byte_level, follow, padded_size, write_llama
+
+WRONG = r"makes '<\|extra\|>' \(id 272\) of it, but .* ids 0\.\.271; leave that token"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A vocabulary of 272 tokens, of which <|extra|> is one too many."""
+    tokenizer = byte_level()
+    V = padded_size(tokenizer)
+    fill = [f"<|fill{i}|>" for i in range(V - tokenizer.get_vocab_size())]
+    names = [AddedToken(name, special=True) for name in [*fill, "<|extra|>"]]
+    tokenizer.add_special_tokens(names)
+    assert tokenizer.token_to_id("<|extra|>") == V == 272
+    chain = follow(tokenizer, ["a", "b", "<|im_end|>"], V=V)
+    place = tmp_path_factory.mktemp("model") / "llama"
+    return write_llama(place, V, tokenizer=tokenizer, chain=chain)
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return stree_jax.load(path)
+
+
+@pytest.mark.parametrize("prompts", ["<|extra|>", ["a", "a<|extra|>a"]])
+def test_a_prompt_with_such_a_token_is_refused(model, prompts):
+    place = 0 if isinstance(prompts, str) else 1
+    with pytest.raises(ValueError, match=rf"prompts\[{place}\]: .*{WRONG}"):
+        stree_jax.generate(model, prompts, max_new_tokens=1)
+
+
+def test_a_prompt_without_one_is_not(model):
+    result = stree_jax.generate(model, "<|fill0|>a", max_new_tokens=1)
+    assert result.texts == ["b"]
+
+
+def test_text_that_continues_a_past_is_checked_too(model):
+    past = stree_jax.generate(model, "a", max_new_tokens=1, keep_past=True).past
+    with pytest.raises(ValueError, match=WRONG):
+        stree_jax.generate(model, "<|extra|>", max_new_tokens=1, past=past)
+    wrong = replace(past, tokens=[[272]])
+    with pytest.raises(ValueError, match=r"past: its tokens: ids 272\.\.272 are not"):
+        stree_jax.generate(model, [[]], max_new_tokens=1, past=wrong)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_commands_refuse_it_in_a_line(path, command, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a<|extra|>\n"))
+    args = [command, "--model", str(path), "--drafter", "none", "--max-new-tokens", "1"]
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "<|extra|>" in err
+    assert "leave that token out" in err
+
+
+def test_server_refuses_it_for_one_client(model):
+    batch = Batch(model, spec_for(model, None, None, None, None), Sizes(1, 64, 1))
+
+    def spell(messages):
+        return model.tokenizer.encode(messages[0]["content"]).ids
+
+    service = service_of(batch, spell=spell)
+    said = [{"role": "user", "content": "<|extra|>"}]
+    for path, options, name in (
+        ("completions", {"prompt": "<|extra|>"}, "prompts[0]"),
+        ("chat/completions", {"messages": said}, "messages"),
+    ):
+        body = dict(model="tiny", max_tokens=1) | options
+        status, _, answer = ask(service, f"/v1/{path}", body)
+        assert status == 400
+        message = answer["error"]["message"]
+        assert message.startswith(f"{name}: the tokenizer makes '<|extra|>' (id 272)")
+    assert service.engine.stop()
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcffb"])
+def test_half_a_character_is_refused(model, text):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: not UTF-8 text"):
+        stree_jax.generate(model, text, max_new_tokens=1)
+    past = stree_jax.generate(model, "a", max_new_tokens=1, keep_past=True).past
+    with pytest.raises(ValueError, match=r"prompts\[0\]: not UTF-8 text"):
+        stree_jax.generate(model, text, max_new_tokens=1, past=past)
+
+
+def test_ids_are_checked_as_before(model):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: ids 272\.\.272 are not all"):
+        stree_jax.generate(model, [[272]], max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"tokens: ids 272\.\.272 are not all"):
+        stree_jax.score(model, np.array([[272]]))
