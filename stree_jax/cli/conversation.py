@@ -36,11 +36,13 @@ class Conversation:
       fed: every token read or produced.
       past: the model's state after them; None if they have to be read anew. The next
         answer takes it over.
+      spoken: the last reply as it was shown; its message may lack the first space.
     """
 
     messages: tuple[Message, ...] = ()
     fed: Sequence[int] = ()
     past: Past | None = None
+    spoken: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,12 @@ def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversat
     if not ends:  # interrupted before the first word
         return replace(conversation, past=None)
     result = ends[-1]
-    reply = Message(role="assistant", content=(result.texts or [""])[0])
+    (spoken,) = result.texts or [""]
+    alone = speaker.tokenizer.decode(result.tokens[0])
+    content = spoken if alone.startswith(" ") else spoken.removeprefix(" ")
+    reply = Message(role="assistant", content=content)
     fed = [*fed, *ids, *result.tokens[0]]
-    return Conversation((*messages, reply), fed, result.past)
+    return Conversation((*messages, reply), fed, result.past, spoken)
 
 
 def next_messages(
@@ -96,23 +101,27 @@ def next_messages(
     """Returns the messages up to a user's text, and `next_turn` of them.
 
     A reply often starts with a space, which belongs to its first token. Some templates
-    put that space before the reply themselves, so the reply is tried without it if the
-    conversation does not go on from its past with it.
+    put a space before the reply themselves, so the last reply is tried with and without
+    its own, to go on from the past. If that is not possible, the reply is the text that
+    its tokens make alone, as transformers decodes it.
     """
 
-    def tried(said: tuple[Message, ...]) -> tuple[tuple[Message, ...], bool, list[int]]:
+    def tried(content: str | None) -> tuple[tuple[Message, ...], bool, list[int]]:
+        said = list(conversation.messages)
+        if content is not None:
+            said[-1] = Message(role=said[-1]["role"], content=content)
         messages = (*said, Message(role="user", content=text))
         template, special = speaker.template, speaker.special_tokens
         fed = conversation.fed
         return messages, *next_turn(speaker.tokenizer, template, special, messages, fed)
 
-    said = conversation.messages
-    found = tried(said)
-    if not found[1] and said[-1]["content"].startswith(" "):
-        reply = Message(role=said[-1]["role"], content=said[-1]["content"][1:])
-        without = tried((*said[:-1], reply))
-        return without if without[1] else found
-    return found
+    spoken = conversation.spoken
+    if spoken is not None:
+        for content in (spoken, spoken.removeprefix(" ")):
+            found = tried(content)
+            if found[1]:
+                return found
+    return tried(None)
 
 
 def forget(past: Past) -> None:

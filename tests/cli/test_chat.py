@@ -282,7 +282,7 @@ def test_template_that_drops_the_past_starts_anew(tokenizer: Tokenizer) -> None:
     assert next_turn(tokenizer, template, SPECIAL, messages, fed) == (False, whole)
 
 
-def test_tokenizer_that_adds_a_space_starts_anew() -> None:
+def test_tokenizer_that_adds_a_space_keeps_the_past() -> None:
     spacing = new_tokenizer()
     spacing.pre_tokenizer = pre_tokenizers.ByteLevel(True, use_regex=False)
     template = "{% for m in messages %} {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -290,10 +290,23 @@ def test_tokenizer_that_adds_a_space_starts_anew() -> None:
     assert kept and decode(spacing, fed) == " user: hello\n"
     fed += encode(spacing, " assistant: world")
     messages = [user("hello"), assistant("world"), user("hello")]
-    text = render(template, messages, {})
-    assert text.startswith(decode(spacing, fed))  # and yet the rest gets a space
-    whole = encode(spacing, text)
-    assert next_turn(spacing, template, {}, messages, fed) == (False, whole)
+    kept, new = next_turn(spacing, template, {}, messages, fed)
+    assert kept and decode(spacing, fed + new) == render(template, messages, {})
+    assert decode(spacing, new) == "\n user: hello\n"  # no second space
+
+
+def test_tokenizer_that_adds_a_space_after_special_tokens_keeps_the_past() -> None:
+    """Its decoded text is not the template's, but the template makes the same ids."""
+    spacing = new_tokenizer()
+    spacing.pre_tokenizer = pre_tokenizers.ByteLevel(True, use_regex=False)
+    _, fed = next_turn(spacing, CHATML, {}, [user("hello")], [])
+    fed += encode(spacing, "hello<|im_end|>")
+    for reply, expected in (("hello", False), (" hello", True)):
+        messages = [user("hello"), assistant(reply), user("world")]
+        whole = encode(spacing, render(CHATML, messages, {}))
+        kept, new = next_turn(spacing, CHATML, {}, messages, fed)
+        assert kept == expected
+        assert (fed + new if kept else new) == whole
 
 
 def test_without_a_template() -> None:
