@@ -14,6 +14,8 @@ import stree_jax
 from stree_jax.cli.main import main
 from stree_jax.default_tree import spec_for
 from stree_jax.server.batch import Batch, Sizes
+from stree_jax.training.recipe import Job, prepare_for
+from stree_jax.training.train import TrainConfig
 from tests.server.served import ask, service_of
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
@@ -104,3 +106,20 @@ def test_ids_are_checked_as_before(model):
         stree_jax.generate(model, [[272]], max_new_tokens=1)
     with pytest.raises(ValueError, match=r"tokens: ids 272\.\.272 are not all"):
         stree_jax.score(model, np.array([[272]]))
+
+
+def test_text_to_train_on_is_checked(model, tmp_path):
+    """Special tokens are plain text there; others that were added are tokens."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([f"<fill{i}>" for i in range(272 - 262)] + ["<tool>"])
+    own = replace(model, tokenizer=tokenizer)
+    text = tmp_path / "text.txt"
+    train = TrainConfig(steps=1)
+    for last, wrong in (("<fill9>", False), ("<tool>", True)):
+        text.write_text("a b " * 2000 + last)
+        job = Job([text], tmp_path / "out", tmp_path / "work", train)
+        if wrong:
+            with pytest.raises(ValueError, match=r"--text: .* '<tool>' \(id \d+\)"):
+                prepare_for(job, own, "target")
+        else:
+            prepare_for(job, own, "target")
