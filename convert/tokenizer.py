@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,21 @@ def copy_tokenizer(src: Path, dst: Path) -> None:
         return
     for file in tokenizer_files(src):
         shutil.copyfile(file, dst / file.name)
+
+
+@contextmanager
+def encoding(name: str) -> Iterator[None]:
+    """Names the text if a tokenizer cannot encode it, as one without an unknown token.
+
+    Raises:
+      ValueError: in place of the plain Exception of the Rust library.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name}: the tokenizer cannot encode it ({error})") from error
 
 
 def check_text_ids(

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoint import Model
-from stree_jax.convert.tokenizer import check_text_ids
+from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
 from stree_jax.models.parts import part_config
@@ -158,10 +158,11 @@ def encode_prompts(
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"prompts[{i}]: not UTF-8 text ({error})") from error
-            if resumed:
-                ids = encode_continuation(model.tokenizer, prompt)
-            else:
-                ids = model.tokenizer.encode(prompt).ids
+            with encoding(f"prompts[{i}]"):
+                if resumed:
+                    ids = encode_continuation(model.tokenizer, prompt)
+                else:
+                    ids = model.tokenizer.encode(prompt).ids
         else:
             ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()
         if not ids and not resumed:

@@ -17,7 +17,7 @@ from stree_jax.cli.chat import (
 )
 from stree_jax.cli.common import tell
 from stree_jax.cli.terminal import check_text, follow, load_models, options_of
-from stree_jax.convert.tokenizer import check_text_ids
+from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.default_tree import tree_for
 from stree_jax.generation import Options, stream
 from stree_jax.planning import Request
@@ -64,7 +64,8 @@ class Speaker:
 def answer(speaker: Speaker, conversation: Conversation, text: str) -> Conversation:
     """Say `text`, print the answer as it comes, and return the longer conversation."""
     fed, past = conversation.fed, conversation.past
-    messages, continues, ids = next_messages(speaker, conversation, text)
+    with encoding("the conversation"):
+        messages, continues, ids = next_messages(speaker, conversation, text)
     num_tokens = speaker.model.config.num_tokens
     check_text_ids("the conversation", speaker.tokenizer, ids, num_tokens)
     if not continues:

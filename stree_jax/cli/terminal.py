@@ -21,7 +21,7 @@ from stree_jax.checkpoint import Model, resolve
 from stree_jax.cli.common import tell
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_asked
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizer import encoding, read_tokenizer
 from stree_jax.generation import (
     Options,
     encode_prompts,
@@ -90,7 +90,8 @@ def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
     tokenizer = read_tokenizer(resolve(args.model))
     if tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer, so it cannot read text")
-    text = max(len(tokenizer.encode(prompt).ids), 1)
+    with encoding("the prompt"):
+        text = max(len(tokenizer.encode(prompt).ids), 1)
     new = args.max_new_tokens
     return Request(batch=args.n, context=text + new, max_new_tokens=new)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stree_jax.arguments import encode_prompts
 from stree_jax.checkpoint import Model
-from stree_jax.convert.tokenizer import check_text_ids
+from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.sampling.stop_strings import token_bytes
 from stree_jax.server.answers import empty_answer
 from stree_jax.server.batch import GREEDY, Asked
@@ -95,8 +95,10 @@ def prompt_ids(service: Service, request: Request) -> list[list[int]]:
 
 def _spelled(service: Service, spell: Spell, request: Request) -> list[int]:
     """Returns the tokens of a conversation; raises ValueError for unknown ids."""
-    ids, tokenizer = spell(request.messages), service.reader.tokenizer
-    check_text_ids("messages", tokenizer, ids, service.model.config.num_tokens)
+    with encoding("messages"):
+        ids = spell(request.messages)
+    num_tokens = service.model.config.num_tokens
+    check_text_ids("messages", service.reader.tokenizer, ids, num_tokens)
     return ids
 
 

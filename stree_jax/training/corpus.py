@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from stree_jax.convert.tokenizer import encoding
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -120,8 +122,9 @@ def encode_corpus(
     parts = [np.zeros(0, np.uint16)]
     pending = iter(tqdm(documents, desc="encoding", unit="doc"))
     while texts := list(islice(pending, _ENCODE_BATCH)):
-        for encoding in plain.encode_batch(texts, add_special_tokens=False):
-            parts.append(np.array([*encoding.ids, eos_id], np.uint16))
+        with encoding("the text to train on"):
+            encoded = plain.encode_batch(texts, add_special_tokens=False)
+        parts += [np.array([*text.ids, eos_id], np.uint16) for text in encoded]
     return np.concatenate(parts)
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 import stree_jax
 from stree_jax.cli.main import main
 from stree_jax.default_tree import spec_for
 from stree_jax.server.batch import Batch, Sizes
+from stree_jax.training.corpus import encode_corpus
 from stree_jax.training.recipe import Job, prepare_for
 from stree_jax.training.train import TrainConfig
 from tests.server.served import ask, service_of
@@ -123,3 +124,20 @@ def test_text_to_train_on_is_checked(model, tmp_path):
                 prepare_for(job, own, "target")
         else:
             prepare_for(job, own, "target")
+
+
+def test_text_that_the_tokenizer_cannot_encode_is_refused(model, tmp_path, capsys):
+    """A vocabulary of words without an unknown token: the library raises Exception."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    own, wrong = replace(model, tokenizer=words), "the tokenizer cannot encode it"
+    with pytest.raises(ValueError, match=rf"prompts\[1\]: {wrong} \(.*Missing"):
+        stree_jax.generate(own, ["a b", "a c"], max_new_tokens=1)
+    chain = [1] * 16
+    place = write_llama(tmp_path / "words", 16, tokenizer=words, chain=chain)
+    for more in ((), ("--memory", "1GB")):
+        assert main(["generate", "c", "--model", str(place), *more]) == 2
+        _, err = capsys.readouterr()
+        assert err.count("\n") == 1 and wrong in err
+    with pytest.raises(ValueError, match=f"text to train on: {wrong}"):
+        encode_corpus(["a b", "c"], words, 0)
