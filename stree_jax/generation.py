@@ -234,6 +234,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
         (0: only its own); None: none.
       n: samples per prompt, which share its reading; rows come prompt by prompt.
       past: of an earlier result; `prompts` then continue its rows, and may be empty.
+        No space and no special token is put before them.
       keep_past: whether to return a `past`; it holds the caches on the device.
       capacity: rows of the attention caches if more than needed, so that calls of
         different lengths share programs.

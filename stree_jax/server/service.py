@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from stree_jax.arguments import encode_prompts
 from stree_jax.checkpoint import Model
 from stree_jax.convert.tokenizer import check_text_ids, encoding
+from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import token_bytes
 from stree_jax.server.answers import empty_answer
 from stree_jax.server.batch import GREEDY, Asked
@@ -173,14 +174,12 @@ class Exchange:
         self.answer = empty_answer(request, sum(map(len, prompts)), len(asked))
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self.jobs = [
-            Job(one, self._writer(request, one.ids), self._teller(i))
-            for i, one in enumerate(asked)
-        ]
-
-    def _writer(self, request: Request, prompt: Sequence[int]) -> Writer:
-        top = request.top_logprobs or 0
-        return Writer(self.service.reader, request.stops, top, prompt)
+        reader, top = service.reader, request.top_logprobs or 0
+        decoders = [continuation(reader.tokenizer, ids) for ids in prompts]
+        self.jobs = []
+        for i, one in enumerate(asked):  # prompt by prompt, n texts each
+            writer = Writer(reader, request.stops, top, decoders[i // request.n])
+            self.jobs.append(Job(one, writer, self._teller(i)))
 
     def _teller(self, index: int) -> Callable[[Piece | Failed], None]:
         def tell(news: Piece | Failed) -> None:

@@ -78,13 +78,13 @@ class Writer:
 
     Attributes:
       top: how many of the likeliest tokens to return with log-probabilities.
-      prompt: the tokens that the text follows.
+      after: decodes what follows the prompt; if None, there is no prompt.
     """
 
     reader: Reader
     stops: Sequence[str] = ()
     top: int = 0
-    prompt: Sequence[int] = ()
+    after: Continuation | None = None
     tokens: list[int] = field(default_factory=list)
     shown: int = 0
     state: int = 0
@@ -93,7 +93,7 @@ class Writer:
     place: Continuation = field(init=False)  # of the next log-probability
 
     def __post_init__(self) -> None:
-        self.decoder = continuation(self.reader.tokenizer, self.prompt)
+        self.decoder = self.after or continuation(self.reader.tokenizer, ())
         self.place = self.decoder
         if self.stops:
             self.steps = byte_automaton(self.stops)

@@ -7,6 +7,7 @@ import pytest
 
 import stree_jax
 from stree_jax.default_tree import spec_for
+from stree_jax.sampling.continuation import continuation
 from stree_jax.server.batch import Batch, News, Sizes
 from stree_jax.server.texts import Writer
 from stree_jax.speculation.decoding import RUNNING
@@ -88,7 +89,8 @@ def test_a_character_that_the_prompt_begins_is_streamed_whole():
         tokenizer = byte_level()
 
     ids = Model.tokenizer.encode("日x").ids
-    writer = Writer(reader_of(Model), prompt=ids[:1])
+    after = continuation(Model.tokenizer, ids[:1])
+    writer = Writer(reader_of(Model), after=after)
     texts = []
     for token in ids[1:]:
         news = News([token], np.zeros(1, np.uint8), 1, RUNNING)
