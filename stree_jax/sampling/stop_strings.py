@@ -152,10 +152,13 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 def _encode(stops: Sequence[str]) -> list[bytes]:
-    """Return the bytes of stop strings, none of which may be empty."""
+    """Return the bytes of stop strings; raises ValueError for empty or broken text."""
     if not all(stops):
-        raise ValueError("a stop string is empty")
-    return [stop.encode("utf-8") for stop in stops]
+        raise ValueError("stop_strings: a stop string is empty")
+    try:
+        return [stop.encode("utf-8") for stop in stops]
+    except UnicodeEncodeError as error:
+        raise ValueError(f"stop_strings: not UTF-8 text ({error})") from error
 
 
 def _piece(pieces: Sequence[bytes], token: int) -> bytes:

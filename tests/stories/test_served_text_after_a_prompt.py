@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 import stree_jax
 from stree_jax.default_tree import spec_for
 from stree_jax.sampling.continuation import continuation
 from stree_jax.server.batch import Batch, News, Sizes
 from stree_jax.server.texts import Writer
-from stree_jax.speculation.decoding import RUNNING
+from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.server.served import ask, reader_of, service_of
 from tests.support.table_models import SPACE, byte_level, follow, spm, write_llama
 
@@ -96,3 +97,23 @@ def test_a_character_that_the_prompt_begins_is_streamed_whole():
         news = News([token], np.zeros(1, np.uint8), 1, RUNNING)
         texts.append(writer.write(news).text)
     assert texts == ["", "日", "x"]
+
+
+def test_tokens_of_any_decoder_are_parts_of_the_text():
+    """Word pieces: nothing says their bytes, but the text does."""
+
+    class Model:
+        tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "c": 3}))
+
+    Model.tokenizer.decoder = decoders.WordPiece()
+    for prompt, expected in (([1], [" c", "b", " c"]), ([], ["c", "b", " c"])):
+        after = continuation(Model.tokenizer, prompt)
+        writer = Writer(reader_of(Model), top=1, after=after)
+        lists = np.zeros(3, np.float32), np.zeros((3, 1), np.float32)
+        origins, others = np.zeros(3, np.uint8), np.array([[1], [2], [2]])
+        news = News([3, 2, 3], origins, 1, OUT_OF_LENGTH, *lists, others)
+        piece = writer.write(news)
+        assert piece.text == "".join(expected)
+        assert [c.token.decode() for c in piece.logprobs] == expected
+        likeliest = [c.top[0][0].decode() for c in piece.logprobs]
+        assert likeliest == [expected[0].replace("c", "a"), "b", "b"]

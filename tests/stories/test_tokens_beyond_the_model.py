@@ -97,6 +97,8 @@ def test_server_refuses_it_for_one_client(model):
 def test_half_a_character_is_refused(model, text):
     with pytest.raises(ValueError, match=r"prompts\[0\]: not UTF-8 text"):
         stree_jax.generate(model, text, max_new_tokens=1)
+    with pytest.raises(ValueError, match="stop_strings: not UTF-8 text"):
+        stree_jax.generate(model, "a", max_new_tokens=1, stop_strings=text)
     past = stree_jax.generate(model, "a", max_new_tokens=1, keep_past=True).past
     with pytest.raises(ValueError, match=r"prompts\[0\]: not UTF-8 text"):
         stree_jax.generate(model, text, max_new_tokens=1, past=past)
