@@ -303,6 +303,20 @@ def test_a_character_that_the_prompt_begins_is_the_texts(make, cut):
     assert decoder.decode([*ids[cut:], *ids]) == "日日"
 
 
+def test_a_stream_completes_the_character_of_its_prompt(tmp_path):
+    """Three tokens a character; the prompt is its first."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode("日").ids
+    chain = follow(tokenizer, [*ids, tokenizer.token_to_id("ab"), "<|im_end|>"])
+    chain[4] = 2  # <|im_end|>, </s>
+    path = write_llama(tmp_path / "m", len(chain), tokenizer=tokenizer, chain=chain)
+    model = stree_jax.load(path)
+    prompt = [[*tokenizer.encode("x").ids, *ids[:1]]]
+    items = list(stree_jax.stream(model, prompt, max_new_tokens=9, steps=1))
+    assert [item.new_texts[0] for item in items] == ["", "日", "ab", "", ""]
+    assert items[-1].texts == ["日ab"]
+
+
 def test_a_malformed_byte_does_not_repeat_the_prompt():
     """ByteFallback makes marks of the prompt's bytes, too: they are not in the text."""
     tokenizer = spm()
