@@ -145,9 +145,10 @@ def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
 
 
 HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
+KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS))
 ATTENTION = (
     HEADS,
-    Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS)),
+    KV_HEADS,
     Field("attention_bias", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
     Field("attention_bias", "out_bias", read.tensor("self_attn.o_proj.bias")),
 )
