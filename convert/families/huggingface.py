@@ -66,7 +66,8 @@ def write_model(
 def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
     """Rows of the embedding, and how many of them are real tokens."""
     known = [f"{n.embedding}.weight" for n in names]
-    found = next((name for name in known if name in source.tensors), None)
+    heads = [f"{n.head}.weight" for n in names]  # all that some tied files have
+    found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:
         wanted = ", ".join(known)
         raise CheckpointError(f"{source.file.parent}: no embedding (want {wanted})")
