@@ -9,6 +9,7 @@ from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
+from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.config import LayerKind, Rope, given
 from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
@@ -69,12 +70,21 @@ def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
     heads = [f"{n.head}.weight" for n in names]  # all that some tied files have
     found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:
-        wanted = ", ".join(known)
-        raise CheckpointError(f"{source.file.parent}: no embedding (want {wanted})")
+        raise _no_embedding(source, known)
     file, shape = source.tensors[found].file, source.tensors[found].shape
     if len(shape) != 2 or not 0 < shape[0] <= MAX_SIZE:
         raise CheckpointError(f"{file}: {found}: want shape [V, d], got {list(shape)}")
     return shape[0], min(source.size("vocab_size", shape[0]), shape[0])
+
+
+def _no_embedding(source: ConfigFields, known: list[str]) -> CheckpointError:
+    """An error that says which names the weights have instead."""
+    what = f"no embedding (want {', '.join(known)})"
+    if "tok_embeddings.weight" in source.tensors:
+        what += f"; {OWN_FORMAT}"
+    elif source.tensors:
+        what += f"; the weights begin with {reprlib.repr(min(source.tensors))}"
+    return CheckpointError(f"{source.file.parent}: {what}")
 
 
 def check_silu(source: ConfigFields) -> None:
