@@ -164,7 +164,10 @@ def export_format(config: ModelConfig) -> str:
     if not kinds & {"parallel", "shared"} and not any(gates):
         return "nemotron_h"
     if not turns or not mixers <= {"mamba", "attention"} or not all(gates):
-        raise CheckpointError(f"layers {layers}: no Hugging Face class has them")
+        raise CheckpointError(
+            f"layers {layers}: no Hugging Face class has them; `save` and "
+            "`stree-jax convert` write any model in our own format"
+        )
     scales = (
         config.embedding_multiplier,
         config.residual_multiplier,

@@ -48,12 +48,12 @@ def _check_numbers(config: ModelConfig) -> None:
         raise ValueError(f"model.norm_eps: {config.norm_eps} does not fit")
     if not 0 < abs(config.logits_divisor) < math.inf:
         raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
-    eps = config.attention.qk_norm_eps if config.attention else None
-    if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"model.attention.qk_norm_eps: {eps} does not fit")
     low, high = config.mamba.dt_limit if config.mamba else (0.0, math.inf)
     if not 0 <= low <= high:
         raise ValueError(f"model.mamba.dt_limit: want 0 <= low <= high: {low}, {high}")
+    eps = config.attention.qk_norm_eps if config.attention else None
+    if eps is not None and not 0 < eps < math.inf:
+        raise ValueError(f"model.attention.qk_norm_eps: {eps} does not fit")
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
