@@ -264,8 +264,7 @@ def _recipe(source: Source) -> Recipe | None:
     raise fields.error(
         "quant_method",
         f"weights quantized by {reprlib.repr(method)} are not supported "
-        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8); the model's weights "
-        "in bfloat16 can be read, or a GGUF file of it",
+        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8)",
     )
 
 
