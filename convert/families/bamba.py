@@ -70,9 +70,9 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
     require("bamba", {"lack of rotary": rope is not None})
     rope = given(rope)
-    require("bamba", {"llama3": rope.llama3 is None})
     return {
         "rope_type": "default",
+        **hf.scaling_fields(rope),
         "rope_theta": rope.theta,
         "partial_rotary_factor": rope.dim / head_dim,
     }
