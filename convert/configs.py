@@ -11,6 +11,7 @@ from typing import Any
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import (
     EXPORTERS,
+    HF_TYPES,
     MTP_PARSERS,
     PARSERS,
     mambainllama,
@@ -20,8 +21,8 @@ from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
+from stree_jax.models.config import given
 
-HF_TYPES = tuple(EXPORTERS)
 GENERATION = "generation_config.json"
 Warn = Callable[[str], object]
 MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
@@ -140,7 +141,8 @@ def export_format(config: ModelConfig) -> str:
 
     mamba2: Mamba layers only; zamba2: shared layers, perhaps between Mamba layers;
     falcon_h1: parallel layers; nemotron_h: MLPs or experts without gates, in any order;
-    all others want mixers and gated MLPs in turns: llama attention and no multipliers;
+    all others want mixers and gated MLPs in turns: qwen3, qwen2 and llama attention and
+    no multipliers, with norms of q and k, with biases of q, k and v alone, and else;
     bamba an MLP bias or a part of each head rotating; granitemoehybrid what is left.
 
     Raises:
@@ -169,10 +171,18 @@ def export_format(config: ModelConfig) -> str:
     )
     if mlp is not None and scales == (1,) * 3 and (c is None or c.scale is None):
         if mixers == {"attention"} and not _partial(c):
-            return "llama"
+            return _dense_format(config)
         if mlp.bias or _partial(c):
             return "bamba"
     return "granitemoehybrid"
+
+
+def _dense_format(config: ModelConfig) -> str:
+    """The class of a model of attention and MLPs without multipliers."""
+    c = given(config.attention)
+    if c.qk_norm_eps is not None:
+        return "qwen3"
+    return "qwen2" if c.qkv_bias and not c.out_bias else "llama"
 
 
 def _partial(c: AttentionConfig | None) -> bool:

@@ -229,6 +229,8 @@ def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]
         qkv = tuple(f"{theirs}.{letter}_proj.{ending}" for letter in "qkv")
         yield Row((*ours, f"qkv{name}"), qkv, "concat", sizes)
     yield from module_rows(ours, theirs, {"out": "o_proj"})
+    for norm in ("q_norm", "k_norm"):
+        yield Row((*ours, norm), (f"{theirs}.{norm}.weight",))
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:

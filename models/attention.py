@@ -10,9 +10,10 @@ import numpy as np
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import HeadOptions, turned_heads
-from stree_jax.models.config import AttentionConfig, Rope, Yarn
+from stree_jax.models.config import AttentionConfig, Rope, Yarn, given
 from stree_jax.models.linear import linear, linear_summed, scaled
 from stree_jax.models.nodes import Pass
+from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.params import attention_params, declare
 from stree_jax.models.state import AttentionRecord, AttentionState, commit_attention
 from stree_jax.pallas_kernels import rounded_to, tree_attention, tree_conv
@@ -80,8 +81,27 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     )
 
 
+def normed_heads(
+    qkv: jax.Array, q_scale: jax.Array, k_scale: jax.Array, c: AttentionConfig
+) -> jax.Array:
+    """Divides each head of q and k by its root mean square and scales its channels.
+
+    Args:
+      qkv: [B, T, d_qkv] float32.
+      q_scale, k_scale: [hd], the same for all heads.
+
+    Returns:
+      qkv [B, T, d_qkv] float32, of which v is unchanged.
+    """
+    norm = ScaledNorm(given(c.qk_norm_eps))
+    heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
+    q, k, v = jnp.split(heads, np.cumsum([c.num_heads, c.num_kv_heads]), axis=2)
+    q, k = scaled_rms_norm(q, q_scale, norm), scaled_rms_norm(k, k_scale, norm)
+    return jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
+
+
 class Attention(nn.Module):
-    """Project, convolve, rotate, attend, project back; see `AttentionConfig`.
+    """Project, convolve, norm, rotate, attend, project back; see `AttentionConfig`.
 
     Attributes:
       parts: as `Cut.attention`.
@@ -123,6 +143,8 @@ class Attention(nn.Module):
                 window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
                 conv = (p["conv_weight"], p["conv_bias"], state.conv, window)
                 qkv = tree_conv(inputs, *conv)
+            if c.qk_norm_eps is not None:
+                qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
             turns = angles(length[:, None] + depth, c.rope)
             cut = Heads(c, self.dtype)

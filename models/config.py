@@ -141,6 +141,8 @@ class AttentionConfig:
         (native mamba2attn); 0: none.
       d_mlp: width of a parallel gated MLP inside the projections (native), or 0.
       d_out: width of the output; 0: that of the input.
+      qk_norm_eps: epsilon of an RMSNorm of each head of q and of k, before they rotate
+        (Qwen3). If None, there is no such norm.
     """
 
     num_heads: int
@@ -156,6 +158,7 @@ class AttentionConfig:
     d_conv: int = 0
     d_mlp: int = 0
     d_out: int = 0
+    qk_norm_eps: float | None = None
 
     @property
     def d_qkv(self) -> int:

@@ -50,6 +50,9 @@ def _check_numbers(config: ModelConfig) -> None:
         raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
     if config.attention is not None and config.attention.rope is not None:
         _check_rope(config.attention.rope)
+    eps = config.attention and config.attention.qk_norm_eps
+    if eps is not None and not 0 < eps < math.inf:
+        raise ValueError(f"model.attention.qk_norm_eps: {eps} does not fit")
     low, high = config.mamba.dt_limit if config.mamba else (0.0, math.inf)
     if not 0 <= low <= high:
         raise ValueError(f"model.mamba.dt_limit: want 0 <= low <= high: {low}, {high}")

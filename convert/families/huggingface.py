@@ -10,6 +10,7 @@ from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
+from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.config import LayerKind, Rope, Yarn, given
 from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
@@ -67,14 +68,24 @@ def write_model(
 def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
     """Rows of the embedding, and how many of them are real tokens."""
     known = [f"{n.embedding}.weight" for n in names]
-    found = next((name for name in known if name in source.tensors), None)
+    heads = [f"{n.head}.weight" for n in names]  # all that some tied files have
+    found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:
-        wanted = ", ".join(known)
-        raise CheckpointError(f"{source.file.parent}: no embedding (want {wanted})")
+        raise _no_embedding(source, known)
     file, shape = source.tensors[found].file, source.tensors[found].shape
     if len(shape) != 2 or not 0 < shape[0] <= MAX_SIZE:
         raise CheckpointError(f"{file}: {found}: want shape [V, d], got {list(shape)}")
     return shape[0], min(source.size("vocab_size", shape[0]), shape[0])
+
+
+def _no_embedding(source: ConfigFields, known: list[str]) -> CheckpointError:
+    """An error that says which names the weights have instead."""
+    what = f"no embedding (want {', '.join(known)})"
+    if "tok_embeddings.weight" in source.tensors:
+        what += f"; {OWN_FORMAT}"
+    elif source.tensors:
+        what += f"; the weights begin with {reprlib.repr(min(source.tensors))}"
+    return CheckpointError(f"{source.file.parent}: {what}")
 
 
 def check_silu(source: ConfigFields) -> None:
@@ -146,9 +157,10 @@ def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
 
 
 HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
+KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS))
 ATTENTION = (
     HEADS,
-    Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS)),
+    KV_HEADS,
     Field("attention_bias", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
     Field("attention_bias", "out_bias", read.tensor("self_attn.o_proj.bias")),
 )

@@ -31,7 +31,7 @@ from stree_jax.models import (
     MoEConfig,
 )
 from stree_jax.models.attention import rope_frequencies
-from stree_jax.models.config import LayerKind, Rope
+from stree_jax.models.config import LayerKind, Rope, given
 from stree_jax.models.config_json import MAX_LAYERS
 
 EMBEDDING, HEAD = "token_embd", "output"
@@ -105,6 +105,8 @@ def attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
     each = Row((), (), "concat", (q, kv, kv))
     yield from _joined(ours, block, "qkv", ("attn_q", "attn_k", "attn_v"), each)
     yield from _linear(ours, block, {"out": "attn_output"})
+    for norm in ("q_norm", "k_norm"):
+        yield Row((*ours, norm), (f"{block}attn_{norm}.weight",))
 
 
 def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
@@ -361,6 +363,13 @@ def _llama(fields: ConfigFields) -> ModelConfig:
     )
 
 
+def _qwen3(fields: ConfigFields) -> ModelConfig:
+    """A llama with norms of q and k."""
+    config = _llama(fields)
+    attention = replace(given(config.attention), qk_norm_eps=config.norm_eps)
+    return replace(config, attention=attention)
+
+
 def _mamba2(fields: ConfigFields) -> ModelConfig:
     model = _model(fields)
     mamba = _mamba(fields, model["norm_eps"])
@@ -469,6 +478,7 @@ GRANITE = Architecture(
 ARCHITECTURES = {
     "llama": Architecture(PAIRS, _llama),
     "qwen2": Architecture(HALVES, _llama),
+    "qwen3": Architecture(HALVES, _qwen3),
     "mamba2": Architecture(HALVES, _mamba2),
     "granite": GRANITE,
     "granitemoe": GRANITE,

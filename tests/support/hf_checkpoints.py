@@ -14,8 +14,14 @@ from transformers import (
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Zamba2Config,
     Zamba2ForCausalLM,
 )
@@ -93,6 +99,38 @@ def llama(**options):
         "rope_parameters": LLAMA3,
     }
     return randomize(LlamaForCausalLM(LlamaConfig(**(defaults | options))))
+
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 700.0}
+
+
+def dense(classes, options):
+    """A model of a class that is like llama, without fields of its own."""
+    defaults = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": PLAIN_ROPE,
+    }
+    config, model = classes
+    return randomize(model(config(**(defaults | options))))
+
+
+def qwen2(**options):
+    return dense((Qwen2Config, Qwen2ForCausalLM), options)
+
+
+def qwen3(**options):
+    return dense((Qwen3Config, Qwen3ForCausalLM), {"head_dim": 10} | options)
+
+
+def mistral(**options):
+    plain = {"sliding_window": None}
+    return dense((MistralConfig, MistralForCausalLM), plain | options)
 
 
 def granite(**options):
@@ -280,6 +318,9 @@ HF_CASES = {
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 700.0},
     ),
+    "qwen2": qwen2,
+    "qwen3": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
+    "mistral": lambda: mistral(head_dim=10),
     "granite": granite,
     "granite-nope": lambda: granite(
         position_embedding_type="nope",
