@@ -55,6 +55,7 @@ def read_model(
     Args:
       names: of the family, one of which is the checkpoint's.
     """
+    check_unread(source, attends=any(n.attention for n in names))
     rows, _ = vocabulary(source, *names)
     return {"vocab_size": rows, "num_tokens": rows, **read_fields(table, source)}
 
@@ -88,8 +89,21 @@ def _no_embedding(source: ConfigFields, known: list[str]) -> CheckpointError:
     return CheckpointError(f"{source.file.parent}: {what}")
 
 
-def check_silu(source: ConfigFields) -> None:
-    source.choice("hidden_act", "silu", ("silu", "swish"))
+def check_silu(source: ConfigFields, name: str = "hidden_act") -> None:
+    source.choice(name, "silu", ("silu", "swish"))
+
+
+def check_unread(source: ConfigFields, attends: bool) -> None:
+    """Refuses fields that transformers reads for every class and nothing here does.
+
+    Args:
+      attends: whether the class has attention.
+    """
+    if attends and not source.values.get("is_causal", True):
+        raise source.error("is_causal", "attention that looks ahead is not supported")
+    for name in ("per_layer_config", "transformers_weights"):
+        if source.get(name, None) is not None:
+            raise source.error(name, "is not supported; want a config without it")
 
 
 # Layers
@@ -157,13 +171,12 @@ def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
 
 
 HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
-KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS))
-ATTENTION = (
-    HEADS,
-    KV_HEADS,
-    Field("attention_bias", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
-    Field("attention_bias", "out_bias", read.tensor("self_attn.o_proj.bias")),
+KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS))
+BIASES = (
+    Field("attention_bias", "qkv_bias", read.bias("self_attn.q_proj.bias"), False),
+    Field("attention_bias", "out_bias", read.bias("self_attn.o_proj.bias"), False),
 )
+ATTENTION = (HEADS, KV_HEADS, *BIASES)
 
 
 def check_width(format: str, config: ModelConfig, c: AttentionConfig) -> None:
@@ -205,7 +218,8 @@ def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> R
     if partial is not None:
         dim = int(head_dim * scaling.positive("partial_rotary_factor", partial))
     elif kind != "default":  # which does not read it
-        scaling.choice("partial_rotary_factor", 1.0, (1.0,))
+        share = source.get("partial_rotary_factor", 1.0)
+        scaling.choice("partial_rotary_factor", share, (1.0,))
     if dim % 2 or not 0 < dim <= head_dim:
         raise source.error(
             "head_dim", f"{dim} of {head_dim} channels rotate; want pairs of them"
@@ -298,22 +312,24 @@ def rope_fields(format: str, c: AttentionConfig) -> dict[str, Any]:
         return {}
     require(format, {"partial rotary": c.rope.dim == c.head_dim})
     values: dict[str, Any] = {"rope_theta": c.rope.theta}
-    if scaling := scaling_fields(c.rope):
+    if scaling := scaling_fields(format, c.rope):
         values["rope_scaling"] = scaling
     return values
 
 
-def scaling_fields(rope: Rope) -> dict[str, Any]:
+def scaling_fields(format: str, rope: Rope) -> dict[str, Any]:
     """Returns what `rope_scaling` says of a rotary embedding; empty if not scaled."""
+    kinds = (rope.linear != 1.0, rope.llama3 is not None, rope.yarn is not None)
+    require(format, {"several rotary scalings": sum(kinds) < 2})
     if rope.llama3 is not None:
         *factors, old = rope.llama3
-        scaling = dict(zip(LLAMA3, (*factors, int(old)), strict=True))
+        scaling = dict(zip(LLAMA3, (*factors, _whole(old)), strict=True))
         return {"rope_type": "llama3", **scaling}
     if (yarn := rope.yarn) is not None:
         return {
             "rope_type": "yarn",
             "factor": yarn.factor,
-            ORIGINAL: int(yarn.original_length),
+            ORIGINAL: _whole(yarn.original_length),
             "beta_fast": yarn.beta_fast,
             "beta_slow": yarn.beta_slow,
             "attention_factor": yarn.attention_factor,
@@ -322,6 +338,11 @@ def scaling_fields(rope: Rope) -> dict[str, Any]:
     if rope.linear != 1.0:
         return {"rope_type": "linear", "factor": rope.linear}
     return {}
+
+
+def _whole(number: float) -> float:
+    """A number of tokens as JSON has it, without a fraction if it has none."""
+    return int(number) if number.is_integer() else number
 
 
 # Mamba2
@@ -350,9 +371,11 @@ def mamba_table(
         Field("mamba_d_head", "head_dim", head_dim, "auto"),
         Field("mamba_d_state", "d_state", read.size, 256),
         Field("mamba_d_conv", "d_conv", read.size, 4),
-        Field("mamba_proj_bias", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
-        Field(out_bias, "proj_out_bias", read.tensor("mamba.out_proj.bias")),
-        Field("mamba_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
+        Field(
+            "mamba_proj_bias", "proj_in_bias", read.bias("mamba.in_proj.bias"), False
+        ),
+        Field(out_bias, "proj_out_bias", read.bias("mamba.out_proj.bias"), False),
+        Field("mamba_conv_bias", "conv_bias", read.bias("conv1d.bias"), True),
         TIME_STEP_LIMIT,
     )
 
@@ -404,5 +427,5 @@ def floor_field(m: MambaConfig) -> dict[str, float]:
 def gated_mlp_table(d_hidden: int, module: str) -> tuple[Field, ...]:
     return (
         Field("intermediate_size", "d_hidden", read.size, d_hidden),
-        Field("mlp_bias", "bias", read.tensor(f"{module}.down_proj.bias")),
+        Field("mlp_bias", "bias", read.bias(f"{module}.down_proj.bias"), False),
     )
