@@ -169,7 +169,9 @@ REFUSALS = {
     ),
     "old rope type": (
         "llama",
-        config_with(rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2}),
+        config_with(
+            rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2}
+        ),
         ["config.json", "rope_scaling.type", "dynamic"],
     ),
     # Fields
