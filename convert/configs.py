@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from stree_jax.convert.families import (
     mambainllama,
 )
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.notes import config_notes, generation_notes
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
 from stree_jax.convert.tokenizer import read_tokenizer
@@ -56,14 +57,14 @@ def read_config(
 ) -> tuple[str, ModelConfig]:
     """The format and architecture of a checkpoint directory.
 
-    Biases are taken from the tensors that are present, and the embedding's rows win
-    over `vocab_size`: the configs of different formats are not consistent about them.
+    The embedding's rows win over `vocab_size`: the configs of different formats are not
+    consistent about it.
 
     Args:
       dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
         transformers up to 5.23 does; their authors' code follows `time_step_limit`.
-      warn: called with one line if a stop token is none that can be generated, or MTP
-        layers cannot be kept.
+      warn: called with one line if a stop token is none that can be generated, MTP
+        layers cannot be kept, or a field is not followed (`notes`).
       mtp: whether to read the layers that predict further tokens; None: if there are
         some that can be read.
     """
@@ -80,6 +81,9 @@ def read_config(
         low = fields.positive("time_step_min", 0.001)
         mamba = replace(config.mamba, dt_limit=(low, math.inf))
         config = replace(config, mamba=mamba)
+    if warn is not None:
+        for line in _notes(fields, format):
+            warn(line)
     stops, file = config.stop_tokens, fields.file
     if newer := _generation_stops(directory):
         stops, file = newer, directory / GENERATION
@@ -121,6 +125,13 @@ def check_mtp(directory: Path, config: ModelConfig) -> None:
         raise CheckpointError(
             f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' want"
         )
+
+
+def _notes(fields: ConfigFields, format: str) -> Iterator[str]:
+    """Yields warnings about fields that are not followed."""
+    yield from config_notes(fields, format)
+    if is_file(fields.file.with_name(GENERATION)):
+        yield from generation_notes(fields.beside(GENERATION))
 
 
 def _generation_stops(directory: Path) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
 PIECE = 2**24  # numbers of a tensor that are read at once
 ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
+ADAPTER = "adapter_config.json"
 MAX_NAME = 255  # characters of a file's name
 # What to say of params.json, and of tensors that are named as in consolidated.*.
 OWN_FORMAT = (
@@ -247,6 +248,12 @@ def open_source(directory: Path) -> Source:
     """List the tensors of a checkpoint directory; reads headers only."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: {_without_config(directory)}")
+    if is_file(directory / ADAPTER):
+        raise CheckpointError(
+            f"{directory / ADAPTER}: an adapter of PEFT beside the weights, which is "
+            "not applied; merge it (merge_and_unload) and save that, or, to load the "
+            "weights without it, move the file away"
+        )
     files, weight_map = weight_files(directory)
     source = open_files(directory, files)
     if nowhere := weight_map.keys() - source.tensors.keys():
@@ -260,7 +267,7 @@ def _without_config(directory: Path) -> str:
     """Says what a directory without config.json is, as far as its files tell."""
     if (directory / "params.json").is_file():
         return f"params.json, but no config.json; {OWN_FORMAT}"
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER).is_file():
         return (
             "an adapter of PEFT, not a model; merge it into its base model "
             "(merge_and_unload) and save that"

@@ -6,6 +6,7 @@ from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.windows import check_llama_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
@@ -27,6 +28,7 @@ MLP = hf.gated_mlp_table(11008, "mlp")
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
+    check_llama_windows(fields)
     return parse_dense(fields, ATTENTION, MLP)
 
 

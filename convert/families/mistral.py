@@ -12,7 +12,7 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
 
 NAMES = llama.NAMES
-KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.divisor(hf.HEADS), 8)
+KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(hf.HEADS), 8)
 ATTENTION = (hf.HEADS, KV_HEADS, hf.HEAD_DIM)
 MLP = (Field("intermediate_size", "d_hidden", read.size, 14336),)
 

@@ -4,7 +4,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models.config import LayerKind
 
-WINDOW = "sliding_window"
+WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"
 KINDS: dict[str, LayerKind] = {"full_attention": "attention", SLIDES: "attention"}
 
@@ -22,21 +22,43 @@ def window_of(fields: ConfigFields, default: int | None) -> int | None:
 
 
 def check_window(
-    fields: ConfigFields, window: int | None, longest: int, remedy: str
+    fields: ConfigFields,
+    window: int | None,
+    longest: int,
+    remedy: str,
+    name: str = WINDOW,
 ) -> None:
     """Refuses a window that hides tokens of texts that the model is made for.
 
     Args:
       longest: the class's `max_position_embeddings` if the config does not say.
       remedy: how to load the model for shorter texts.
+      name: of the field that has the window.
     """
     if window is None or window >= fields.size("max_position_embeddings", longest):
         return
     raise fields.error(
-        WINDOW,
+        name,
         f"attention to the last {window} tokens only is not supported; "
         f"for texts of up to {window} tokens {remedy}",
     )
+
+
+def check_llama_windows(fields: ConfigFields) -> None:
+    """Checks the windows of llama, whose class has none.
+
+    transformers gives its cache the window of the config all the same, so that tokens
+    that are decoded one by one do not see what a whole text does.
+
+    Raises:
+      CheckpointError: a window would hide tokens.
+    """
+    if not fields.flag("use_sliding_window", True):
+        return
+    for name in (WINDOW, CHUNK):
+        if fields.get(name, None) is not None:
+            remedy = f'set "{name}" to null in config.json'
+            check_window(fields, fields.size(name), 2048, remedy, name)
 
 
 def check_qwen_windows(fields: ConfigFields, layers: int) -> None:
