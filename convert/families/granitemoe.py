@@ -1,5 +1,6 @@
 """GraniteMoeForCausalLM and GraniteMoeSharedForCausalLM (Granite 3 with experts)."""
 
+from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import granite, granite3, read
@@ -31,8 +32,8 @@ def export(config: ModelConfig) -> dict[str, Any]:
     """Writes a model without an MLP beside its experts; others are granitemoehybrid."""
     c, moe = given(config.attention), given(config.moe)
     require(FORMAT, {"lack of rotary": c.rope is not None})
-    require(FORMAT, {"attention scale": c.scale is not None})
     hf.check_width(FORMAT, config, c)
+    c = replace(c, scale=c.head_dim**-0.5 if c.scale is None else c.scale)
     return {
         "architectures": ["GraniteMoeForCausalLM"],
         **hf.write_model(FORMAT, granite.MODEL, config),
