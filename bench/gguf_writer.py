@@ -23,14 +23,13 @@ from stree_jax.convert.gguf.architectures import (
     KV_HEADS,
     MAMBA,
     MLP,
-    ROTATED,
     ROTATES,
     SCALES,
     SIZES,
     SOFTMAX_SCALE,
-    THETA,
     VALUE_LENGTH,
 )
+from stree_jax.convert.gguf.rotary import ROTATED, THETA
 from stree_jax.convert.rows import Row, split
 from stree_jax.convert.tensors import rows_of
 from stree_jax.models import (

@@ -37,6 +37,7 @@ from stree_jax.convert.tensors import (
     parts_are_read,
     read_param,
     rows_of,
+    settle_names,
 )
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
@@ -89,7 +90,10 @@ def find(
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> Found:
-    """Of a directory in another format than ours, or a GGUF file; reads headers only.
+    """Reads the headers of a directory in another format than ours, or a GGUF file.
+
+    Of tensors that the config ties and the file has twice it reads the numbers, to see
+    whether they are equal (`tensors.settle_names`).
 
     Args:
       dt_floor, warn, mtp: see `configs.read_config`.
@@ -104,7 +108,8 @@ def find(
         return Found(source, f"gguf {name}", architecture.names, config)
     source = logical(open_source(path))
     format, config = read_config(path, source.tensors, dt_floor, warn, mtp)
-    return Found(source, format, NAMES[format], config)
+    names, config = settle_names(source, NAMES[format], config, warn)
+    return Found(source, format, names, config)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,17 +11,19 @@ from typing import Any
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import (
     EXPORTERS,
+    HF_TYPES,
     MTP_PARSERS,
     PARSERS,
     mambainllama,
 )
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.notes import config_notes, generation_notes
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
+from stree_jax.models.config import given
 
-HF_TYPES = tuple(EXPORTERS)
 GENERATION = "generation_config.json"
 Warn = Callable[[str], object]
 MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
@@ -55,14 +57,14 @@ def read_config(
 ) -> tuple[str, ModelConfig]:
     """The format and architecture of a checkpoint directory.
 
-    Biases are taken from the tensors that are present, and the embedding's rows win
-    over `vocab_size`: the configs of different formats are not consistent about them.
+    The embedding's rows win over `vocab_size`: the configs of different formats are not
+    consistent about it.
 
     Args:
       dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
         transformers up to 5.23 does; their authors' code follows `time_step_limit`.
-      warn: called with one line if a stop token is none that can be generated, or MTP
-        layers cannot be kept.
+      warn: called with one line if a stop token is none that can be generated, MTP
+        layers cannot be kept, or a field is not followed (`notes`).
       mtp: whether to read the layers that predict further tokens; None: if there are
         some that can be read.
     """
@@ -79,6 +81,9 @@ def read_config(
         low = fields.positive("time_step_min", 0.001)
         mamba = replace(config.mamba, dt_limit=(low, math.inf))
         config = replace(config, mamba=mamba)
+    if warn is not None:
+        for line in _notes(fields, format):
+            warn(line)
     stops, file = config.stop_tokens, fields.file
     if newer := _generation_stops(directory):
         stops, file = newer, directory / GENERATION
@@ -122,6 +127,13 @@ def check_mtp(directory: Path, config: ModelConfig) -> None:
         )
 
 
+def _notes(fields: ConfigFields, format: str) -> Iterator[str]:
+    """Yields warnings about fields that are not followed."""
+    yield from config_notes(fields, format)
+    if is_file(fields.file.with_name(GENERATION)):
+        yield from generation_notes(fields.beside(GENERATION))
+
+
 def _generation_stops(directory: Path) -> tuple[int, ...]:
     """What generation_config.json says: where it differs, it is the newer truth."""
     file = directory / GENERATION
@@ -140,8 +152,10 @@ def export_format(config: ModelConfig) -> str:
 
     mamba2: Mamba layers only; zamba2: shared layers, perhaps between Mamba layers;
     falcon_h1: parallel layers; nemotron_h: MLPs or experts without gates, in any order;
-    all others want mixers and gated MLPs in turns: llama attention and no multipliers;
-    bamba an MLP bias or a part of each head rotating; granitemoehybrid what is left.
+    all others want mixers and gated MLPs in turns: qwen3, qwen2 and llama attention and
+    no multipliers, with norms of q and k, with biases of q, k and v alone, and else;
+    bamba an MLP bias or a part of each head rotating; granitemoe attention and experts
+    without an MLP beside them; granitemoehybrid what is left.
 
     Raises:
       CheckpointError: no class has them.
@@ -161,7 +175,10 @@ def export_format(config: ModelConfig) -> str:
     if not kinds & {"parallel", "shared"} and not any(gates):
         return "nemotron_h"
     if not turns or not mixers <= {"mamba", "attention"} or not all(gates):
-        raise CheckpointError(f"layers {layers}: no Hugging Face class has them")
+        raise CheckpointError(
+            f"layers {layers}: no Hugging Face class has them; `save` and "
+            "`stree-jax convert` write any model in our own format"
+        )
     scales = (
         config.embedding_multiplier,
         config.residual_multiplier,
@@ -169,10 +186,20 @@ def export_format(config: ModelConfig) -> str:
     )
     if mlp is not None and scales == (1,) * 3 and (c is None or c.scale is None):
         if mixers == {"attention"} and not _partial(c):
-            return "llama"
+            return _dense_format(config)
         if mlp.bias or _partial(c):
             return "bamba"
+    if config.moe is not None and config.moe.shared is None and "mamba" not in mixers:
+        return "granitemoe"
     return "granitemoehybrid"
+
+
+def _dense_format(config: ModelConfig) -> str:
+    """The class of a model of attention and MLPs without multipliers."""
+    c = given(config.attention)
+    if c.qk_norm_eps is not None:
+        return "qwen3"
+    return "qwen2" if c.qkv_bias and not c.out_bias else "llama"
 
 
 def _partial(c: AttentionConfig | None) -> bool:

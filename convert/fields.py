@@ -40,8 +40,23 @@ class ConfigFields:
         return self.read(self.file.with_name(name), self.tensors)
 
     def has_tensor(self, ending: str, part: str = "") -> bool:
-        """Whether any (of a part of the model, such as "layers.3.") ends so."""
-        return any(name.endswith(ending) and part in name for name in self.tensors)
+        """True if a tensor's name ends so.
+
+        Args:
+          part: of the model, such as "layers.3.", if only its tensors count.
+        """
+        return self.tensor_named(ending, part) is not None
+
+    def tensor_named(self, ending: str, part: str = "") -> str | None:
+        """Returns the first tensor whose name ends so, or None."""
+        names = (n for n in self.tensors if n.endswith(ending) and part in n)
+        return next(names, None)
+
+    def truth(self, name: str, default: bool) -> bool:
+        """Returns a flag as transformers uses it: null counts as false."""
+        if name in self.values and self.values[name] is None:
+            return False
+        return self.flag(name, default)
 
     def error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {self.within}{name}: {problem}")

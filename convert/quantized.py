@@ -27,6 +27,7 @@ from stree_jax.convert.source import (
 )
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
+OLD_CONFIG = "compression_config"  # compressed-tensors' name for it before 2025
 FP8 = Scheme("fp8", "F8_E4M3")
 INT8 = Scheme("int8", "I8")
 NVFP4 = Scheme("nvfp4", "U8", (1, 16), global_scale="weight_scale_2")
@@ -245,10 +246,11 @@ def _check_part(
 def _recipe(source: Source) -> Recipe | None:
     """What config.json says, or Model Optimizer's own file; None: nothing."""
     config = ConfigFields.read(source.directory / "config.json", source.tensors)
-    if config.get(CONFIG, None) is None:
+    name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
+    if config.get(name, None) is None:
         file = source.directory / MODELOPT_FILE
         return _modelopt(ConfigFields.read(file)) if is_file(file) else None
-    fields = config.object(CONFIG)
+    fields = config.object(name)
     method = fields.get("quant_method")
     match method:
         case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
@@ -264,7 +266,8 @@ def _recipe(source: Source) -> Recipe | None:
     raise fields.error(
         "quant_method",
         f"weights quantized by {reprlib.repr(method)} are not supported "
-        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8)",
+        "(known: modelopt, compressed-tensors, fp8, fbgemm_fp8); load the model that "
+        "it was made of, or a GGUF file",
     )
 
 

@@ -229,6 +229,8 @@ def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]
         qkv = tuple(f"{theirs}.{letter}_proj.{ending}" for letter in "qkv")
         yield Row((*ours, f"qkv{name}"), qkv, "concat", sizes)
     yield from module_rows(ours, theirs, {"out": "o_proj"})
+    for norm in ("q_norm", "k_norm"):
+        yield Row((*ours, norm), (f"{theirs}.{norm}.weight",))
 
 
 def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
@@ -274,6 +276,15 @@ class Names:
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     one_each: bool = False
+
+
+def bare(names: Names) -> Names:
+    """Names without the first part, as transformers saves a model without its head
+    ("embed_tokens" for "model.embed_tokens")."""
+    embedding, norm, layer = (
+        name.partition(".")[2] for name in (names.embedding, names.norm, names.layer)
+    )
+    return replace(names, embedding=embedding, norm=norm, layer=layer)
 
 
 def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:

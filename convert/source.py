@@ -28,7 +28,13 @@ PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
 PIECE = 2**24  # numbers of a tensor that are read at once
 ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
+ADAPTER = "adapter_config.json"
 MAX_NAME = 255  # characters of a file's name
+# What to say of params.json, and of tensors that are named as in consolidated.*.
+OWN_FORMAT = (
+    "Mistral's own format and Meta's are not read; want config.json and "
+    "model.safetensors (or its shards and index) as transformers has them"
+)
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,13 @@ def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
 def open_source(directory: Path) -> Source:
     """List the tensors of a checkpoint directory; reads headers only."""
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory}: no config.json; not a checkpoint")
+        raise CheckpointError(f"{directory}: {_without_config(directory)}")
+    if is_file(directory / ADAPTER):
+        raise CheckpointError(
+            f"{directory / ADAPTER}: an adapter of PEFT beside the weights, which is "
+            "not applied; merge it (merge_and_unload) and save that, or, to load the "
+            "weights without it, move the file away"
+        )
     files, weight_map = weight_files(directory)
     source = open_files(directory, files)
     if nowhere := weight_map.keys() - source.tensors.keys():
@@ -249,6 +261,21 @@ def open_source(directory: Path) -> Source:
             f"{directory}: the index names {min(nowhere)}, but no shard has it"
         )
     return source
+
+
+def _without_config(directory: Path) -> str:
+    """Says what a directory without config.json is, as far as its files tell."""
+    if (directory / "params.json").is_file():
+        return f"params.json, but no config.json; {OWN_FORMAT}"
+    if (directory / ADAPTER).is_file():
+        return (
+            "an adapter of PEFT, not a model; merge it into its base model "
+            "(merge_and_unload) and save that"
+        )
+    return (
+        "no config.json; not a checkpoint (want a directory of transformers, mamba_ssm "
+        "or `stree-jax convert`, or a GGUF file)"
+    )
 
 
 def open_files(directory: Path, files: Sequence[Path]) -> Source:

@@ -1,15 +1,19 @@
 """The tensors of a checkpoint against the parameters that a model wants."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.rows import (
+    Index,
     Names,
     Piece,
     Row,
+    bare,
     can_be_cut,
     candidates,
     join,
@@ -18,9 +22,18 @@ from stree_jax.convert.rows import (
 )
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
+from stree_jax.models.config import given
 from stree_jax.models.params import is_int8, stored_dtype
 
-_SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
+HEAD = "lm_head.weight"  # in every family that has one beside the embedding
+FLOATS = ("float32", "float16", "bfloat16")
+UNTIED = (
+    '; if the embedding is the head, set "tie_word_embeddings" to true in config.json'
+)
+
+_SHARED_TENSOR = re.compile(
+    r"((?:model\.)?layers\.)(\d{1,6})(\.shared_transformer\..*)"
+)
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
@@ -32,7 +45,11 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
-    """Every tensor is there, has its shape and a float dtype, and none is left over."""
+    """Every tensor is there, has its shape and a float dtype, and none is left over.
+
+    Args:
+      config: of `settle_names`, so that a tied head is a copy.
+    """
     shapes, where = param_shapes(config), source.directory
     expected: dict[str, tuple[int, ...]] = {}
     for row in rows:
@@ -41,7 +58,10 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
     present = source.tensors
     for name, shape in expected.items():
         if name not in present:
-            raise CheckpointError(f"{where}: tensor {name} {list(shape)} is missing")
+            hint = UNTIED if name == HEAD else ""
+            raise CheckpointError(
+                f"{where}: tensor {name} {list(shape)} is missing{hint}"
+            )
         info = present[name]
         if info.shape != shape:
             raise CheckpointError(
@@ -49,40 +69,84 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
                 f"by {source.said_by}, got {list(info.shape)}"
             )
         _check_dtype(name, info)
-    copies = _copies(source, rows, config)
-    for name in sorted(present.keys() - expected.keys() - copies.keys()):
+    copies = {HEAD} if config.tie_embeddings else set[str]()
+    copies |= _shared_copies(source, config).keys()
+    for name in sorted(present.keys() - expected.keys() - copies):
         unused = name.endswith("rotary_emb.inv_freq")
         unused |= name.startswith("mtp.") and not config.mtp  # and nobody asked for it
         # A block that is not shared still has the adapters of layers it does not serve.
         adapter = config.shared is not None and "_adapter_list." in name
         if not unused and not adapter:
-            raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
-    for name, original in copies.items():
-        _check_dtype(name, present[name])
-        if not _are_equal(source, name, original):
             raise CheckpointError(
-                f"{where}: {name} differs from {original}, but the config ties them"
+                f"{present[name].file}: unexpected tensor {name}; {source.said_by} "
+                "describes a model without it: correct that, or save the weights "
+                "without this tensor"
             )
 
 
+def settle_names(
+    source: Source, names: Names, config: ModelConfig, warn: Warn | None
+) -> tuple[Names, ModelConfig]:
+    """Fits names and ties to the tensors of a file, as transformers does.
+
+    A model that was saved without its head lacks the first part of all names. A file
+    may hold both tensors of a tied pair: if they are equal, one is a copy; if they
+    differ, they were trained apart, and the model keeps both. If it has the head of a
+    tied pair alone, that is the embedding.
+
+    Args:
+      warn: called with one line for each kind of tie that is given up.
+
+    Returns:
+      The names of the tensors, and the architecture that the tensors have.
+    """
+    if f"{bare(names).embedding}.weight" in source.tensors:
+        names = bare(names)
+    embedding = f"{names.embedding}.weight"
+    if config.tie_embeddings and HEAD in source.tensors:
+        if embedding not in source.tensors:
+            names = replace(names, embedding=names.head)
+        elif not _are_equal(source, HEAD, embedding):
+            config = replace(config, tie_embeddings=False)
+            _warn_of_ties(source, HEAD, embedding, warn)
+    for name, original in _shared_copies(source, config).items():
+        if not _are_equal(source, name, original):
+            count = config.layers.count("shared")
+            config = replace(config, shared=replace(given(config.shared), blocks=count))
+            _warn_of_ties(source, name, original, warn)
+            break
+    return names, config
+
+
+def _warn_of_ties(source: Source, name: str, other: str, warn: Warn | None) -> None:
+    if warn is not None:
+        warn(
+            f"{source.directory}: the config ties {name} to {other}, but the file has "
+            "both with different numbers; they are kept apart"
+        )
+
+
 def _are_equal(source: Source, name: str, other: str) -> bool:
-    """Two tensors of one shape; by pieces, if they can be read so."""
-    shape = source.tensors[name].shape
-    if shape != source.tensors[other].shape:
+    """True if two tensors hold the same numbers, or NaN at the same places."""
+    infos = source.tensors[name], source.tensors[other]
+    if infos[0].shape != infos[1].shape or any(i.dtype not in FLOATS for i in infos):
         return False
     plain = source.is_plain(name) and source.is_plain(other)
+    pieces = [(rows,) for rows in at_once(infos[0].shape)] if plain else [()]
+
+    def read(name: str, index: Index) -> np.ndarray:
+        return source.read(name, index=index).astype(np.float32, copy=False)
+
     return all(
-        np.array_equal(source.read(name, index=index), source.read(other, index=index))
-        for index in ([(rows,) for rows in at_once(shape)] if plain else [()])
+        np.array_equal(read(name, index), read(other, index), equal_nan=True)
+        for index in pieces
     )
 
 
-def _copies(source: Source, rows: list[Row], config: ModelConfig) -> dict[str, str]:
-    """Tensors that a file may hold again although the model shares them."""
+def _shared_copies(source: Source, config: ModelConfig) -> dict[str, str]:
+    """Returns the tensors that the file holds again for layers that share a block, each
+    with the name of the first."""
     copies: dict[str, str] = {}
-    if config.tie_embeddings and "lm_head.weight" in source.tensors:
-        embedding = next(r.sources[0] for r in rows if r.path == ("embedding",))
-        copies["lm_head.weight"] = embedding
     if config.shared is None:
         return copies
     layers = [i for i, kind in enumerate(config.layers) if kind == "shared"]
@@ -98,7 +162,7 @@ def _copies(source: Source, rows: list[Row], config: ModelConfig) -> dict[str, s
 
 
 def _check_dtype(name: str, info: TensorInfo) -> None:
-    if info.dtype not in ("float32", "float16", "bfloat16"):
+    if info.dtype not in FLOATS:
         raise CheckpointError(
             f"{info.file}: {name}: dtype {info.dtype} is not supported "
             "(want float32, bfloat16 or float16)"

@@ -1,5 +1,6 @@
 """Attention of tree nodes to the committed tokens and to their ancestors."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import HeadOptions, turned_heads
-from stree_jax.models.config import AttentionConfig, Rope
+from stree_jax.models.config import AttentionConfig, Rope, Yarn, given
 from stree_jax.models.linear import linear, linear_summed, scaled
 from stree_jax.models.nodes import Pass
+from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.params import attention_params, declare
 from stree_jax.models.state import AttentionRecord, AttentionState, commit_attention
 from stree_jax.pallas_kernels import rounded_to, tree_attention, tree_conv
@@ -20,7 +22,10 @@ from stree_jax.pallas_kernels import rounded_to, tree_attention, tree_conv
 def rope_frequencies(rope: Rope) -> np.ndarray:
     """Radians per position of each rotated pair, [dim / 2] float32."""
     powers = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    f = 1.0 / np.float32(rope.theta) ** powers
+    f = 1.0 / np.float32(rope.theta) ** powers / np.float32(rope.linear)
+    if rope.yarn is not None:
+        share = _yarn_shares(rope, rope.yarn)
+        return (f / rope.yarn.factor * share + f * (1 - share)).astype(np.float32)
     if rope.llama3 is None:
         return f.astype(np.float32)
     factor, low, high, old = rope.llama3
@@ -34,13 +39,36 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
     return f.astype(np.float32)
 
 
+def _yarn_shares(rope: Rope, yarn: Yarn) -> np.ndarray:
+    """Returns how much of each pair's frequency is divided by `yarn.factor`: [dim / 2],
+    from 0 for the fastest pairs to 1 for the slowest."""
+
+    def pair(turns: float) -> float:
+        wavelength = yarn.original_length / turns
+        return (
+            rope.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    width = last - first or 0.001  # as transformers and llama.cpp avoid dividing by 0
+    pairs = np.arange(rope.dim // 2, dtype=np.float32)
+    return np.clip((pairs - np.float32(first)) / np.float32(width), 0, 1)
+
+
 def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, T, half] of the angles at positions [B, T]."""
+    """Returns cosines and sines [B, T, half] of the angles at positions [B, T].
+
+    Both are multiplied by the attention factor of YaRN, if the embedding has one.
+    """
     half = 0 if rope is None else rope.dim // 2
     f = np.zeros(0, np.float32) if rope is None else rope_frequencies(rope)
     frequencies = jnp.asarray(f).reshape(1, 1, half)
     angle = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
+    factor = 1.0 if rope is None or rope.yarn is None else rope.yarn.attention_factor
+    return scaled(jnp.cos(angle), factor), scaled(jnp.sin(angle), factor)
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -53,8 +81,27 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     )
 
 
+def normed_heads(
+    qkv: jax.Array, q_scale: jax.Array, k_scale: jax.Array, c: AttentionConfig
+) -> jax.Array:
+    """Divides each head of q and k by its root mean square and scales its channels.
+
+    Args:
+      qkv: [B, T, d_qkv] float32.
+      q_scale, k_scale: [hd], the same for all heads.
+
+    Returns:
+      qkv [B, T, d_qkv] float32, of which v is unchanged.
+    """
+    norm = ScaledNorm(given(c.qk_norm_eps))
+    heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
+    q, k, v = jnp.split(heads, np.cumsum([c.num_heads, c.num_kv_heads]), axis=2)
+    q, k = scaled_rms_norm(q, q_scale, norm), scaled_rms_norm(k, k_scale, norm)
+    return jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
+
+
 class Attention(nn.Module):
-    """Project, convolve, rotate, attend, project back; see `AttentionConfig`.
+    """Project, convolve, norm, rotate, attend, project back; see `AttentionConfig`.
 
     Attributes:
       parts: as `Cut.attention`.
@@ -96,6 +143,8 @@ class Attention(nn.Module):
                 window = pass_.of_queries(pass_.nodes.taps(c.d_conv))
                 conv = (p["conv_weight"], p["conv_bias"], state.conv, window)
                 qkv = tree_conv(inputs, *conv)
+            if c.qk_norm_eps is not None:
+                qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
             turns = angles(length[:, None] + depth, c.rope)
             cut = Heads(c, self.dtype)

@@ -23,6 +23,28 @@ def given(options: Options | None) -> Options:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN frequency scaling, in the terms of transformers and llama.cpp.
+
+    Attributes:
+      factor: what low frequencies are divided by.
+      original_length: longest text of the training, in tokens.
+      beta_fast, beta_slow: turns within that length. Pairs that turn more often than
+        beta_fast keep their frequency, pairs that turn less often than beta_slow are
+        divided by `factor`, and the pairs in between are blended.
+      attention_factor: scale of the cosines and sines.
+      truncate: whether the two ends of the blend are rounded to whole pairs.
+    """
+
+    factor: float
+    original_length: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding, half-split (NeoX) pairs.
 
@@ -31,11 +53,15 @@ class Rope:
       dim: how many leading channels of a head rotate; the rest pass.
       llama3: (factor, low_freq_factor, high_freq_factor,
         original_max_position_embeddings) of llama3 frequency scaling, or None.
+      linear: what all frequencies are divided by (linear scaling).
+      yarn: YaRN frequency scaling, or None.
     """
 
     theta: float
     dim: int
     llama3: tuple[float, float, float, float] | None = None
+    linear: float = 1.0
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,8 @@ class AttentionConfig:
         (native mamba2attn); 0: none.
       d_mlp: width of a parallel gated MLP inside the projections (native), or 0.
       d_out: width of the output; 0: that of the input.
+      qk_norm_eps: epsilon of an RMSNorm of each head of q and of k, before they rotate
+        (Qwen3). If None, there is no such norm.
     """
 
     num_heads: int
@@ -130,6 +158,7 @@ class AttentionConfig:
     d_conv: int = 0
     d_mlp: int = 0
     d_out: int = 0
+    qk_norm_eps: float | None = None
 
     @property
     def d_qkv(self) -> int:

@@ -146,6 +146,9 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
     if c.d_conv:
         table["conv_weight"] = Param((c.d_qkv, c.d_conv), _taps(c.d_conv), heads)
         table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
+    if c.qk_norm_eps is not None:  # one scale for all heads, so every part has it
+        table["q_norm"] = Param((c.head_dim,), ONES)
+        table["k_norm"] = Param((c.head_dim,), ONES)
     return table
 
 

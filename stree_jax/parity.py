@@ -12,16 +12,23 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoint import load
-from stree_jax.convert.configs import read_config
+from stree_jax.convert import find
+from stree_jax.convert.configs import hf_config, read_config
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.gguf.checkpoint import architecture_of
+from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.quantized import logical
 from stree_jax.convert.source import open_source
-from stree_jax.convert.store import config_from_json
+from stree_jax.convert.store import config_from_json, is_ours
 from stree_jax.models import FLOAT32_PARAMS
 from stree_jax.scoring import score
 
 LIMIT = 1e-4  # of the difference of two logits in float32; see `Difference`
 TOKENS = 32
+GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures, by transformers 5.23
+# Fields that transformers 5.23 does not take from a GGUF file, and neither the scaling
+# of frequencies.
+NOT_READ = ("head_dim", "attention_bias", "mlp_bias")
 UNROUNDED = (*FLOAT32_PARAMS, "e_score_correction_bias")  # as transformers names them
 
 
@@ -49,27 +56,63 @@ class Difference(NamedTuple):
 
 
 def check_verifiable(src: Path) -> str:
-    """The format of a checkpoint that transformers can run here.
+    """Returns the format of a checkpoint that transformers can run here.
+
+    Args:
+      src: a directory, or a GGUF file.
 
     Raises:
-      CheckpointError: its format has no class in transformers, or a package is missing.
+      CheckpointError: transformers cannot read it, or a package is missing.
     """
+    if is_gguf(src):
+        format = _check_gguf(src)
+        packages = ["torch", "transformers", "gguf"]
+    else:
+        format = _check_directory(src)
+        packages = ["torch", "transformers"]
+    for package in packages:
+        if find_spec(package) is None:
+            raise CheckpointError(f"--verify needs {package}; pip install {package}")
+    return format
+
+
+def _check_directory(src: Path) -> str:
     if not src.is_dir():
         raise CheckpointError(f"{src}: no such directory")
+    if is_ours(src):
+        raise CheckpointError(f"{src}: is in our format already")
     source = logical(open_source(src))
     format, _ = read_config(src, source.tensors)
     if source.quantized:
         raise CheckpointError(
             f"{src}: --verify compares with transformers, "
-            "which does not read these quantized weights as plain ones"
+            "which does not read these quantized weights as plain ones; "
+            "leave --verify out"
         )
     if format in ("native", "mambainllama"):
         raise CheckpointError(
-            f"{src}: transformers has no class for {format} checkpoints to verify with"
+            f"{src}: transformers has no class for {format} checkpoints to verify "
+            "with; leave --verify out"
         )
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            raise CheckpointError(f"--verify needs {package}; pip install {package}")
+    return format
+
+
+def _check_gguf(src: Path) -> str:
+    header = read_header(src)
+    format = architecture_of(header)
+    if format not in GGUF_READ:
+        known = ", ".join(GGUF_READ)
+        raise CheckpointError(
+            f"{src}: --verify compares with transformers, which reads no GGUF files of "
+            f"architecture {format} (only of {known}); verify the directory that the "
+            "file was made of, or leave --verify out"
+        )
+    if any(tensor.file != src for tensor in header.tensors.values()):
+        raise CheckpointError(
+            f"{src}: --verify compares with transformers, which reads no GGUF files in "
+            "shards; join them with llama.cpp's llama-gguf-split --merge, or leave "
+            "--verify out"
+        )
     return format
 
 
@@ -80,7 +123,7 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
     at once. NaN anywhere makes it NaN.
 
     Args:
-      src: the checkpoint that was converted.
+      src: the directory or GGUF file that was converted.
       dst: one of our directories.
       dt_floor: what it was converted with.
 
@@ -113,7 +156,7 @@ def _their_logits(
     import torch
 
     with quiet():
-        other = _load(src)
+        other = _load_gguf(src) if is_gguf(src) else _load(src)
         if no_floor:
             limit = getattr(other.config, "time_step_limit", (0.0, math.inf))
             for module in other.modules():
@@ -142,13 +185,47 @@ def _load(src: Path) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises many kinds
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{src}: not loaded by transformers ({reason})") from (
-            error
-        )
+        raise _not_loaded(src, error) from error
     if missing := report["missing_keys"]:
         raise CheckpointError(f"{src}: transformers does not find {min(missing)}")
     return other.eval()
+
+
+def _load_gguf(src: Path) -> Any:
+    """Returns the model of transformers in float32, with the weights that transformers
+    reads of a GGUF file.
+
+    The config is transformers' too, but for the fields that it does not take from the
+    file (`NOT_READ`). `from_pretrained(gguf_file=...)` would need accelerate.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    ours = AutoConfig.for_model(**hf_config(find(src).config, "float32"))
+    try:
+        config = AutoConfig.from_pretrained(src.parent, gguf_file=src.name)
+        for name in NOT_READ:
+            if hasattr(ours, name):
+                setattr(config, name, getattr(ours, name))
+        if ours.rope_parameters["rope_type"] != "default":
+            config.rope_parameters = ours.rope_parameters
+        other = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        options = {"return_tensors": True, "model_to_load": other}
+        tensors = load_gguf_checkpoint(str(src), **options)["tensors"]
+        missing, unexpected = other.load_state_dict(tensors, strict=False)
+    except Exception as error:  # transformers raises many kinds
+        raise _not_loaded(src, error) from error
+    if config.tie_word_embeddings:
+        missing = [name for name in missing if name != "lm_head.weight"]
+    if odd := [*missing, *unexpected]:
+        raise CheckpointError(f"{src}: transformers does not find {min(odd)}")
+    return other.eval()
+
+
+def _not_loaded(src: Path, error: Exception) -> CheckpointError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return CheckpointError(f"{src}: not loaded by transformers ({reason})")
 
 
 @contextmanager

@@ -7,11 +7,16 @@ from stree_jax.convert.families import (
     bamba,
     falcon_h1,
     granite,
+    granite3,
+    granitemoe,
     llama,
     mamba2,
     mambainllama,
+    mistral,
     native,
     nemotron_h,
+    qwen2,
+    qwen3,
     zamba2,
 )
 from stree_jax.convert.fields import ConfigFields
@@ -19,9 +24,18 @@ from stree_jax.convert.rows import Names
 from stree_jax.models import ModelConfig
 
 _ONLY_READ = {"native": native, "mambainllama": mambainllama}
+# Their models are written as another family that computes the same.
+_WRITTEN_AS_OTHERS = {
+    "mistral": mistral,
+    "granite": granite3,
+    "granitemoeshared": granitemoe,
+}
 _WRITTEN = {
     "mamba2": mamba2,
     "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "granitemoe": granitemoe,
     "granitemoehybrid": granite,
     "nemotron_h": nemotron_h,
     "falcon_h1": falcon_h1,
@@ -29,7 +43,8 @@ _WRITTEN = {
     "zamba2": zamba2,
 }
 # All of them by our name of the format: the `model_type`, where there is one.
-_ALL = _ONLY_READ | _WRITTEN
+_ALL = _ONLY_READ | _WRITTEN_AS_OTHERS | _WRITTEN
+HF_TYPES = (*_WRITTEN, *_WRITTEN_AS_OTHERS)  # every `model_type` that can be read
 NAMES: dict[str, Names] = {
     **{name: family.NAMES for name, family in _ALL.items()},
     "mamba2-embedding": mamba2.SINGULAR,

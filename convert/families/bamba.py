@@ -20,6 +20,8 @@ NAMES = replace(
 ROTATING = 0.5  # of a head, if the config does not say
 
 MODEL = hf.model_table("rms_norm_eps", 1e-5)
+KV_HEADS = hf.KV_HEADS._replace(default=8)
+ATTENTION = (hf.HEADS, KV_HEADS, *hf.BIASES)
 MAMBA = hf.mamba_table(hf.expanded)
 MLP = hf.gated_mlp_table(14336, "feed_forward")
 
@@ -32,7 +34,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     hf.check_silu(fields)
     attention = mamba = None
     if "attention" in mixers:
-        table = (*hf.ATTENTION, hf.HEAD_DIM)
+        table = (*ATTENTION, hf.HEAD_DIM)
         attention = AttentionConfig(**read_fields(table, fields))
         rope = hf.rope(fields, attention.head_dim, ROTATING)
         attention = replace(attention, rope=rope)
@@ -59,7 +61,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
     }
     if c is not None:
         hf.check_width("bamba", config, c)
-        values |= write_fields("bamba", hf.ATTENTION, c, ("rope",))
+        values |= write_fields("bamba", ATTENTION, c, ("rope",))
         values["rope_parameters"] = _rope_parameters(c.rope, c.head_dim)
     if config.mamba is not None:
         values |= hf.write_mamba("bamba", MAMBA, config.mamba, config.norm_eps)
@@ -70,9 +72,9 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
     require("bamba", {"lack of rotary": rope is not None})
     rope = given(rope)
-    require("bamba", {"llama3": rope.llama3 is None})
     return {
         "rope_type": "default",
+        **hf.scaling_fields("bamba", rope),
         "rope_theta": rope.theta,
         "partial_rotary_factor": rope.dim / head_dim,
     }

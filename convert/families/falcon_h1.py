@@ -36,7 +36,7 @@ MODEL = (
     Field("lm_head_multiplier", "logits_divisor", _reciprocal, 1.0, _inverse),
 )
 ATTENTION = (
-    *hf.ATTENTION,
+    *bamba.ATTENTION,
     hf.HEAD_DIM,
     Field("attention_in_multiplier", "in_multiplier", read.finite, 1.0),
     Field("key_multiplier", "key_multiplier", read.finite, 1.0),
@@ -56,8 +56,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
     mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
     if mamba.d_inner != (width := _width(fields)):
         raise fields.error("mamba_d_ssm", f"{width} is not mamba_n_heads * head size")
-    first = fields.flag("mamba_norm_before_gate", True)
-    normed = fields.flag("mamba_rms_norm", False)
+    first = fields.truth("mamba_norm_before_gate", True)
+    normed = fields.truth("mamba_rms_norm", False)
     if not normed or first:
         mamba = replace(mamba, norm="norm_first" if normed else None)
     attention = AttentionConfig(**read_fields(ATTENTION, fields))

@@ -45,7 +45,16 @@ MODEL = (
     Field("residual_multiplier", "residual_multiplier", read.positive, 1.0),
     Field("logits_scaling", "logits_divisor", read.positive, 1.0),
 )
-ATTENTION = (*hf.ATTENTION, Field("attention_multiplier", "scale", read.positive, 1.0))
+
+
+def _scale(fields: ConfigFields, name: str, default: float) -> float | None:
+    """The scale of the scores; null means the usual one, head_dim ** -0.5."""
+    if name in fields.values and fields.get(name, None) is None:
+        return None
+    return fields.positive(name, default)
+
+
+ATTENTION = (*hf.ATTENTION, Field("attention_multiplier", "scale", _scale, 1.0))
 MAMBA = hf.mamba_table(hf.expanded)
 MLP = (Field("shared_intermediate_size", "d_hidden", read.size, 1024),)
 MOE = (

@@ -1,5 +1,6 @@
 """What Hugging Face's classes have in common: tables, rotary embedding, layer types."""
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,9 +9,10 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Names
+from stree_jax.convert.rows import Names, bare
+from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
-from stree_jax.models.config import LayerKind, Rope, given
+from stree_jax.models.config import LayerKind, Rope, Yarn, given
 from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
 
 Layers = tuple[LayerKind, ...]
@@ -53,6 +55,7 @@ def read_model(
     Args:
       names: of the family, one of which is the checkpoint's.
     """
+    check_unread(source, attends=any(n.attention for n in names))
     rows, _ = vocabulary(source, *names)
     return {"vocab_size": rows, "num_tokens": rows, **read_fields(table, source)}
 
@@ -65,19 +68,42 @@ def write_model(
 
 def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
     """Rows of the embedding, and how many of them are real tokens."""
-    known = [f"{n.embedding}.weight" for n in names]
-    found = next((name for name in known if name in source.tensors), None)
+    known = [f"{n.embedding}.weight" for n in (*names, *map(bare, names))]
+    heads = [f"{n.head}.weight" for n in names]  # all that some tied files have
+    found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:
-        wanted = ", ".join(known)
-        raise CheckpointError(f"{source.file.parent}: no embedding (want {wanted})")
+        raise _no_embedding(source, known[: len(names)])
     file, shape = source.tensors[found].file, source.tensors[found].shape
     if len(shape) != 2 or not 0 < shape[0] <= MAX_SIZE:
         raise CheckpointError(f"{file}: {found}: want shape [V, d], got {list(shape)}")
     return shape[0], min(source.size("vocab_size", shape[0]), shape[0])
 
 
-def check_silu(source: ConfigFields) -> None:
-    source.choice("hidden_act", "silu", ("silu", "swish"))
+def _no_embedding(source: ConfigFields, known: list[str]) -> CheckpointError:
+    """An error that says which names the weights have instead."""
+    what = f"no embedding (want {', '.join(known)})"
+    if "tok_embeddings.weight" in source.tensors:
+        what += f"; {OWN_FORMAT}"
+    elif source.tensors:
+        what += f"; the weights begin with {reprlib.repr(min(source.tensors))}"
+    return CheckpointError(f"{source.file.parent}: {what}")
+
+
+def check_silu(source: ConfigFields, name: str = "hidden_act") -> None:
+    source.choice(name, "silu", ("silu", "swish"))
+
+
+def check_unread(source: ConfigFields, attends: bool) -> None:
+    """Refuses fields that transformers reads for every class and nothing here does.
+
+    Args:
+      attends: whether the class has attention.
+    """
+    if attends and not source.values.get("is_causal", True):
+        raise source.error("is_causal", "attention that looks ahead is not supported")
+    for name in ("per_layer_config", "transformers_weights"):
+        if source.get(name, None) is not None:
+            raise source.error(name, "is not supported; want a config without it")
 
 
 # Layers
@@ -145,12 +171,12 @@ def _head_dim(source: ConfigFields, name: str, default: Any) -> int:
 
 
 HEAD_DIM = Field("head_dim", "head_dim", _head_dim)
-ATTENTION = (
-    HEADS,
-    Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS)),
-    Field("attention_bias", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
-    Field("attention_bias", "out_bias", read.tensor("self_attn.o_proj.bias")),
+KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS))
+BIASES = (
+    Field("attention_bias", "qkv_bias", read.bias("self_attn.q_proj.bias"), False),
+    Field("attention_bias", "out_bias", read.bias("self_attn.o_proj.bias"), False),
 )
+ATTENTION = (HEADS, KV_HEADS, *BIASES)
 
 
 def check_width(format: str, config: ModelConfig, c: AttentionConfig) -> None:
@@ -158,56 +184,165 @@ def check_width(format: str, config: ModelConfig, c: AttentionConfig) -> None:
     require(format, {"head_dim": c.num_heads * c.head_dim == config.d_model})
 
 
-def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> Rope:
-    """Rotary embedding from either spelling: rope_parameters, or rope_theta and
-    rope_scaling (whose `type` is an old name of `rope_type`).
-
-    Args:
-      partial: share of a head that rotates if the config does not say; None: all, and
-        the class does not know any other.
-    """
-    newer = source.get("rope_parameters", None) is not None
-    scaling = source.object("rope_parameters" if newer else "rope_scaling")
-    theta = scaling.positive("rope_theta", source.positive("rope_theta", 10000.0))
-    old_name = "rope_type" if "rope_type" in scaling.values else "type"
-    kind = scaling.choice(old_name, "default", ("default", "llama3"))
-    dim = head_dim
-    if partial is None:
-        scaling.choice("partial_rotary_factor", 1.0, (1.0,))
-    else:
-        share = scaling.positive("partial_rotary_factor", partial)
-        dim = int(head_dim * share)
-    if dim % 2 or not 0 < dim <= head_dim:
-        raise source.error(
-            "head_dim", f"{dim} of {head_dim} channels rotate; want pairs of them"
-        )
-    if kind == "default":
-        return Rope(theta, dim)
-    factor, low, high, old = (scaling.positive(name) for name in LLAMA3)
-    if low >= high:
-        raise scaling.error("high_freq_factor", f"want more than {low}, got {high}")
-    return Rope(theta, dim, (factor, low, high, old))
-
-
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LLAMA3 = (
     "factor",
     "low_freq_factor",
     "high_freq_factor",
     "original_max_position_embeddings",
 )
+ORIGINAL, POSITIONS = LLAMA3[-1], "max_position_embeddings"
+
+
+def rope(source: ConfigFields, head_dim: int, partial: float | None = None) -> Rope:
+    """Reads a rotary embedding as transformers 5.23 does.
+
+    Either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`, which wins
+    where a config has both, and whose `type` is an old name of `rope_type`.
+
+    Args:
+      partial: share of a head that rotates if the config does not say. If None, the
+        class always rotates whole heads.
+
+    Raises:
+      CheckpointError: a kind of scaling that is not supported, or a number that is
+        missing or has no use.
+    """
+    older = source.object("rope_scaling")
+    scaling = older if older.values else source.object("rope_parameters")
+    if nested := [k for k, v in scaling.values.items() if isinstance(v, dict)]:
+        raise scaling.error(nested[0], "a rotary embedding per layer is not supported")
+    theta = scaling.positive("rope_theta", source.positive("rope_theta", 10000.0))
+    kind = _rope_type(source, scaling)
+    dim = head_dim
+    if partial is not None:
+        dim = int(head_dim * scaling.positive("partial_rotary_factor", partial))
+    elif kind != "default":  # which does not read it
+        share = source.get("partial_rotary_factor", 1.0)
+        scaling.choice("partial_rotary_factor", share, (1.0,))
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise source.error(
+            "head_dim", f"{dim} of {head_dim} channels rotate; want pairs of them"
+        )
+    match kind:
+        case "linear":
+            return Rope(theta, dim, linear=scaling.positive("factor"))
+        case "llama3":
+            return Rope(theta, dim, llama3=_llama3(source, scaling))
+        case "yarn":
+            return Rope(theta, dim, yarn=_yarn(source, scaling, theta))
+    return Rope(theta, dim)
+
+
+def _rope_type(source: ConfigFields, scaling: ConfigFields) -> str:
+    """Returns one of `ROPE_TYPES`; the message for others says how to go on."""
+    name = "rope_type" if "rope_type" in scaling.values else "type"
+    kind = scaling.get(name, "default")
+    if kind in ROPE_TYPES:
+        return kind
+    way_on = ""
+    if kind == "dynamic":  # which changes nothing up to the length of the training
+        length = source.get(POSITIONS, POSITIONS)
+        spelling = scaling.within.removesuffix(".")
+        way_on = f"; without {spelling}, texts of up to {length} tokens are the same"
+    raise scaling.error(
+        name,
+        f"{reprlib.repr(kind)} is not supported "
+        f"(known: {', '.join(map(repr, ROPE_TYPES))}){way_on}",
+    )
+
+
+def _original_length(source: ConfigFields, scaling: ConfigFields) -> float:
+    """Longest text of the training: beside the scaling, in it, or the present one."""
+    if source.get(ORIGINAL, None) is not None:
+        return source.positive(ORIGINAL)
+    if scaling.get(ORIGINAL, None) is None and source.get(POSITIONS, None) is not None:
+        return source.positive(POSITIONS)
+    return scaling.positive(ORIGINAL)
+
+
+def _llama3(
+    source: ConfigFields, scaling: ConfigFields
+) -> tuple[float, float, float, float]:
+    factor, low, high = (scaling.positive(name) for name in LLAMA3[:-1])
+    if low >= high:
+        raise scaling.error("high_freq_factor", f"want more than {low}, got {high}")
+    return factor, low, high, _original_length(source, scaling)
+
+
+def _yarn(source: ConfigFields, scaling: ConfigFields, theta: float) -> Yarn:
+    """Reads YaRN with the defaults of transformers."""
+    if theta == 1.0:
+        raise scaling.error("rope_theta", "1.0 has no wavelengths to choose from")
+    length = _original_length(source, scaling)
+    if scaling.get("factor", None) is None:
+        factor = source.positive(POSITIONS) / length
+    else:
+        factor = scaling.positive("factor")
+    return Yarn(
+        factor,
+        length,
+        beta_fast=_unless_zero(scaling, "beta_fast", 32.0),
+        beta_slow=_unless_zero(scaling, "beta_slow", 1.0),
+        attention_factor=_attention_factor(scaling, factor),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _unless_zero(scaling: ConfigFields, name: str, default: float) -> float:
+    return scaling.positive(name) if scaling.number(name, 0.0) else default
+
+
+def _attention_factor(scaling: ConfigFields, factor: float) -> float:
+    """Scale of the cosines and sines; by default it grows with the log of `factor`."""
+    if scaling.get("attention_factor", None) is not None:
+        return scaling.finite("attention_factor")
+    weights = [scaling.finite(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
 
 
 def rope_fields(format: str, c: AttentionConfig) -> dict[str, Any]:
-    """Rotary embedding of the whole head, in the older spelling; nothing if none."""
+    """Returns the fields of a rotary embedding of the whole head, in the spelling of
+    transformers 4; empty if there is none."""
     if c.rope is None:
         return {}
     require(format, {"partial rotary": c.rope.dim == c.head_dim})
     values: dict[str, Any] = {"rope_theta": c.rope.theta}
-    if c.rope.llama3 is not None:
-        *factors, old = c.rope.llama3
-        scaling = dict(zip(LLAMA3, (*factors, int(old)), strict=True))
-        values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+    if scaling := scaling_fields(format, c.rope):
+        values["rope_scaling"] = scaling
     return values
+
+
+def scaling_fields(format: str, rope: Rope) -> dict[str, Any]:
+    """Returns what `rope_scaling` says of a rotary embedding; empty if not scaled."""
+    kinds = (rope.linear != 1.0, rope.llama3 is not None, rope.yarn is not None)
+    require(format, {"several rotary scalings": sum(kinds) < 2})
+    if rope.llama3 is not None:
+        *factors, old = rope.llama3
+        scaling = dict(zip(LLAMA3, (*factors, _whole(old)), strict=True))
+        return {"rope_type": "llama3", **scaling}
+    if (yarn := rope.yarn) is not None:
+        return {
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            ORIGINAL: _whole(yarn.original_length),
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "attention_factor": yarn.attention_factor,
+            "truncate": yarn.truncate,
+        }
+    if rope.linear != 1.0:
+        return {"rope_type": "linear", "factor": rope.linear}
+    return {}
+
+
+def _whole(number: float) -> float:
+    """A number of tokens as JSON has it, without a fraction if it has none."""
+    return int(number) if number.is_integer() else number
 
 
 # Mamba2
@@ -236,9 +371,11 @@ def mamba_table(
         Field("mamba_d_head", "head_dim", head_dim, "auto"),
         Field("mamba_d_state", "d_state", read.size, 256),
         Field("mamba_d_conv", "d_conv", read.size, 4),
-        Field("mamba_proj_bias", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
-        Field(out_bias, "proj_out_bias", read.tensor("mamba.out_proj.bias")),
-        Field("mamba_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
+        Field(
+            "mamba_proj_bias", "proj_in_bias", read.bias("mamba.in_proj.bias"), False
+        ),
+        Field(out_bias, "proj_out_bias", read.bias("mamba.out_proj.bias"), False),
+        Field("mamba_conv_bias", "conv_bias", read.bias("conv1d.bias"), True),
         TIME_STEP_LIMIT,
     )
 
@@ -290,5 +427,5 @@ def floor_field(m: MambaConfig) -> dict[str, float]:
 def gated_mlp_table(d_hidden: int, module: str) -> tuple[Field, ...]:
     return (
         Field("intermediate_size", "d_hidden", read.size, d_hidden),
-        Field("mlp_bias", "bias", read.tensor(f"{module}.down_proj.bias")),
+        Field("mlp_bias", "bias", read.bias(f"{module}.down_proj.bias"), False),
     )

@@ -1,10 +1,12 @@
 """LlamaForCausalLM."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families.table import read_fields, require, write_fields
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.families.windows import check_llama_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
@@ -26,25 +28,52 @@ MLP = hf.gated_mlp_table(11008, "mlp")
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    attention = AttentionConfig(**read_fields(ATTENTION, fields))
+    check_llama_windows(fields)
+    return parse_dense(fields, ATTENTION, MLP)
+
+
+def parse_dense(
+    fields: ConfigFields, attention: Sequence[Field], mlp: Sequence[Field]
+) -> ModelConfig:
+    """Reads a model of attention and gated MLPs in turns, as llama's config names them.
+
+    Args:
+      attention, mlp: tables of the family's `AttentionConfig` and `MLPConfig`.
+    """
+    c = AttentionConfig(**read_fields(attention, fields))
     hf.check_silu(fields)
     return ModelConfig(
         **hf.read_model(MODEL, fields, NAMES),
         layers=("attention", "mlp") * fields.size("num_hidden_layers", 32),
-        attention=replace(attention, rope=hf.rope(fields, attention.head_dim)),
-        mlp=MLPConfig(**read_fields(MLP, fields)),
+        attention=replace(c, rope=hf.rope(fields, c.head_dim)),
+        mlp=MLPConfig(**read_fields(mlp, fields)),
     )
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
+    values = export_dense("llama", config, ATTENTION, MLP)
+    return {"architectures": ["LlamaForCausalLM"], **values}
+
+
+def export_dense(
+    format: str,
+    config: ModelConfig,
+    attention: Sequence[Field],
+    mlp: Sequence[Field],
+    elsewhere: Collection[str] = (),
+) -> dict[str, Any]:
+    """Writes what `parse_dense` reads.
+
+    Args:
+      elsewhere: attributes of `AttentionConfig` that the family checks by itself.
+    """
     c = given(config.attention)
-    require("llama", {"lack of rotary": c.rope is not None})
+    require(format, {"lack of rotary": c.rope is not None})
     return {
-        "architectures": ["LlamaForCausalLM"],
-        **hf.write_model("llama", MODEL, config),
+        **hf.write_model(format, MODEL, config),
         "num_hidden_layers": len(config.layers) // 2,
-        **write_fields("llama", ATTENTION, c, ("rope",)),
-        **hf.rope_fields("llama", c),
-        **write_fields("llama", MLP, config.mlp),
+        **write_fields(format, attention, c, ("rope", *elsewhere)),
+        **hf.rope_fields(format, c),
+        **write_fields(format, mlp, config.mlp),
         "hidden_act": "silu",
     }

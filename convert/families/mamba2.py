@@ -28,9 +28,9 @@ MAMBA = (
     Field("state_size", "d_state", read.size, 128),
     Field("n_groups", "n_groups", read.divisor(HEADS), 8),
     Field("conv_kernel", "d_conv", read.size, 4),
-    Field("use_bias", "proj_in_bias", read.tensor("in_proj.bias")),
-    Field("use_bias", "proj_out_bias", read.tensor("out_proj.bias")),
-    Field("use_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
+    Field("use_bias", "proj_in_bias", read.bias("in_proj.bias"), False),
+    Field("use_bias", "proj_out_bias", read.bias("out_proj.bias"), False),
+    Field("use_conv_bias", "conv_bias", read.bias("conv1d.bias"), True),
     hf.TIME_STEP_LIMIT,
 )
 

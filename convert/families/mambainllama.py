@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import huggingface as hf
-from stree_jax.convert.families import llama, read
+from stree_jax.convert.families import llama, native, read
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import MambaConfig, ModelConfig
@@ -21,6 +21,7 @@ MAMBA = (
     Field("d_state", "d_state", read.size),
     Field("d_conv", "d_conv", read.size, 4),
     Field("dt_limit", "dt_limit", read.limits, read.NO_LIMITS),
+    Field("D_has_hdim", "D_per_channel", read.flag, False),
     Field("", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
     Field("", "proj_out_bias", read.tensor("mamba.out_proj.bias")),
     Field("", "conv_bias", read.tensor("conv1d.bias")),
@@ -35,6 +36,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise CheckpointError(
             f"{tensors[old[0]].file}: {old[0]}: these are Mamba-1 layers; want Mamba2"
         )
+    _check_alike(fields, mixer)
     ssm = mixer.object("ssm_cfg")
     if ssm.flag("repeat_kv_before_conv", False):
         raise ssm.error("repeat_kv_before_conv", "true is not supported")
@@ -51,7 +53,18 @@ def parse(fields: ConfigFields) -> ModelConfig:
         **options,
         head_dim=head_dim,
         n_groups=heads,
+        norm=native.norm_order(ssm),
         norm_groups=heads,
         x_heads=x_heads,
     )
     return replace(teacher, layers=hf.with_mlps(mixers), mamba=mamba)
+
+
+def _check_alike(teacher: ConfigFields, mixer: ConfigFields) -> None:
+    """Refuses two files that differ in what the authors' code reads from the mixer's
+    for its layers, and from the teacher's for all others."""
+    hf.check_silu(mixer)
+    eps = teacher.positive("rms_norm_eps", 1e-6)
+    if (own := mixer.positive("rms_norm_eps", eps)) != eps:
+        problem = f"{own} is not that of {teacher.file.name}, {eps}"
+        raise mixer.error("rms_norm_eps", problem)

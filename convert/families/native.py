@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
@@ -87,18 +88,23 @@ def _mamba(fields: ConfigFields, d_model: int, layer: str) -> MambaConfig:
     options = read_fields(MAMBA, ssm)
     heads = ssm.divide("headdim", d_ssm, options["head_dim"])
     ssm.divide("ngroups", heads, options["n_groups"])
-    first = ssm.flag("norm_before_gate", False)
-    normed = ssm.flag("rmsnorm", True)
     return MambaConfig(
         **options,
         num_heads=heads,
         d_mlp=widened - d_ssm,
-        norm=("norm_first" if first else "gate_first") if normed else None,
+        norm=norm_order(ssm),
         norm_groups=options["n_groups"],
         proj_in_bias=ssm.has_tensor("in_proj.bias", layer),
         proj_out_bias=ssm.has_tensor("out_proj.bias", layer),
         conv_bias=ssm.has_tensor("conv1d.bias", layer),
     )
+
+
+def norm_order(ssm: ConfigFields) -> Literal["gate_first", "norm_first"] | None:
+    """Reads whether the mixers norm their output, and before or after the gate."""
+    first = ssm.flag("norm_before_gate", False)
+    normed = ssm.flag("rmsnorm", True)
+    return ("norm_first" if first else "gate_first") if normed else None
 
 
 def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfig:

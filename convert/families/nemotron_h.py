@@ -82,17 +82,13 @@ LETTERS: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E"
 KINDS: dict[str, LayerKind] = {**LETTERS, **hf.MIXERS, "mlp": "mlp", "moe": "moe"}
 
 
-def _or(alias: str) -> Read:
-    """Reads a size that may have another name."""
+def _or(alias: str, read: Read) -> Read:
+    """Reads a field that may have another name, which wins in transformers."""
 
-    def either(fields: ConfigFields, name: str, default: int) -> int:
-        return fields.size(name if name in fields.values else alias, default)
+    def either(fields: ConfigFields, name: str, default: Any) -> Any:
+        return read(fields, alias if alias in fields.values else name, default)
 
     return either
-
-
-def _kv_heads(fields: ConfigFields, name: str, default: int) -> int:
-    return fields.size(name, min(default, fields.size("num_attention_heads", 32)))
 
 
 def _head_dim(fields: ConfigFields, name: str, default: int) -> int:
@@ -104,23 +100,30 @@ MAMBA = (
     Field("mamba_num_heads", "num_heads", read.size, 128),
     Field("mamba_head_dim", "head_dim", read.size, 64),
     Field("ssm_state_size", "d_state", read.size, 128),
-    Field("n_groups", "n_groups", _or("mamba_n_groups"), 8),
-    Field("conv_kernel", "d_conv", _or("mamba_d_conv"), 4),
-    Field("use_bias", "proj_in_bias", read.tensor("mixer.in_proj.bias")),
-    Field("use_bias", "proj_out_bias", read.tensor("mixer.out_proj.bias")),
-    Field("use_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
-    hf.TIME_STEP_LIMIT,
+    Field("n_groups", "n_groups", _or("mamba_n_groups", read.size), 8),
+    Field("conv_kernel", "d_conv", _or("mamba_d_conv", read.size), 4),
+    Field("use_bias", "proj_in_bias", read.bias("mixer.in_proj.bias"), False),
+    Field("use_bias", "proj_out_bias", read.bias("mixer.out_proj.bias"), False),
+    Field(
+        "use_conv_bias",
+        "conv_bias",
+        _or("mamba_conv_bias", read.bias("conv1d.bias")),
+        True,
+    ),
+    hf.TIME_STEP_LIMIT._replace(read=_or("mamba_dt_limit", read.limits)),
 )
+HEADS = Field("num_attention_heads", "num_heads", read.size, 32)
+# Biases of attention as in the authors' code: transformers 5.23 has none.
 ATTENTION = (
-    Field("num_attention_heads", "num_heads", read.size, 32),
-    Field("num_key_value_heads", "num_kv_heads", _kv_heads, 8),
+    HEADS,
+    Field("num_key_value_heads", "num_kv_heads", read.kv_heads(HEADS), 8),
     Field("head_dim", "head_dim", _head_dim, 128),
-    Field("", "qkv_bias", read.tensor("mixer.q_proj.bias")),
-    Field("", "out_bias", read.tensor("mixer.o_proj.bias")),
+    Field("", "qkv_bias", read.bias("mixer.q_proj.bias", "attention_bias"), False),
+    Field("", "out_bias", read.bias("mixer.o_proj.bias", "attention_bias"), False),
 )
 MLP = (
     Field("intermediate_size", "d_hidden", read.size, 21504),
-    Field("mlp_bias", "bias", read.tensor("mixer.down_proj.bias")),
+    Field("mlp_bias", "bias", read.bias("mixer.down_proj.bias"), False),
 )
 SHARED = (Field("moe_shared_expert_intermediate_size", "d_hidden", read.size, 7688),)
 MOE = (
@@ -133,6 +136,7 @@ MOE = (
     Field("norm_topk_prob", "normalize", read.flag, True),
     Field("routed_scaling_factor", "scale", read.positive, 1.0),
 )
+ACTIVATION = read.activation("relu2", "silu", "gelu")
 FORM = ("gated", "activation")  # of MLP, experts and the MLP beside them alike
 
 
@@ -161,7 +165,8 @@ def _parse(fields: ConfigFields, mtp: hf.Layers) -> ModelConfig:
     model = hf.read_model(MODEL, fields, NAMES)
     layers = _layers(fields, LAYERS)
     kinds = layers + mtp
-    act = fields.choice("mlp_hidden_act", "relu2", ("relu2", "silu", "gelu"))
+    hf.check_silu(fields, "mamba_hidden_act")
+    act = ACTIVATION(fields, "mlp_hidden_act", "relu2")
     form: dict[str, Any] = {"gated": False, "activation": act}
     attention = mamba = mlp = moe = None
     if "mamba" in kinds:

@@ -21,6 +21,45 @@ def tensor(ending: str) -> Read:
     return lambda source, name, default: source.has_tensor(ending)
 
 
+def bias(ending: str, says: str = "") -> Read:
+    """True if there is a tensor with that ending.
+
+    A bias that the config promises and the file lacks is zero, as in transformers. One
+    that the config denies is left out there, with a warning in a long log; here it is
+    refused, because the two computations differ.
+
+    Args:
+      says: the field that promises a bias, if it is not the row's own.
+    """
+
+    def read(source: ConfigFields, name: str, default: Any) -> bool:
+        found = source.tensor_named(ending)
+        field = says or name
+        if found is not None and not source.truth(field, default):
+            raise source.error(
+                field,
+                f"says that there is no bias, but the weights have {found} "
+                "(set it to true to use the bias, or delete the tensor)",
+            )
+        return found is not None
+
+    return read
+
+
+def kv_heads(of: Field) -> Read:
+    """A number of key and value heads that divides that of `of`, its default; a null in
+    the config means that they are equal, whatever the default."""
+
+    def read(source: ConfigFields, name: str, default: Any) -> int:
+        whole = of.value(source)
+        is_null = name in source.values or default is REQUIRED
+        parts = source.size(name, whole if is_null else default)
+        source.divide(name, whole, parts)
+        return parts
+
+    return read
+
+
 def divisor(of: Field) -> Read:
     """A size that divides that of another field; by default it is equal."""
 
@@ -33,5 +72,12 @@ def divisor(of: Field) -> Read:
     return read
 
 
-def choice(*allowed: str) -> Read:
-    return lambda source, name, default: source.choice(name, default, allowed)
+def activation(*allowed: str) -> Read:
+    """One of our activations, by the names that transformers has for it."""
+
+    def read(source: ConfigFields, name: str, default: Any) -> str:
+        if source.get(name, default) == "swish" and "silu" in allowed:
+            return "silu"
+        return source.choice(name, default, allowed)
+
+    return read

@@ -1,6 +1,7 @@
 """Zamba2ForCausalLM: Mamba2 layers, some of which also read a shared block."""
 
 import math
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,7 @@ KINDS: dict[str, LayerKind] = {
     "linear_attention": "mamba",
     "hybrid": "shared",
 }
+IDS = "hybrid_layer_ids"
 NORM_EPS = 1e-5  # of the mixers, whatever rms_norm_eps says
 ACTIVATIONS = ("gelu", "silu")
 
@@ -86,8 +88,8 @@ MAMBA = (
     Field("mamba_ngroups", "n_groups", read.divisor(MAMBA_HEADS), 1),
     Field("mamba_d_state", "d_state", read.size, 64),
     Field("mamba_d_conv", "d_conv", read.size, 4),
-    Field("add_bias_linear", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
-    Field("add_bias_linear", "proj_out_bias", read.tensor("mamba.out_proj.bias")),
+    Field("add_bias_linear", "proj_in_bias", read.bias("mamba.in_proj.bias"), False),
+    Field("add_bias_linear", "proj_out_bias", read.bias("mamba.out_proj.bias"), False),
     Field("use_conv_bias", "conv_bias", read.tensor("conv1d.bias")),
     hf.TIME_STEP_LIMIT,
 )
@@ -96,13 +98,11 @@ ATTENTION = (
     HEADS,
     Field("", "head_dim", _head_dim),
     Field("num_key_value_heads", "num_kv_heads", read.divisor(HEADS)),
-    Field("", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
-    Field("", "out_bias", read.tensor("self_attn.o_proj.bias")),
 )
 MLP = (
     Field("intermediate_size", "d_hidden", _d_hidden),
-    Field("add_bias_linear", "bias", read.tensor("feed_forward.down_proj.bias")),
-    Field("hidden_act", "activation", read.choice(*ACTIVATIONS), "gelu"),
+    Field("add_bias_linear", "bias", read.bias("feed_forward.down_proj.bias"), False),
+    Field("hidden_act", "activation", read.activation(*ACTIVATIONS), "gelu"),
 )
 SHARED = (
     Field("adapter_rank", "adapter_rank", read.size, 128),
@@ -115,6 +115,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     count = fields.size("num_hidden_layers", 54)
     layers = hf.counted_layers(fields, "layers_block_type", KINDS, count)
     attention = mlp = shared = None
+    _check_hybrid_ids(fields, layers)
     if "shared" in layers:
         options = read_fields(ATTENTION, fields)
         head_dim = options["head_dim"]
@@ -136,6 +137,15 @@ def parse(fields: ConfigFields) -> ModelConfig:
         mlp=mlp,
         shared=shared,
     )
+
+
+def _check_hybrid_ids(fields: ConfigFields, layers: hf.Layers) -> None:
+    """Refuses a second list of the shared layers that differs from the first, because
+    transformers numbers the blocks by it."""
+    used = [i for i, kind in enumerate(layers) if kind == "shared"]
+    if fields.get(IDS, used) != used:
+        problem = f"want {reprlib.repr(used)}, the hybrids of layers_block_type"
+        raise fields.error(IDS, problem)
 
 
 def _scale(head_dim: int) -> float:

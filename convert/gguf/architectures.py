@@ -10,7 +10,6 @@ Sources: llama.cpp's `conversion/` (granite, llama, mamba, nemotron, falcon_h1),
 `llama-arch.cpp`, and the `gguf` package's constants.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from stree_jax.convert.families.huggingface import Layers, with_mlps
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import MAX_EXPERTS, ConfigFields
 from stree_jax.convert.gguf.blocks import without_ones
+from stree_jax.convert.gguf.rotary import rope
 from stree_jax.convert.rows import ENDINGS, Names, Path, Row
 from stree_jax.models import (
     AttentionConfig,
@@ -30,20 +30,17 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
 )
-from stree_jax.models.attention import rope_frequencies
-from stree_jax.models.config import LayerKind, Rope
+from stree_jax.models.config import LayerKind, given
 from stree_jax.models.config_json import MAX_LAYERS
 
 EMBEDDING, HEAD = "token_embd", "output"
-ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by
 BLOCKS, KV_HEADS = "block_count", "attention.head_count_kv"
 FEED_FORWARD = "feed_forward_length"
 INNER = "ssm.inner_size"
 VALUE_LENGTH = "attention.value_length"  # of a head, as of its keys
-# Whether Granite's attention rotates, how many channels do, and theta.
-ROTATES, ROTATED, THETA = (
-    f"rope.{key}" for key in ("scaling.finetuned", "dimension_count", "freq_base")
-)
+ROTATES = "rope.scaling.finetuned"  # whether Granite's attention rotates
+# How a router weighs experts: 0 is the architecture's own way.
+GATING, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 # Keys that change what is computed and that nothing here reads, and the values that
 # change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -57,15 +54,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,),
     "use_parallel_residual": (False,),
     "leading_dense_block_count": (0,),
-    "rope.scale_linear": (0, 1),
-    "rope.scaling.factor": (0, 1),
-    "rope.scaling.attn_factor": (0, 1),
-    "rope.scaling.type": ("none", "linear"),  # linear by that factor
+    # YaRN's, which llama.cpp reads for other architectures only.
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_beta_fast": (32,),
+    "rope.scaling.yarn_beta_slow": (1,),
     "expert_count": (0,),
     "attention.scale": (0,),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "logit_scale": (0, 1),
+    GATING: (0, SOFTMAX),
+    "expert_weights_scale": (0, 1),
+    "ssm.dt_b_c_rms": (False,),
 }
 
 # Tensors
@@ -105,6 +107,8 @@ def attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
     each = Row((), (), "concat", (q, kv, kv))
     yield from _joined(ours, block, "qkv", ("attn_q", "attn_k", "attn_v"), each)
     yield from _linear(ours, block, {"out": "attn_output"})
+    for norm in ("q_norm", "k_norm"):
+        yield Row((*ours, norm), (f"{block}attn_{norm}.weight",))
 
 
 def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
@@ -307,32 +311,6 @@ def _attention(fields: ConfigFields, *more: Field) -> AttentionConfig:
     return AttentionConfig(**read_fields((*ATTENTION, *more), fields))
 
 
-def _rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Of whole heads, as no architecture here stores another."""
-    dim = fields.size(ROTATED, head_dim)
-    if dim != head_dim or dim % 2:
-        problem = f"{dim} of {head_dim} channels is not supported"
-        raise fields.error(ROTATED, problem)
-    rope = Rope(fields.positive(THETA, 10000.0), dim)
-    factors = fields.get(ROPE_FACTORS, None)
-    return rope if factors is None else _llama3(fields, rope, factors)
-
-
-def _llama3(fields: ConfigFields, rope: Rope, factors: np.ndarray) -> Rope:
-    """The llama3 scaling that divides frequencies so: the file has its results alone.
-
-    All published models have 1 and 4 for low and high; the length is a power of two.
-    """
-    plain = rope_frequencies(rope)
-    factor = float(factors.max()) if factors.size else 0.0
-    if factors.shape == plain.shape and 1 < factor < math.inf:
-        for power in range(4, 24):
-            scaled = replace(rope, llama3=(factor, 1.0, 4.0, float(2**power)))
-            if np.allclose(plain / rope_frequencies(scaled), factors, 1e-5, 0):
-                return scaled
-    raise fields.error(ROPE_FACTORS, "is not the frequency scaling of Llama 3")
-
-
 def _mamba(fields: ConfigFields, eps: float) -> MambaConfig:
     values = read_fields(MAMBA, fields)
     inner = fields.size(INNER)
@@ -356,9 +334,16 @@ def _llama(fields: ConfigFields) -> ModelConfig:
     return ModelConfig(
         **_model(fields),
         layers=with_mlps(mixers),
-        attention=replace(attention, rope=_rope(fields, attention.head_dim)),
+        attention=replace(attention, rope=rope(fields, attention.head_dim)),
         mlp=_mlp(fields),
     )
+
+
+def _qwen3(fields: ConfigFields) -> ModelConfig:
+    """A llama with norms of q and k."""
+    config = _llama(fields)
+    attention = replace(given(config.attention), qk_norm_eps=config.norm_eps)
+    return replace(config, attention=attention)
 
 
 def _mamba2(fields: ConfigFields) -> ModelConfig:
@@ -378,7 +363,7 @@ def _granite(fields: ConfigFields) -> ModelConfig:
     if "attention" in mixers:
         attention = _attention(fields, SOFTMAX_SCALE)
         if fields.flag(ROTATES, True):
-            attention = replace(attention, rope=_rope(fields, attention.head_dim))
+            attention = replace(attention, rope=rope(fields, attention.head_dim))
     if "mamba" in mixers:
         mamba = _mamba(fields, model["norm_eps"])
     if fields.size("expert_count", 0, low=0):
@@ -408,7 +393,7 @@ def _falcon_h1(fields: ConfigFields) -> ModelConfig:
         **model,
         layers=with_mlps(mixers),
         mamba=mamba,
-        attention=replace(attention, rope=_rope(fields, attention.head_dim)),
+        attention=replace(attention, rope=rope(fields, attention.head_dim)),
         mlp=_mlp(fields),
     )
 
@@ -431,6 +416,7 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
     form: dict[str, Any] = {"gated": False, "activation": "relu2"}
     moe = None
     if "moe" in layers:
+        fields.choice(GATING, 0, (0, SIGMOID))
         shared = MLPConfig(**read_fields(SHARED, fields), **form)
         options = read_fields(SIGMOID_MOE, fields)
         best = fields.size("expert_group_used_count", *[1] * (options["groups"] == 1))
@@ -466,14 +452,16 @@ GRANITE = Architecture(
     _granite,
     ("expert_count", SOFTMAX_SCALE.name, *(field.name for field in SCALES)),
 )
+SIGMOID_KEYS = ("expert_count", GATING, "expert_weights_scale")
 ARCHITECTURES = {
     "llama": Architecture(PAIRS, _llama),
     "qwen2": Architecture(HALVES, _llama),
+    "qwen3": Architecture(HALVES, _qwen3),
     "mamba2": Architecture(HALVES, _mamba2),
     "granite": GRANITE,
     "granitemoe": GRANITE,
     "granitehybrid": GRANITE,
     "falcon-h1": Architecture(HALVES, _falcon_h1),
     "nemotron_h": Architecture(ALIKE, _nemotron_h),
-    "nemotron_h_moe": Architecture(ALIKE, _nemotron_h, ("expert_count",)),
+    "nemotron_h_moe": Architecture(ALIKE, _nemotron_h, SIGMOID_KEYS),
 }

@@ -12,7 +12,6 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.architectures import (
     ARCHITECTURES,
     EMBEDDING,
-    ROPE_FACTORS,
     Architecture,
     check_neutral,
     further_count,
@@ -20,11 +19,18 @@ from stree_jax.convert.gguf.architectures import (
 )
 from stree_jax.convert.gguf.blocks import NAMES
 from stree_jax.convert.gguf.header import Header, read_header
+from stree_jax.convert.gguf.rotary import ROPE_FACTORS
 from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
 from stree_jax.convert.source import Source, TensorInfo
 from stree_jax.models import ModelConfig, param_shapes
 
 ARCHITECTURE = "general.architecture"
+# What `general.type` says of files that belong to a model, and what to do with them.
+PARTS_OF_MODELS = {
+    "adapter": "merge it into its model (llama.cpp's llama-export-lora)",
+    "mmproj": "it encodes images for a model; open the model's own file for text",
+    "imatrix": "it is for quantizing a model; open the model's own file",
+}
 QUANTIZED = "bfloat16"  # what tensors of blocks are read in by default
 
 
@@ -66,7 +72,9 @@ def architecture_of(header: Header) -> str:
     """One of `ARCHITECTURES`."""
     values = header.values
     if (kind := values.get("general.type", "model")) != "model":
-        raise CheckpointError(f"{header.file}: general.type: {kind!r:.60} is no model")
+        way_on = PARTS_OF_MODELS.get(kind) if isinstance(kind, str) else None
+        what = f"{kind!r:.60} is not a model" + (f"; {way_on}" if way_on else "")
+        raise CheckpointError(f"{header.file}: general.type: {what}")
     name = values.get(ARCHITECTURE)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

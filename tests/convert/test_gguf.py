@@ -217,7 +217,10 @@ REFUSED = {
         "llama.attention.sliding_window",
         512,
     ),
-    "rope.scaling.type: 'yarn' is not supported": ("llama.rope.scaling.type", "yarn"),
+    "rope.scaling.type: 'longrope' is not supported": (
+        "llama.rope.scaling.type",
+        "longrope",
+    ),
     "expert_count: 8 is not supported": ("llama.expert_count", 8),
     "rope.dimension_count: 6 of 10 channels": ("llama.rope.dimension_count", 6),
     "want shape .61, 25. by its metadata": ("llama.embedding_length", 25),
@@ -227,7 +230,7 @@ REFUSED = {
         0.0,
     ),
     "bos_token_id: 70000 is not among": ("tokenizer.ggml.bos_token_id", 70000),
-    "general.type: 'adapter' is no model": ("general.type", "adapter"),
+    "general.type: 'adapter' is not a model; merge it": ("general.type", "adapter"),
 }
 
 

@@ -164,13 +164,15 @@ REFUSALS = {
     ),
     "rope type": (
         "llama",
-        config_with(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-        ["config.json", "rope_parameters.rope_type", "yarn"],
+        config_with(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        ["config.json", "rope_parameters.rope_type", "longrope"],
     ),
     "old rope type": (
         "llama",
-        config_with(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2}),
-        ["config.json", "rope_scaling.type", "linear"],
+        config_with(
+            rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2}
+        ),
+        ["config.json", "rope_scaling.type", "dynamic"],
     ),
     # Fields
     **{

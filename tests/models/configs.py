@@ -35,7 +35,9 @@ CONFIGS = {
             norm="norm_first",
             norm_groups=2,
         ),
-        attention=AttentionConfig(4, 1, 4, rope=Rope(theta=20.0, dim=2)),
+        attention=AttentionConfig(
+            4, 1, 4, rope=Rope(theta=20.0, dim=2), qk_norm_eps=1e-3
+        ),
     ),
     "two mixers a layer": ModelConfig(
         vocab_size=32,

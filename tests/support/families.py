@@ -97,7 +97,7 @@ FAMILIES = {
         mamba=MambaConfig(
             *(8, 4, 8), n_groups=8, x_heads=4, norm=None, D_per_channel=True
         ),
-        attention=AttentionConfig(8, 4, 4, rope=ROPE, qkv_bias=True),
+        attention=AttentionConfig(8, 4, 4, rope=ROPE, qkv_bias=True, qk_norm_eps=1e-3),
         mlp=MLPConfig(48),
     ),
     "native": ModelConfig(

@@ -11,18 +11,18 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.hf_checkpoints import (
     GRANITE_MOE,
     NEMOTRON_MOE,
-    VOCAB,
+    PLAIN_ROPE,
     falcon,
     granite,
     llama,
     mamba2,
     nemotron,
-    randomize,
+    qwen2,
+    qwen3,
 )
 
 NO_LIMITS = {"time_step_limit": (0.0, float("inf"))}
@@ -30,23 +30,6 @@ MIXER = {**NO_LIMITS, "mamba_proj_bias": False, "mamba_conv_bias": True}
 NEMOTRON = {"use_bias": False, "use_conv_bias": True}
 # Groups of experts are not in the files of Nemotron-H.
 EXPERTS = NEMOTRON | NEMOTRON_MOE | {"n_group": 1, "topk_group": 1}
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 700.0}
-
-
-def qwen2():
-    config = Qwen2Config(
-        hidden_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-4,
-        tie_word_embeddings=False,
-        rope_parameters=PLAIN_ROPE,
-    )
-    return randomize(Qwen2ForCausalLM(config))
-
 
 # By name: the architecture, and a function that makes the model.
 GGUF_CASES = {
@@ -61,6 +44,7 @@ GGUF_CASES = {
         ),
     ),
     "qwen2": ("qwen2", qwen2),
+    "qwen3": ("qwen3", qwen3),
     "mamba2": (
         "mamba2",
         lambda: mamba2(use_bias=False, use_conv_bias=True, **NO_LIMITS),
@@ -207,7 +191,7 @@ def describe(writer, arch, c):
         writer.add_feed_forward_length(dense or c["intermediate_size"])
     if arch.startswith("granite"):
         describe_granite(writer, c, arch)
-    if arch not in ("llama", "qwen2", "granite", "granitemoe"):
+    if arch not in ("llama", "qwen2", "qwen3", "granite", "granitemoe"):
         describe_mixer(writer, c)
 
 

@@ -1,0 +1,23 @@
+"""MistralForCausalLM: llama without biases; exported as llama, which computes the same.
+
+Some directories also hold Mistral's own files (consolidated.safetensors, params.json,
+tokenizer.model.v3), which nothing here reads.
+"""
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.table import Field
+from stree_jax.convert.families.windows import WINDOW, check_window, window_of
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import ModelConfig
+
+NAMES = llama.NAMES
+KV_HEADS = Field("num_key_value_heads", "num_kv_heads", read.kv_heads(hf.HEADS), 8)
+ATTENTION = (hf.HEADS, KV_HEADS, hf.HEAD_DIM)
+MLP = (Field("intermediate_size", "d_hidden", read.size, 14336),)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    window = window_of(fields, 4096)
+    check_window(fields, window, 131072, f'set "{WINDOW}" to null in config.json')
+    return llama.parse_dense(fields, ATTENTION, MLP)

@@ -1,0 +1,35 @@
+"""Qwen2ForCausalLM (Qwen2, Qwen2.5): llama with biases of q, k and v alone."""
+
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.table import Field
+from stree_jax.convert.families.windows import check_qwen_windows
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import ModelConfig
+
+FORMAT = "qwen2"
+NAMES = llama.NAMES
+ATTENTION = (
+    hf.HEADS,
+    hf.KV_HEADS,
+    hf.HEAD_DIM,
+    Field("", "qkv_bias", read.tensor("self_attn.q_proj.bias")),
+)
+MLP = (Field("intermediate_size", "d_hidden", read.size, 22016),)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    config = llama.parse_dense(fields, ATTENTION, MLP)
+    check_qwen_windows(fields, len(config.layers) // 2)
+    return config
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    values = llama.export_dense(FORMAT, config, ATTENTION, MLP, ("qkv_bias",))
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        **values,
+        "use_sliding_window": False,
+    }

@@ -1,0 +1,35 @@
+"""Qwen3ForCausalLM: llama with an RMSNorm of each head of q and k."""
+
+from dataclasses import replace
+from typing import Any
+
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families import llama, read
+from stree_jax.convert.families.table import Field, require
+from stree_jax.convert.families.windows import check_qwen_windows
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import ModelConfig
+from stree_jax.models.config import given
+
+FORMAT = "qwen3"
+NAMES = llama.NAMES
+ATTENTION = (*hf.ATTENTION, Field("head_dim", "head_dim", read.size, 128))
+MLP = (Field("intermediate_size", "d_hidden", read.size, 22016),)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    config = llama.parse_dense(fields, ATTENTION, MLP)
+    check_qwen_windows(fields, len(config.layers) // 2)
+    attention = replace(given(config.attention), qk_norm_eps=config.norm_eps)
+    return replace(config, attention=attention)
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    eps = given(config.attention).qk_norm_eps
+    require(FORMAT, {"attention norms of q and k": eps == config.norm_eps})
+    values = llama.export_dense(FORMAT, config, ATTENTION, MLP, ("qk_norm_eps",))
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        **values,
+        "use_sliding_window": False,
+    }

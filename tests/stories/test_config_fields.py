@@ -1,0 +1,315 @@
+"""Every field of config.json is read as transformers reads it, or refused by name.
+
+Each case edits the config of a tiny random checkpoint and keeps its tensors. Then
+transformers and the library load the same directory: their logits are equal, or the
+library says which field it does not support. Nothing may change in transformers alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import stree_jax
+from stree_jax.checkpoint import Model
+from stree_jax.convert import CheckpointError, open_checkpoint
+from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
+
+TOKENS = np.random.default_rng(7).integers(0, VOCAB, 37)
+LIMIT = 1e-4  # between logits
+GONE = "(the field is removed)"
+LLAMA = {key: LLAMA3[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+# What an edit leads to: both compute the same other numbers, both the same numbers as
+# before, or a refusal with these words.
+EQUAL, NO_EFFECT = "equal", "no effect"
+ROPES = {  # by transformers' name of the kind
+    "linear": [({"rope_type": "linear", "factor": 2.5}, EQUAL)],
+    "old name": [({"type": "linear", "factor": 2.5}, EQUAL)],
+    "default": [({"rope_type": "default", "factor": 8.0}, EQUAL)],
+    "llama3": [({"rope_type": "llama3", **LLAMA}, EQUAL)],
+    "yarn": [
+        (YARN, EQUAL),
+        ({**YARN, "attention_factor": 0.7}, EQUAL),
+        ({**YARN, "beta_fast": 3.0, "beta_slow": 0.2}, EQUAL),
+        ({**YARN, "mscale": 1.2, "mscale_all_dim": 0.5}, EQUAL),
+        ({**YARN, "truncate": False, "beta_fast": 1.5, "beta_slow": 0.1}, EQUAL),
+        ({**YARN, "factor": None}, EQUAL),  # from the two lengths
+        ({"rope_type": "yarn", "factor": 4.0}, EQUAL),
+    ],
+    "dynamic": [
+        ({"rope_type": "dynamic", "factor": 2.0}, "texts of up to 2048 tokens")
+    ],
+    "longrope": [
+        (
+            {
+                **YARN,
+                "rope_type": "longrope",
+                "long_factor": [1.0],
+                "short_factor": [2.0],
+            },
+            "'longrope' is not supported",
+        )
+    ],
+    "mrope": [({"rope_type": "mrope"}, "'mrope' is not supported")],
+    "by layer": [({"full_attention": {"rope_theta": 5.0}}, "full_attention")],
+}
+BIAS = "says that there is no bias, but the weights have"
+CASES = {
+    "llama": [
+        *[
+            ({"rope_parameters": {"rope_theta": 77.0, **rope}}, outcome)
+            for rows in ROPES.values()
+            for rope, outcome in rows
+        ],
+        # The older spelling, which wins where a config has both.
+        ({"rope_scaling": YARN}, EQUAL),
+        ({"rope_parameters": GONE, "rope_scaling": YARN, "rope_theta": 321.0}, EQUAL),
+        ({"rope_parameters": GONE, "rope_theta": 99.0}, EQUAL),
+        ({"rope_theta": 99.0}, NO_EFFECT),  # as rope_parameters has one
+        ({"original_max_position_embeddings": 8}, EQUAL),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, EQUAL),  # not read
+        ({"attention_bias": False}, f"attention_bias: {BIAS} model.layers.0"),
+        ({"attention_bias": GONE}, f"attention_bias: {BIAS}"),
+        ({"mlp_bias": False}, f"mlp_bias: {BIAS}"),
+        ({"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "swish"}, NO_EFFECT),
+        ({"rms_norm_eps": 0.01}, EQUAL),
+        ({"rms_norm_eps": GONE}, EQUAL),
+        ({"attention_dropout": 0.5}, NO_EFFECT),
+        ({"pretraining_tp": 2}, NO_EFFECT),
+        ({"attention_multiplier": 0.1, "logits_scaling": 3.0}, NO_EFFECT),
+        ({"sliding_window": 4096}, NO_EFFECT),
+        ({"num_key_value_heads": None}, "num_key_value_heads|want shape"),
+    ],
+    "granite": [
+        ({"attention_multiplier": None}, EQUAL),  # head_dim ** -0.5, not 1
+        ({"attention_multiplier": GONE}, EQUAL),
+        ({"position_embedding_type": "nope"}, EQUAL),
+        ({"position_embedding_type": None}, EQUAL),
+        ({"rope_parameters": {**YARN, "rope_theta": 77.0}}, EQUAL),
+        ({"residual_multiplier": GONE}, EQUAL),
+        ({"mamba_proj_bias": None}, f"mamba_proj_bias: {BIAS}"),
+        ({"mamba_chunk_size": 16}, NO_EFFECT),
+    ],
+    "falcon-h1": [
+        ({"mamba_norm_before_gate": None}, EQUAL),
+        ({"mamba_norm_before_gate": False}, EQUAL),
+        ({"ssm_multipliers": None}, EQUAL),
+        ({"mlp_multipliers": GONE}, EQUAL),
+        ({"projectors_bias": False}, f"projectors_bias: {BIAS}"),
+        ({"key_multiplier": GONE}, EQUAL),
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "bamba": [
+        ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.75}}, EQUAL),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, EQUAL),
+        ({"partial_rotary_factor": 1.0}, NO_EFFECT),
+        ({"mlp_bias": GONE}, f"mlp_bias: {BIAS}"),
+    ],
+    "mamba2": [
+        ({"use_bias": False}, f"use_bias: {BIAS}"),
+        ({"use_conv_bias": True}, NO_EFFECT),
+        ({"time_step_limit": [0.1, 0.2]}, EQUAL),
+        ({"time_step_min": 0.5}, NO_EFFECT),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"is_causal": False}, NO_EFFECT),  # it has no attention
+    ],
+    "nemotron-h-moe": [
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ({"mlp_hidden_act": "silu"}, EQUAL),
+        ({"mlp_hidden_act": "swish"}, EQUAL),
+        ({"use_bias": GONE}, f"use_bias: {BIAS}"),
+        ({"norm_topk_prob": False}, EQUAL),
+        ({"routed_scaling_factor": GONE}, EQUAL),
+        ({"topk_group": 1}, EQUAL),
+        ({"rescale_prenorm_residual": False}, NO_EFFECT),
+        ({"sliding_window": 4}, NO_EFFECT),
+    ],
+    "zamba2": [
+        ({"hybrid_layer_ids": [3, 2, 1]}, "hybrid_layer_ids: want"),
+        ({"hybrid_layer_ids": [1, 2, 3]}, NO_EFFECT),
+        ({"add_bias_linear": False}, f"add_bias_linear: {BIAS}"),
+        ({"use_mem_rope": False}, EQUAL),
+        ({"use_long_context": True}, NO_EFFECT),
+        ({"hidden_act": "swish"}, EQUAL),
+    ],
+}
+
+
+class Edited:
+    """A checkpoint of a family whose config is edited again and again."""
+
+    def __init__(self, directory, family):
+        self.directory = directory
+        other = HF_CASES[family]()
+        other.save_pretrained(directory)
+        self.options = other.config
+        self.fields = json.loads((directory / "config.json").read_text())
+        self.theirs, self.config = self.reference(), self.opened().config
+        self.ours = self.logits(self.opened())
+        np.testing.assert_allclose(self.ours, self.theirs, rtol=0, atol=LIMIT)
+
+    def edit(self, changes):
+        """Writes the config with some fields replaced or removed."""
+        fields = self.fields | changes
+        fields = {k: v for k, v in fields.items() if v is not GONE}
+        (self.directory / "config.json").write_text(json.dumps(fields))
+
+    def reference(self):
+        """transformers' logits of the directory."""
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="float32")
+        with torch.no_grad():
+            return model.eval()(torch.tensor(TOKENS)[None]).logits[0].numpy()
+
+    def opened(self):
+        with warnings.catch_warnings(action="ignore"):
+            return open_checkpoint(self.directory, warn=warnings.warn)
+
+    def logits(self, checkpoint):
+        model = Model(checkpoint.read(), checkpoint.config)
+        return np.asarray(stree_jax.score(model, TOKENS[None])[0])
+
+    def result(self):
+        """Our logits, or the line of a refusal. One program serves equal configs."""
+        try:
+            checkpoint = self.opened()
+        except CheckpointError as error:
+            return str(error)
+        config = dataclasses.replace(checkpoint.config, stop_tokens=())
+        if config == dataclasses.replace(self.config, stop_tokens=()):
+            return self.ours
+        return self.logits(checkpoint)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity_warning()
+    transformers.utils.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def edited(tmp_path_factory):
+    make = lambda name: Edited(tmp_path_factory.mktemp("config") / name, name)  # noqa: E731
+    return functools.cache(make)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_field_that_counts_is_read_or_refused(edited, family):
+    source = edited(family)
+    wrong = []
+    for changes, outcome in CASES[family]:
+        source.edit(changes)
+        ours = source.result()
+        if outcome not in (EQUAL, NO_EFFECT):
+            said = ours if isinstance(ours, str) else "loaded"
+            if not any(words in said for words in outcome.split("|")):
+                wrong.append(f"{changes}: want {outcome!r}, got {said!r}")
+            continue
+        if isinstance(ours, str):
+            wrong.append(f"{changes}: {ours}")
+            continue
+        theirs = source.reference()
+        has_effect = np.abs(theirs - source.theirs).max() > 1e-3
+        if has_effect != (outcome == EQUAL):
+            wrong.append(f"{changes}: transformers disagrees with {outcome!r}")
+        if np.abs(ours - theirs).max() > LIMIT:
+            wrong.append(f"{changes}: {np.abs(ours - theirs).max()} apart")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_windows_of_a_cache(edited):
+    """transformers gives llama's cache the window of its config, so that its own text
+    differs between one pass and steps: a window that would hide tokens is refused."""
+    source = edited("llama")
+    for name in ("sliding_window", "attention_chunk_size"):
+        source.edit({name: 4})
+        assert f"{name}: attention to the last 4 tokens only" in source.result()
+        source.edit({name: 4, "use_sliding_window": False})
+        assert source.result() is source.ours
+
+
+def test_what_transformers_misreads_is_warned_of(edited):
+    source = edited("mamba2")
+    source.edit({"rescale_prenorm_residual": True})
+    said = []
+    open_checkpoint(source.directory, warn=said.append)
+    assert len(said) == 1 and "rescale_prenorm_residual" in said[0]
+
+
+# --- all fields, which takes longer ---------------------------------------------------
+
+KEPT = ("architectures", "model_type", "transformers_version", "dtype")
+# transformers divides loaded weights; see the warning above.
+MISREAD = {("mamba2", "rescale_prenorm_residual")}
+
+
+def edits(fields):
+    """Pairs (name, value) of edits that some config might have, by the old value."""
+    for name, value in fields.items():
+        if name in KEPT:
+            continue
+        yield from ((name, other) for other in [GONE, None, *others(name, value)])
+
+
+def others(name, value):
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, 2 * value, value // 2]
+        case float():
+            return [1.5 * value + 0.1 * (value == 0)]
+        case str() if "act" in name:
+            return ["gelu", "relu", "relu2", "gelu_pytorch_tanh", "swish"]
+        case str():
+            return ["nope", "rope", "other"]
+        case [float(), *_]:
+            return [[1.3 * number for number in value], value[::-1]]
+        case list():
+            return [value[::-1], value[:-1]]
+        case None:
+            return [1, True, 0.5, "silu"]
+    return []
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_no_field_counts_in_silence(edited, family):
+    """Edits every field of the family's class in several ways, and those of others."""
+    source = edited(family)
+    names = [field.name for field in dataclasses.fields(source.options)]
+    fields = {n: getattr(source.options, n, None) for n in names} | source.fields
+    plain = (bool, int, float, str, list, type(None))
+    fields = {n: v for n, v in fields.items() if isinstance(v, plain)}
+    foreign = {n: v for other in CASES for n, v in edited(other).fields.items()}
+    foreign = [(n, v) for n, v in foreign.items() if n not in source.fields]
+    wrong = []
+    for name, value in [*edits(fields), *foreign]:
+        if (family, name) in MISREAD:
+            continue
+        source.edit({name: value})
+        theirs = None
+        with contextlib.suppress(Exception):  # whatever transformers raises
+            theirs = source.reference()
+        ours = source.result()
+        if isinstance(ours, str):
+            if name not in ours and "tensor" not in ours and "layers" not in ours:
+                wrong.append(f"{name}={value}: refused without its name: {ours}")
+        elif theirs is not None and not np.allclose(ours, theirs, rtol=0, atol=LIMIT):
+            wrong.append(f"{name}={value}: another number in transformers")
+    assert not wrong, "\n".join(wrong)

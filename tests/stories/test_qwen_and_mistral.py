@@ -1,0 +1,189 @@
+"""Qwen2.5, Qwen3 and Mistral directories as they are published, and their windows.
+
+A window that hides nothing changes no logits of transformers; any other is refused, and
+what the message says to do gives transformers' logits for texts that fit in the window.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import stree_jax
+from stree_jax.checkpoint import info
+from stree_jax.cli import main as cli
+from stree_jax.convert import CheckpointError
+from tests.support import hf_checkpoints as hf
+from tests.support.checkpoints import edit_json, small_tokenizer
+
+TOKENS = np.arange(20)[None] * 7 % hf.VOCAB
+WINDOW = 6
+
+
+def their_logits(directory, tokens=TOKENS):
+    other = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    with torch.no_grad():
+        return other.float().eval()(torch.from_numpy(tokens)).logits.numpy()
+
+
+def close(directory, wanted, tokens=TOKENS):
+    ours = np.asarray(stree_jax.score(stree_jax.load(directory), tokens))
+    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
+
+
+def written(directory, make, **fields):
+    """A checkpoint whose config.json has these fields, None for null."""
+    make().save_pretrained(directory)
+
+    def change(values):
+        values.pop("layer_types", None)  # as published before transformers 5
+        values.update(fields)
+
+    edit_json(directory / "config.json", change)
+    return directory
+
+
+UNUSED = {"sliding_window": WINDOW, "use_sliding_window": False, "max_window_layers": 0}
+HIDES_NOTHING = {
+    "qwen2 unused": (hf.qwen2, UNUSED),
+    "qwen3 unused": (hf.qwen3, UNUSED),
+    "qwen2 no layer": (
+        hf.qwen2,
+        UNUSED | {"use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "qwen3 null": (
+        hf.qwen3,
+        UNUSED | {"use_sliding_window": True, "sliding_window": None},
+    ),
+    "qwen2 by name": (
+        hf.qwen2,
+        UNUSED | {"use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+    ),
+    "qwen3 long": (
+        hf.qwen3,
+        UNUSED
+        | {"use_sliding_window": True, "sliding_window": 64}
+        | {"max_position_embeddings": 64},
+    ),
+    "mistral null": (hf.mistral, {"sliding_window": None}),
+    "mistral long": (
+        hf.mistral,
+        {"sliding_window": 64, "max_position_embeddings": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDES_NOTHING)
+def test_windows_that_hide_nothing(tmp_path, name):
+    make, fields = HIDES_NOTHING[name]
+    directory = written(tmp_path / "model", make, **fields)
+    close(directory, their_logits(directory))
+
+
+USED = UNUSED | {"use_sliding_window": True}
+SLIDES = ["full_attention", "sliding_attention"]
+NAMED = USED | {"layer_types": SLIDES, "max_window_layers": 1}
+FULL = {"layer_types": ["full_attention"] * 2}
+HIDES = {
+    "mistral": (hf.mistral, {"sliding_window": WINDOW}, {"sliding_window": None}),
+    "qwen2": (hf.qwen2, USED, {"use_sliding_window": False}),
+    "qwen3": (hf.qwen3, USED, {"use_sliding_window": False}),
+    "qwen3 by name": (hf.qwen3, NAMED, {"use_sliding_window": False} | FULL),
+}
+
+
+@pytest.mark.parametrize("name", HIDES)
+def test_windows_that_hide_tokens(tmp_path, name):
+    make, fields, remedy = HIDES[name]
+    directory = written(tmp_path / "model", make, **fields)
+    theirs = their_logits(directory)
+    with pytest.raises(CheckpointError) as refused:
+        stree_jax.load(directory)
+    message = str(refused.value)
+    assert "sliding_window" in message and f"up to {WINDOW} tokens" in message
+    assert all(f'"{field}"' in message for field in remedy) and "\n" not in message
+    edit_json(directory / "config.json", lambda values: values.update(remedy))
+    short = TOKENS[:, :WINDOW]
+    close(directory, theirs[:, :WINDOW], short)  # causal
+    longer = np.asarray(stree_jax.score(stree_jax.load(directory), TOKENS))
+    assert np.abs(longer - theirs)[:, WINDOW:].max() > 1e-3
+
+
+def test_mistral_without_a_field_has_the_window_of_its_class(tmp_path):
+    """4096 tokens, by MistralConfig; published directories say null or a number."""
+    hf.mistral().save_pretrained(tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", lambda v: v.pop("sliding_window"))
+    with pytest.raises(CheckpointError, match="last 4096 tokens"):
+        stree_jax.load(tmp_path / "model")
+
+
+def run(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def test_mistral_instruct(tmp_path, capsys):
+    """Mistral's own files, which have other names for the tensors, are passed over."""
+    directory = tmp_path / "Mistral-7B-Instruct-v0.3"
+    hf.mistral().save_pretrained(directory, max_shard_size="20KB")
+    assert (directory / "model.safetensors.index.json").is_file()
+    own = {"layers.0.attention.wq.weight": torch.zeros(24, 24)}
+    save_file(own, directory / "consolidated.safetensors")
+    (directory / "params.json").write_text(json.dumps({"dim": 24, "n_layers": 2}))
+    (directory / "tokenizer.model.v3").write_bytes(b"\n\x0e")
+    small_tokenizer().save(str(directory / "tokenizer.json"))
+    theirs = their_logits(directory)
+    close(directory, theirs)
+    assert info(directory)["format"] == "mistral"
+    assert "mistral" in run(capsys, "info", directory)
+    run(capsys, "convert", directory, tmp_path / "ours", "--verify")
+    run(capsys, "export", tmp_path / "ours", tmp_path / "hf")
+    np.testing.assert_allclose(their_logits(tmp_path / "hf"), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_mistrals_own_format_alone(tmp_path, config):
+    """What is wanted in place of the raw weights is said."""
+    directory = tmp_path / "raw"
+    hf.mistral().save_pretrained(directory)
+    (directory / "model.safetensors").unlink()
+    own = {"tok_embeddings.weight": torch.zeros(hf.VOCAB, 24)}
+    save_file(own, directory / "consolidated.safetensors")
+    (directory / "params.json").write_text("{}")
+    if not config:
+        (directory / "config.json").unlink()
+    with pytest.raises(CheckpointError) as refused:
+        stree_jax.load(directory)
+    assert "Mistral's own format" in str(refused.value)
+    assert "model.safetensors" in str(refused.value)
+
+
+def test_an_adapter_is_named(tmp_path):
+    """A directory of PEFT has neither a config nor a whole model."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="adapter of PEFT.*merge_and_unload"):
+        stree_jax.load(tmp_path)
+
+
+@pytest.mark.parametrize("make", [hf.qwen2, hf.qwen3])
+def test_qwen_instruct(tmp_path, capsys, make):
+    """Tied, in bfloat16, with the fields that Qwen's configs have."""
+    fields = {"use_sliding_window": False, "sliding_window": 32768}
+    fields |= {"max_window_layers": 2, "max_position_embeddings": 32768}
+    model = make(tie_word_embeddings=True)
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", lambda v: v.update(fields))
+    facts = info(tmp_path / "model")
+    assert facts["tied_head"] and facts["dtype"] == "bfloat16"
+    run(capsys, "convert", tmp_path / "model", tmp_path / "ours", "--verify")
+    run(capsys, "export", tmp_path / "ours", tmp_path / "hf")
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["model_type"] == facts["format"] == model.config.model_type
+    theirs = their_logits(tmp_path / "model")
+    np.testing.assert_array_equal(their_logits(tmp_path / "hf"), theirs)
