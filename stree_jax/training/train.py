@@ -30,6 +30,7 @@ from stree_jax.models import (
     init_state,
     logits_of,
 )
+from stree_jax.models.keys import default_numbers, key_of
 from stree_jax.training.corpus import sample_batches
 from stree_jax.training.saves import (
     History,
@@ -333,7 +334,8 @@ class _Learner:
     progress: bool
 
     def begin(self) -> TrainState:
-        params = self.subject.init(jax.random.key(self.train.seed))
+        with default_numbers():
+            params = self.subject.init(key_of(self.train.seed))
         optimizer = make_optimizer(self.train).init(params)
         return TrainState(params, optimizer, jnp.zeros((), jnp.int32))
 
