@@ -99,6 +99,9 @@ def begin(
     memory: str | int | None = None,
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
+    if jax.config.jax_debug_infs:
+        problem = "masks hold -inf, so every step would stop there; unset it"
+        raise ValueError(f"jax_debug_infs: {problem} (jax_debug_nans works)")
     check_model("model", model)
     limit = None if memory is None else bytes_named(memory)
     check_mesh(model, drafter, limit)

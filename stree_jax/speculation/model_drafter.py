@@ -225,6 +225,8 @@ def fill_tree(
     draft = draw(empty_draft(root, tree, dist, rule), at_root, jnp.int32(0))
     records = init_records(config, batch, T, param_dtype(model.params))
     depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
+    if not depths.size:  # without jit, jax scans no empty array
+        return draft
     (draft, _, _), _ = lax.scan(level, (draft, records, handed), depths)
     return draft
 

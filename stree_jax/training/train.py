@@ -86,6 +86,8 @@ class TrainConfig:
             raise ValueError(
                 f"learning_rate: want more than 0, got {self.learning_rate}"
             )
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed: want an integer in [0, 2^64), got {self.seed}")
 
     @property
     def warmup_steps(self) -> int:
@@ -214,7 +216,9 @@ def _train_step(
     loss = jax.value_and_grad(partial(_rounded_loss, subject, train))
     value, grads = loss(state.params, batch, teacher)
     optimizer = make_optimizer(train)
-    updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+    # optax raises a float to an integer power, which "strict" promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     return TrainState(params, opt_state, state.step + 1), value
 
@@ -304,11 +308,13 @@ def learn(
       float32 parameters, and the history: step, train and held-out loss.
 
     Raises:
-      ValueError: `directory` is of a run with other settings.
+      ValueError: `directory` is of a run with other settings, or jax compiles nothing.
       KeyboardInterrupt: after the save.
     """
     import orbax.checkpoint as ocp
 
+    if jax.config.jax_disable_jit:
+        raise ValueError("jax_disable_jit: training needs compiled steps; unset it")
     check_times(minutes, save_minutes)
     learner = _Learner(subject, train, teacher, examples, progress)
     run = Progress(learner.begin(), [], [])
