@@ -99,7 +99,7 @@ def begin(
     memory: str | int | None = None,
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
-    if jax.config.jax_debug_infs:
+    if getattr(jax.config, "jax_debug_infs", False):
         problem = "masks hold -inf, so every step would stop there; unset it"
         raise ValueError(f"jax_debug_infs: {problem} (jax_debug_nans works)")
     check_model("model", model)

@@ -8,7 +8,7 @@ that callers can say so.
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -144,7 +144,8 @@ def read_records(
     name = name.removesuffix(".gz")
     source = stream or open(path, "rb")
     try:
-        with gzip.open(source) if packed else source as opened:
+        opened: Any = gzip.open(source) if packed else source
+        with opened:
             yield from (_whole if name.endswith(".json") else _lines)(opened, str(path))
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path}: cannot be unpacked: {error}") from error
@@ -169,7 +170,7 @@ def _lines(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
     first = stream.readline()
     if first[:2] in _MARKS:  # UTF-16 has zero bytes around its line ends
         text = _text(first + stream.read(), path)
-        numbered = enumerate(text.split("\n"), 1)
+        numbered: Iterator[tuple[int, str]] = enumerate(text.split("\n"), 1)
     else:
         chained = (line for part in ([first], stream) for line in part)
         numbered = (
@@ -293,9 +294,12 @@ def _in_two_halves(fields: Mapping[str, Any], where: str) -> Record | None:
 def _opens(messages: Sequence[Message]) -> bool:
     """True if messages begin with a question, so that they are a whole conversation."""
     role = next((m[s] for m in messages[:1] for s in _SPEAKERS if s in m), None)
-    return (
-        _ROLES.get(role, role) in ("user", "system") if isinstance(role, str) else False
-    )
+    return isinstance(role, str) and _role(role) in ("user", "system")
+
+
+def _role(name: str) -> str:
+    """Returns the name that chat templates have for a role of a data set."""
+    return _ROLES.get(name.lower(), name.lower())
 
 
 def _with_system(
@@ -312,8 +316,16 @@ def _with_system(
                 messages = ({"role": "system", "content": text}, *messages)
                 kind, read = f"{name} + {kind}", {*read, name}
                 break
-    left = tuple(name for name in fields if name not in read)
+    left = _left(fields, read)
     return Record(kind, messages=messages, unread=(*left, *dict.fromkeys(unread)))
+
+
+def _left(fields: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...]:
+    """Returns the names of fields that hold something, and are not read."""
+    return tuple(n for n, v in fields.items() if n not in read and v not in _EMPTY)
+
+
+_EMPTY: tuple[Any, ...] = ("", [], {})
 
 
 def _messages(
@@ -358,7 +370,7 @@ def _turn(entry: Mapping[str, Any], where: str) -> tuple[list[Message], list[str
         if name not in (speaker, content) and value is not None
     }
     text = _content(entry.get(content or ""), bool(rest), where)
-    role = _ROLES.get(entry[speaker], entry[speaker])
+    role = _role(entry[speaker])
     return [{**rest, "role": role, "content": text}], list(rest)
 
 
@@ -369,7 +381,7 @@ def _content(value: Any, has_more: bool, where: str) -> str:
     if value is None and has_more:  # a call of a tool, which has no text
         return ""
     parts = value if isinstance(value, list) else [value]
-    texts = [p.get("text") if isinstance(p, dict) else p for p in parts]
+    texts: list[Any] = [p.get("text") if isinstance(p, dict) else p for p in parts]
     if not all(isinstance(text, str) for text in texts):
         bad = next(
             p for p, t in zip(parts, texts, strict=True) if not isinstance(t, str)
@@ -414,8 +426,7 @@ def _asked(texts: Mapping[str, str], before: str) -> list[str]:
 def _made(
     read: Sequence[str], question: str, answer: str | None, fields: Mapping[str, Any]
 ) -> Record:
-    unread = tuple(name for name in fields if name not in read)
-    return Record(" + ".join(read), question, answer, unread=unread)
+    return Record(" + ".join(read), question, answer, unread=_left(fields, read))
 
 
 def prompt_of(value: Any, where: str) -> str:

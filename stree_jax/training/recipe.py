@@ -1,7 +1,8 @@
 """The recipe of the bundled pair: a small hybrid target, and its drafter's config."""
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from stree_jax.models import (
 from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.saves import Params
-from stree_jax.training.texts import PREPARED, Tally
+from stree_jax.training.texts import PREPARED, Spelled, Tally
 from stree_jax.training.train import TrainConfig, check_times, fit, next_token_loss
 
 if TYPE_CHECKING:
@@ -186,13 +187,29 @@ def prepare(
         raise ValueError(f"tokenizer: no entry {corpus.END_OF_TEXT!r}")
     tally = Tally()
     documents = corpus.iter_documents(paths, tally, spell)
-    tokens = corpus.encode_corpus(documents, tokenizer, end)
+    spelled = special_tokens_in(documents, tokenizer, tally)
+    tokens = corpus.encode_corpus(spelled, tokenizer, end)
     for line in tally.lines():
         print(f"stree-jax: {line}", file=sys.stderr)
     if not len(tokens):
         raise ValueError(f"no text in {', '.join(map(str, paths))}")
     train, heldout = corpus.split_holdout(tokens)
     return TrainingData(tokenizer, train, heldout)
+
+
+def special_tokens_in(
+    documents: Iterable[str], tokenizer: "Tokenizer", tally: Tally
+) -> Iterator[str]:
+    """Yields the documents, and counts in `tally` those of plain text that spell
+    special tokens, which are not encoded as such."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    names = [re.escape(token.content) for token in added if token.special]
+    pattern = re.compile("|".join(names) or r"(?!)")
+    for text in documents:
+        found = None if isinstance(text, Spelled) else pattern.search(text)
+        if found is not None:
+            tally.special[found[0]] += 1
+        yield text
 
 
 def train_target(

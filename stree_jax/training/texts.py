@@ -12,6 +12,7 @@ from typing import IO
 
 from stree_jax.records import (
     RECORD_SUFFIXES,
+    TURNS,
     Record,
     Spell,
     decoded,
@@ -53,6 +54,8 @@ class Tally:
       unread: records by the name of a field that was not read.
       left_out: messages by role that a chat template leaves out.
       roleless: conversations whose roles are not spelled, for want of a chat template.
+      special: texts by the special token that they spell, and that is not meant as
+        one there.
       latin: files that are not UTF-8, read as Latin-1.
       skipped: names of files by the reason why they were not read.
     """
@@ -65,6 +68,7 @@ class Tally:
     records: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
+    special: Counter[str] = field(default_factory=Counter)
     latin: list[str] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
@@ -88,6 +92,9 @@ class Tally:
         if self.left_out:
             out = _counted(self.left_out)
             said.append(f"the chat template leaves out messages, by role: {out}")
+        if self.special:
+            named = _counted(self.special)
+            said.append(f"special tokens in plain text are read as text: {named}")
         if self.blank:
             said.append(f"{self.blank} blank texts or records are left out")
         if self.latin:
@@ -235,10 +242,11 @@ class _Reader:
         record = record_of(value, place)
         self.tally.records[record.kind] += 1
         unread = record.unread
-        if record.messages and self.spell is not None:
+        # Questions without answers, as MT-Bench's, are no conversation to spell.
+        if record.messages and self.spell is not None and record.kind != TURNS:
             return self._kept(Spelled(self._spelled(record, self.spell, place)))
         self.tally.unread.update(unread)
-        self.tally.roleless += bool(record.messages)
+        self.tally.roleless += bool(record.messages) and record.kind != TURNS
         if record.kind == "question + answer":
             cleaned = _CALCULATOR.sub("", record.answer or "")
             record = replace(record, answer=cleaned)

@@ -313,7 +313,7 @@ def learn(
     """
     import orbax.checkpoint as ocp
 
-    if jax.config.jax_disable_jit:
+    if getattr(jax.config, "jax_disable_jit", False):
         raise ValueError("jax_disable_jit: training needs compiled steps; unset it")
     check_times(minutes, save_minutes)
     learner = _Learner(subject, train, teacher, examples, progress)

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from stree_jax.bench.prompts import read_prompts, read_turns
 from stree_jax.cli.main import main
 from stree_jax.training.corpus import encode_corpus, iter_documents
+from stree_jax.training.recipe import prepare
 from stree_jax.training.texts import Spelled, Tally
 from tests.support.table_models import byte_level, write_llama
 
@@ -345,3 +346,55 @@ def test_turns_of_chats_are_read(tmp_path):
         {"prompt": "p"},
     )
     assert read_turns([path], 9) == [["a\n", "b\n"], ["Hi?\n", "More?\n"]]
+
+
+def test_a_text_that_spells_special_tokens_is_told_of(tmp_path, capsys):
+    """Texts that went through a chat template before they were published."""
+    told = "<|im_start|>user\nHi<|im_end|>\n"
+    path = written(tmp_path / "a.jsonl", *[{"text": told * 100}] * 3, {"text": "<s>"})
+    data = prepare([path], byte_level(), end=2)
+    assert 4 not in [*data.train, *data.heldout]
+    said = "special tokens in plain text are read as text: <|im_start|> (3), <s> (1)"
+    assert said in capsys.readouterr().err
+
+
+def test_roles_and_empty_fields(tmp_path):
+    """Roles in capitals are roles; an empty field is nothing that is not read."""
+    seen, tally = [], Tally()
+    turns = [{"from": "Human", "value": "a"}, {"from": "GPT", "value": "b"}]
+    path = written(
+        tmp_path / "a.jsonl",
+        {"system": "", "conversations": turns, "tools": []},
+        {"instruction": "i", "input": "", "output": "o"},
+        {"messages": []},
+        {"turns": ["a", "b"]},
+    )
+
+    def spell(messages):
+        seen.append([message["role"] for message in messages])
+        return "/".join(message["content"] for message in messages)
+
+    assert [*iter_documents([path], tally, spell)] == ["a/b", "i\no", "a\nb"]
+    assert seen == [["user", "assistant"]]
+    assert not tally.unread
+    assert tally.blank == 1
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", None])
+def test_no_text_at_all_is_said(tmp_path, capsys, text):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if text is not None:
+        (folder / "a.txt").write_text(text)
+    (folder / "b.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="no text in .*data"):
+        prepare([folder], byte_level(), end=2)
+    assert "b.bin" in capsys.readouterr().err
+
+
+def test_prepared_tokens_among_texts_are_refused(tmp_path):
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair/train.npy").write_bytes(b"")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="pair: a folder of prepared tokens; give it"):
+        iter_documents([tmp_path / "a.txt", tmp_path / "pair"])
