@@ -19,7 +19,9 @@ Spell = Callable[[Sequence[Message]], str]
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
-CONVERSATIONS = ("messages", "conversations", "conversation", "dialog", "dialogue")
+CONVERSATIONS = (
+    *("messages", "conversations", "conversation", "contents", "dialog", "dialogue"),
+)
 TURNS = "turns"  # MT-Bench: what the user says, turn by turn
 SYSTEM = ("system", "system_prompt")
 # What a model is asked. The first that a record has is read, and `INPUTS` beside it.
@@ -36,7 +38,9 @@ TEXTS = ("text", "content", "raw_content")
 LISTS = ("data", "train", "instances", "records", "examples")  # of a file's records
 
 _SPEAKERS = ("role", "from")
-_CONTENTS = ("content", "value")
+_CONTENTS = ("content", "value", "parts")
+# In names of fields that a prompt alone must not have: its answer would be lost.
+_OTHER_ANSWERS = ("completion", "response", "answer", "output", "solution", "rejected")
 _ROLES = {  # names that data sets give to the roles of chat templates
     **{name: "user" for name in ("human", "user", "prompter")},
     **{name: "assistant" for name in ("gpt", "chatgpt", "assistant", "bot", "model")},
@@ -110,7 +114,7 @@ def record_of(value: Any, where: str) -> Record:
         return Record("text", answer=value)
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {_unknown()}, but {_type_name(value)}")
-    fields = {name: v for name, v in value.items() if v is not None}
+    fields = _fields(value)
     found = _conversation(fields, where) or _halves(fields)
     if found is None:
         raise ValueError(f"{where}: {_unknown()} {_keys_of(fields)}; {KNOWN}")
@@ -252,6 +256,13 @@ class _TwiceError(ValueError):
     """An object with one key twice."""
 
 
+def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are not null, by their names in small letters."""
+    found = {name: v for name, v in value.items() if v is not None}
+    small = {name.lower(): v for name, v in found.items()}
+    return small if len(small) == len(found) else found
+
+
 def _conversation(fields: Mapping[str, Any], where: str) -> Record | None:
     """Returns the record if it is a conversation, else None."""
     name = next((n for n in CONVERSATIONS if isinstance(fields.get(n), list)), None)
@@ -264,6 +275,10 @@ def _conversation(fields: Mapping[str, Any], where: str) -> Record | None:
             return _with_system(TURNS, said, fields, {TURNS}, ())
         messages, unread = _messages(turns, f"{where}: {TURNS}")
         return _with_system(TURNS, messages, fields, {TURNS}, unread)
+    pair = [n for n in fields if n in _ROLES and isinstance(fields[n], str)]
+    if [_ROLES[name] for name in pair] == ["user", "assistant"]:
+        messages, unread = _messages([{n: fields[n] for n in pair}], where)
+        return _with_system(" + ".join(pair), messages, fields, set(pair), unread)
     return _in_two_halves(fields, where)
 
 
@@ -404,9 +419,15 @@ def _halves(fields: Mapping[str, Any]) -> Record | None:
         read = _asked(texts, before)
         question = "\n".join(texts[name] for name in read)
         return _made([*read, after], question, texts[after], fields)
-    if (text := first(TEXTS)) is not None:
+    text = first(TEXTS)
+    if text is not None and before == "prompt":  # Cosmopedia; or one repeats the other
+        read = [] if texts[text].startswith(texts["prompt"]) else ["prompt"]
+        question = "".join(texts[name] for name in read)
+        return _made([*read, text], question, texts[text], fields)
+    if text is not None and "role" not in fields:  # a message of a longer conversation
         return _made([text], "", texts[text], fields)
-    if before == "prompt" and not any(name in fields for name in ANSWERS):
+    left = [name for name in fields if any(word in name for word in _OTHER_ANSWERS)]
+    if before == "prompt" and not left and not any(n in fields for n in ANSWERS):
         read = _asked(texts, before)
         return _made(read, "\n".join(texts[name] for name in read), None, fields)
     if "chosen" in texts:
@@ -438,7 +459,7 @@ def prompt_of(value: Any, where: str) -> str:
       ValueError: the record has no such half, or is of no known shape.
     """
     if isinstance(value, dict):
-        fields = {name: v for name, v in value.items() if v is not None}
+        fields = _fields(value)
         texts = {name: v for name, v in fields.items() if isinstance(v, str)}
         found = _conversation(fields, where)
         before = next((n for n in QUESTIONS if n in texts and n != "text"), None)
@@ -462,8 +483,7 @@ def prompt_of(value: Any, where: str) -> str:
 def turns_of(value: Any, where: str) -> list[str]:
     """Returns what the user says in a conversation, turn by turn; empty for a record
     that is none."""
-    fields = value if isinstance(value, dict) else {}
-    found = _conversation({n: v for n, v in fields.items() if v is not None}, where)
+    found = _conversation(_fields(value) if isinstance(value, dict) else {}, where)
     return [] if found is None else found.user_turns()
 
 

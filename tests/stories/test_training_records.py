@@ -66,6 +66,12 @@ WHOLE = [
     ({"prompt": CHAT[:2], "chosen": CHAT[2:], "rejected": CHAT[2:]}, TOLD),
     ({"prompt": "Hi?", "chosen": CHAT[1:], "rejected": CHAT[1:]}, "Hi?\nHo."),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "a"),
+    ({"contents": [{"role": "user", "parts": [{"text": "Hi?"}]}]}, "Hi?"),
+    ({"Question": "q", "Answer": "a"}, "q\na"),
+    ({"user": "u", "assistant": "a"}, "u\na"),
+    ({"user": "bob", "text": "t", "target": 4}, "t"),
+    ({"prompt": "Write.", "text": "Once.", "seed_data": "s"}, "Write.\nOnce."),
+    ({"prompt": "Once", "text": "Once upon."}, "Once upon."),
     ("just a text", "just a text"),
 ]
 
@@ -127,6 +133,9 @@ def test_a_very_long_line(tmp_path):
         (b'{"question": "x", "answer": 1}', ["a.jsonl:2: ", "answer (a number)"]),
         (b'{"prompt": "x", "completion": ["a", "b"]}', ["completion (a list)"]),
         (b'{"prompt": "x", "output": {"text": "y"}}', ["output (an object)"]),
+        (b'{"prompt": "x", "completions": ["y"]}', ["completions (a list)"]),
+        (b'{"prompt": "x", "rejected": "y"}', ["prompt, rejected"]),
+        (b'{"role": "user", "content": "x"}', ["role, content", "messages"]),
         (b'{"question": "x"}', ["a.jsonl:2: ", "question", "answer"]),
         (b"{}", ["a.jsonl:2: ", "empty"]),
         (b"null", ["a.jsonl:2: ", "null"]),
