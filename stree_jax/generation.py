@@ -216,7 +216,8 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
         "naive", "leviathan", "mss", "recursive"; see `speculation.accept`.
       sampling: `Sampling(...)`, by row; None: greedy.
-      key: base of the random numbers, default `jax.random.key(0)`.
+      key: base of the random numbers, a key of `jax.random.key` or `PRNGKey`; if None,
+        that of seed 0, whatever generator is jax's default.
       min_new_tokens: no stop token or stop string ends a row before; by row.
       stop_tokens: ids that end a text (kept in the output), for all or by row; None:
         the model's own; (): none, the text goes on to its limit.

@@ -58,7 +58,7 @@ class Record:
       question: text before the answer; empty if the record is one text.
       answer: text after it, or the record's only text; None if there is none.
       messages: the conversation, if it is one.
-      unread: names of fields that are not read; "messages.weight" is of a message.
+      unread: names of fields that are not read; "message weight" is one of a message.
     """
 
     kind: str
@@ -67,14 +67,12 @@ class Record:
     messages: tuple[Message, ...] = ()
     unread: tuple[str, ...] = ()
 
-    def text(self, spell: Spell | None = None) -> str:
+    def text(self) -> str:
         """Returns everything that is read, as text to train on.
 
         Halves are joined by a newline, unless white space separates them already, as
-        in HumanEval. Without `spell`, so are the messages, whose roles are left out.
+        in HumanEval. So are the messages of a conversation, without their roles.
         """
-        if self.messages and spell is not None:
-            return spell(self.messages)
         if self.messages:
             return "\n".join(message["content"] for message in self.messages)
         question, answer = self.question, self.answer or ""
