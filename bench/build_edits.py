@@ -145,7 +145,7 @@ def first_function(code: str) -> ast.FunctionDef | None:
 
 def code_edits(corpus: Path) -> list[Record]:
     """Functions with an instruction each, the kinds of instruction in turn."""
-    lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").strip().split("\n")
     records, kinds = [], cycle(EDITS)
     edit = next(kinds)
     for line in shuffled(lines):

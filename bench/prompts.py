@@ -1,11 +1,11 @@
 """Prompts from the files that the field's benchmarks come in."""
 
-import gzip
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from stree_jax.records import prompt_of, read_records, turns_of
 
 Prompt = str | tuple[int, ...]  # text, or token ids
 
@@ -18,40 +18,41 @@ NAMES = {
 
 
 def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
-    """The first `count` prompts of each file, by the name of its set.
+    """Returns the first `count` prompts of each file, by the name of its set.
 
-    Fields as HumanEval (`prompt`), MT-Bench (`turns`, the first), GSM8K (`question`).
+    Two files of one name are told apart by their paths.
+
+    Raises:
+      ValueError: a file has no record, or one without a prompt (`records.prompt_of`).
     """
-    return {
-        NAMES.get(path.name, path.name): [
-            prompt_of(row, path) for row in read_records(path, count)
-        ]
-        for path in paths
-    }
+    names = [NAMES.get(path.name, path.name) for path in paths]
+    found: dict[str, list[Prompt]] = {}
+    for path, name in zip(paths, names, strict=True):
+        title = name if names.count(name) == 1 else str(path)
+        found[title] = [prompt_of(v, where) for where, v in first_records(path, count)]
+    return found
 
 
-def read_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The first `count` lines of a file; raises ValueError for what is no JSON."""
+def first_records(path: Path, count: int) -> list[tuple[str, Any]]:
+    """Returns (place, JSON value) of the first `count` records of a file.
+
+    Raises:
+      ValueError: the file has no record, or is damaged; see `read_records`.
+    """
     if count < 0:
         raise ValueError(f"count: want at least 0, got {count}")
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    records: list[dict[str, Any]] = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for line in islice(lines, count):
-                records.append(json.loads(line))
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:  # or not UTF-8
-        found = f"{path}: line {len(records) + 1}: no JSON ({error})"
-        raise ValueError(f"{found}; want an object a line") from error
+    records = list(islice(read_records(path), count))
+    if count and not records:
+        raise ValueError(f"{path}: no records in it")
     return records
 
 
 def read_turns(paths: Sequence[Path], count: int) -> list[list[str]]:
-    """What the user says, turn by turn, in the first conversations of every file that
-    has such; the others are left out."""
-    records = [row for path in paths for row in read_records(path, count)]
-    said = [row["turns"] for row in records if len(row.get("turns", ())) > 1]
-    return [[f"{turn}\n" for turn in turns] for turns in said]
+    """Returns what the user says, turn by turn, in the conversations among the first
+    `count` records of each file; records with fewer than two turns are left out."""
+    records = [found for path in paths for found in first_records(path, count)]
+    said = [turns_of(value, where) for where, value in records]
+    return [[f"{turn}\n" for turn in turns] for turns in said if len(turns) > 1]
 
 
 def rounds(
@@ -70,14 +71,3 @@ def rounds(
         }
         for i in range(count)
     ]
-
-
-def prompt_of(record: dict[str, Any], path: Path) -> str:
-    match record:
-        case {"prompt": str(prompt)}:
-            return prompt
-        case {"turns": [str(first), *_]}:
-            return first + "\n"
-        case {"question": str(question)}:
-            return question + "\n"
-    raise ValueError(f"{path}: no prompt, turns or question in {list(record)}")

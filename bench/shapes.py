@@ -22,6 +22,7 @@ from stree_jax.models import (
     Rope,
     init_params,
 )
+from stree_jax.models.keys import default_numbers, key_of
 
 MAMBA2_SIZES = {  # d_model, layers
     "mamba2-130m": (768, 24),
@@ -222,10 +223,11 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
     names = [f"layers_{i}" for i in range(len(kinds))]
     layers = jax.jit(lambda key: [one(key)[name] for name in names])
     rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k not in names})
-    first, *keys = jax.random.split(jax.random.key(seed), 1 + len(config.layers))
-    params = rest(first)
-    for i, (kind, key) in enumerate(zip(config.layers, keys, strict=True)):
-        params[f"layers_{i}"] = layers(key)[kinds.index(kind)]
+    with default_numbers():
+        first, *keys = jax.random.split(key_of(seed), 1 + len(config.layers))
+        params = rest(first)
+        for i, (kind, key) in enumerate(zip(config.layers, keys, strict=True)):
+            params[f"layers_{i}"] = layers(key)[kinds.index(kind)]
     return as_loaded(Model(params=params, config=config))
 
 

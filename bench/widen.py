@@ -29,6 +29,7 @@ from stree_jax.models import (
     weights_dtype,
 )
 from stree_jax.models.heads import Heads, head_shapes, heads_dtype
+from stree_jax.models.keys import key_of
 from stree_jax.models.params import Params
 
 KINDS = {"mamba", "attention", "mlp"}
@@ -62,7 +63,7 @@ def widened(model: Model, factor: int) -> Model:
         return replace(wide, params=cast_params(wide.params, INT8))
     config, dtype = wide_config(model.config, factor), param_dtype(model.params)
     make = partial(init_params, config, dtype=dtype)
-    shapes = jax.eval_shape(make, jax.random.key(0))
+    shapes = jax.eval_shape(make, key_of(0))
     small, large = parts(model.config), parts(config)
 
     def place(path: Any, shape: jax.ShapeDtypeStruct, old: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from stree_jax.models.keys import key_of
 from stree_jax.models.linear import linear
 from stree_jax.models.model import Model, derived, logits_of
 from stree_jax.models.params import (
@@ -169,7 +170,7 @@ def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
 
 def head_shapes(config: HeadsConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Shape of every parameter, by path."""
-    made = jax.eval_shape(lambda: init_heads(config, jax.random.key(0), jnp.float32))
+    made = jax.eval_shape(lambda: init_heads(config, key_of(0), jnp.float32))
     return {path: leaf.shape for path, leaf in by_path(made).items()}
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.models.config import LayerKind, ModelConfig
+from stree_jax.models.keys import key_of
 from stree_jax.models.model import LanguageModel
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.params import Params, Path, by_path, cast_params, nest, stored
@@ -41,7 +42,7 @@ def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
     """
     _check_widths(config)
     one = replace(config, layers=_kinds(config.layers), mtp=_kinds(config.mtp))
-    tree = jax.eval_shape(lambda: init_params(one, jax.random.key(0), jnp.float32))
+    tree = jax.eval_shape(lambda: init_params(one, key_of(0), jnp.float32))
     flat = {path: leaf.shape for path, leaf in by_path(tree).items()}
     shapes = {
         path: shape

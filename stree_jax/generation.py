@@ -100,6 +100,9 @@ def begin(
     memory: str | int | None = None,
 ) -> tuple[Decoding, Plan]:
     """Check the arguments of `generate`, and read the prompts."""
+    if getattr(jax.config, "jax_debug_infs", False):
+        problem = "masks hold -inf, so every step would stop there; unset it"
+        raise ValueError(f"jax_debug_infs: {problem} (jax_debug_nans works)")
     check_model("model", model)
     limit = None if memory is None else bytes_named(memory)
     check_mesh(model, drafter, limit)
@@ -225,7 +228,8 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
         "naive", "leviathan", "mss", "recursive"; see `speculation.accept`.
       sampling: `Sampling(...)`, by row; None: greedy.
-      key: base of the random numbers, default `jax.random.key(0)`.
+      key: base of the random numbers, a key of `jax.random.key` or `PRNGKey`; if None,
+        that of seed 0, whatever generator is jax's default.
       min_new_tokens: no stop token or stop string ends a row before; by row.
       stop_tokens: ids that end a text (kept in the output), for all or by row; None:
         the model's own; (): none, the text goes on to its limit.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from stree_jax.models import Model, ModelConfig, abstract_params
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation import loop, specs
@@ -136,7 +137,7 @@ def abstract_model(config: ModelConfig, dtype: Any) -> Model:
 def abstract_heads(config: HeadsConfig, dtype: Any) -> Heads:
     """Heads of `jax.ShapeDtypeStruct`."""
     make = partial(init_heads, config, dtype=dtype)
-    return Heads(jax.eval_shape(make, jax.random.key(0)), config)
+    return Heads(jax.eval_shape(make, key_of(0)), config)
 
 
 def abstract_program(

@@ -124,11 +124,7 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(key=jax.random.key(0)), "key: greedy decoding draws nothing; give"),
         (
             dict(sampling=Sampling(), key=jax.random.split(jax.random.key(0))),
-            "key: want one threefry key",
-        ),
-        (
-            dict(sampling=Sampling(), key=jax.random.key(0, impl="rbg")),
-            "key: want one threefry key",
+            "key: want one key, got keys",
         ),
         (dict(rule="best"), "rule: unknown acceptance 'best'; known: naive, levia"),
         (dict(draft=True, rule="leviathan"), "leviathan is for chains, and this tree"),

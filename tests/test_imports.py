@@ -25,12 +25,14 @@ LIBRARY = {
     "stree_jax.speculation",
     "stree_jax.training",
     "stree_jax.version",
+    "stree_jax.records",
     "stree_jax",
 }
 # What each room may import besides itself. A module is in the room of the longest name;
 # `stree_jax` is the modules at its top: generation, scoring, result and so on.
 MAY_IMPORT = {
     "stree_jax.version": set(),
+    "stree_jax.records": set(),
     "stree_jax.cpu_kernels": set(),
     "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
     "stree_jax.models": {"stree_jax.pallas_kernels", "stree_jax.cpu_kernels"},
@@ -47,6 +49,7 @@ MAY_IMPORT = {
         "stree_jax.cpu_kernels",
     },
     "stree_jax.training": {
+        "stree_jax.records",
         "stree_jax.models",
         "stree_jax.convert",
         "stree_jax.checkpoint",

@@ -9,6 +9,7 @@ produced, the conversation has to be fed anew.
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
@@ -18,7 +19,7 @@ from stree_jax.convert.tokenizer import tokenizer_settings
 from stree_jax.sampling.continuation import encode_continuation
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Environment, Template
     from tokenizers import Tokenizer
 
 _SPECIAL_TOKENS = tuple(
@@ -79,16 +80,12 @@ def render(
     neither files nor the interpreter. It can still run for ever.
     """
     try:
-        return (
-            _environment()
-            .from_string(template)
-            .render(
-                **special_tokens,
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-            )
+        return _compiled(template).render(
+            **special_tokens,
+            messages=list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
         )
     except Exception as error:  # a template is a program: it can raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -155,6 +152,11 @@ def _default_template(fields: ConfigFields, named: list[Any]) -> str:
         problem = "none is named default; save the one to use as chat_template.jinja"
         raise fields.error("chat_template", problem)
     return templates["default"]
+
+
+@cache
+def _compiled(template: str) -> "Template":
+    return _environment().from_string(template)
 
 
 def _environment() -> "Environment":

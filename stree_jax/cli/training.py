@@ -5,12 +5,14 @@ Imports nothing heavy before one runs: --help is fast.
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import option, tell
 
 if TYPE_CHECKING:
+    from stree_jax.records import Message, Spell
     from stree_jax.training.recipe import Job
 
 NGRAMS_NOTES = """
@@ -20,6 +22,11 @@ HEADS_NOTES = """
 The target reads --tokens of the text once; its states are kept in --work (2 bytes a
 channel and token), and the heads are trained on them. The same command goes on from
 the newest save. generate and chat take them: --drafter OUT."""
+TEXT_NOTES = """
+--text takes .txt, .md and .py files, records as JSON Lines or as a JSON list (text;
+prompt and completion; instruction, input and output; messages; conversations; ..; see
+docs/your-own-model.md), each of these as .gz, .zip archives and wheels, and folders of
+them. What is read, and what is skipped, is printed."""
 TRAINING_NOTES = """
 A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
 before it ends."""
@@ -52,6 +59,8 @@ def add_training_parsers(commands: Any) -> None:
     help = "that the target writes itself first; half of every batch is of them"
     option(p, "--own-tokens", int, 0, help)
 
+    add_template_option(p)
+
     p = commands.add_parser("heads", help="train Medusa heads on a target")
     p.add_argument(
         "--target",
@@ -59,7 +68,7 @@ def add_training_parsers(commands: Any) -> None:
         help="model to train on: directory, GGUF file, hub id or demo",
     )
     add_training_options(p, steps=2000, learning_rate=2e-3, batch=16, length=128)
-    p.epilog = HEADS_NOTES
+    p.epilog = f"{TEXT_NOTES}\n{HEADS_NOTES}"
     option(p, "--heads", int, 4, "how many: tokens that are guessed at once")
     option(p, "--blocks", int, 3, "residual blocks of each")
     p.add_argument(
@@ -75,6 +84,7 @@ def add_training_parsers(commands: Any) -> None:
         default="float32",
         help="of the target meanwhile; default %(default)s",
     )
+    add_template_option(p)
 
     p = commands.add_parser(
         "ngrams",
@@ -94,6 +104,11 @@ def add_training_parsers(commands: Any) -> None:
     option(p, "--seed", int, 0, "of the random numbers")
 
 
+def add_template_option(p: argparse.ArgumentParser) -> None:
+    help = "a Jinja file that spells conversations; default: the target's own"
+    option(p, "--chat-template", Path, None, help)
+
+
 def add_training_options(
     p: argparse.ArgumentParser,
     steps: int,
@@ -102,7 +117,7 @@ def add_training_options(
     length: int = 256,
 ) -> None:
     """What to train on, how, and when to save."""
-    p.epilog = TRAINING_NOTES
+    p.epilog = f"{TEXT_NOTES}\n{TRAINING_NOTES}"
     p.add_argument(
         "--text",
         type=Path,
@@ -136,9 +151,9 @@ def run_training(args: argparse.Namespace) -> None:
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     train = TrainConfig(**{k: v for k, v in vars(args).items() if k in names})
-    job = recipe.Job(
-        args.text, args.out, args.work, train, args.minutes, args.save_minutes
-    )
+    spell = None if args.command == "train" else speller(args)
+    times = args.minutes, args.save_minutes
+    job = recipe.Job(args.text, args.out, args.work, train, *times, spell)
     if args.command == "heads":
         run_heads(args, job)
     elif args.command == "distill":
@@ -146,6 +161,28 @@ def run_training(args: argparse.Namespace) -> None:
     else:
         size = recipe.TargetSize(args.width, args.mixers, args.attention)
         recipe.train_target(job, size, args.tokenizer, args.vocab_size)
+
+
+def speller(args: argparse.Namespace) -> "Spell | None":
+    """Returns what spells a conversation as the target's chat template does, or None
+    if it has no template."""
+    from stree_jax.checkpoint import resolve
+    from stree_jax.cli.chat import read_chat_template, read_special_tokens, render
+
+    directory = resolve(args.target)
+    if args.chat_template is None:
+        template = read_chat_template(directory)
+    else:
+        template = args.chat_template.read_text("utf-8")
+    if template is None:
+        return None
+    found, special = template, read_special_tokens(directory)
+
+    def spell(messages: "Sequence[Message]") -> str:
+        said: Any = messages
+        return render(found, said, special, add_generation_prompt=False)
+
+    return spell
 
 
 def run_distill(args: argparse.Namespace, job: "Job") -> None:

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.models.keys import key_of
+from stree_jax.sampling.threefry import as_threefry
+
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -125,24 +128,17 @@ def sampling_rows(
 
     Args:
       settings: one a prompt.
-      key: base of all random numbers, a key of `jax.random.key`; default: `key(0)`.
+      key: base of all random numbers, see `threefry.as_threefry`; if None, the key of
+        seed 0.
       samples: rows per prompt.
       filters: whether there is room for filters though no row has any, as where rows
         are to be replaced by others.
 
     Raises:
-      ValueError: a key whose random numbers would depend on a row's place.
+      ValueError: `key` is no key, or several.
     """
-    key = jax.random.key(0) if key is None else key
-    if not isinstance(key, jax.Array):
-        raise ValueError(f"key: want a key of jax.random.key, got {key!r}")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.shape != () or str(jax.random.key_impl(key)) != "threefry2x32":
-        raise ValueError(
-            "key: want one threefry key (jax.random.key(seed)): other generators give "
-            "a row other numbers in another batch"
-        )
+    # Always Threefry: other generators give a row other numbers in another batch.
+    key = key_of(0) if key is None else as_threefry(key)
     seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
 
     def rows(name: str, dtype: type) -> jax.Array:

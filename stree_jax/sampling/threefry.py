@@ -9,11 +9,14 @@ et al., Parallel random numbers: as easy as 1, 2, 3, 2011.)
 
 from collections.abc import Callable
 from functools import cache, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stree_jax import cpu_kernels
+from stree_jax.models.keys import IMPL
 
 PARITY = 0x1BD11BDA
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -40,22 +43,64 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
     """`jax.random.fold_in`, of a Threefry key [] and a number [] int32."""
     low = jnp.asarray(number, jnp.int32).astype(jnp.uint32)
     folded = threefry(_words(key), jnp.zeros_like(low), low)
-    return jax.random.wrap_key_data(jnp.stack(folded), impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.stack(folded), impl=IMPL)
+
+
+def uniform(key: jax.Array, size: int) -> jax.Array:
+    """Returns `jax.random.uniform` of a Threefry key [] as [size] float32 in [0, 1).
+
+    jax's own depends on `jax_threefry_partitionable`; this is always its default.
+    """
+    low = jnp.arange(size, dtype=jnp.uint32)
+    a, b = threefry(_words(key), jnp.zeros_like(low), low)
+    mantissa = (a ^ b) >> jnp.uint32(9)  # of a float in [1, 2)
+    bits = mantissa | jnp.uint32(0x3F800000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) - 1.0
 
 
 def gumbel(key: jax.Array, size: int) -> jax.Array:
-    """`jax.random.gumbel`, of a Threefry key []: [size] float32."""
-    low = jnp.arange(size, dtype=jnp.uint32)
-    a, b = threefry(_words(key), jnp.zeros_like(low), low)
-    # The bits of a float in [1, 2), less 1; then in [tiny, 1), so that its logarithm is
-    # a number.
-    mantissa = (a ^ b) >> jnp.uint32(9)
-    uniform = jax.lax.bitcast_convert_type(
-        mantissa | jnp.uint32(0x3F800000), jnp.float32
-    )
+    """Returns `jax.random.gumbel` of a Threefry key [] as [size] float32."""
+    # At least `tiny`, so that the logarithm is finite.
     tiny = float(jnp.finfo(jnp.float32).tiny)
-    uniform = jnp.maximum((uniform - 1.0) * (1.0 - tiny) + tiny, tiny)
-    return -jnp.log(-jnp.log(uniform))
+    drawn = jnp.maximum(uniform(key, size) * (1.0 - tiny) + tiny, tiny)
+    return -jnp.log(-jnp.log(drawn))
+
+
+def as_threefry(key: Any) -> jax.Array:
+    """Returns one Threefry key [] for a key of any kind.
+
+    Threefry keys stay as they are. The words of other keys are hashed to two, but those
+    that jax's "rbg" makes of a seed hold the words of that seed's Threefry key, which
+    are taken: `jax.random.key(seed)` gives the same text under either default.
+
+    Args:
+      key: of `jax.random.key`, or of `jax.random.PRNGKey`: uint32 words.
+
+    Raises:
+      ValueError: it is no key, or several.
+    """
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(
+        key.dtype, jax.dtypes.prng_key
+    )
+    if not typed and not _is_raw_key(key):
+        got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "shape") else repr(key)
+        raise ValueError(f"key: want a key of jax.random.key, got {got}")
+    if typed and key.shape != ():
+        several = "take one of them, as key[0]; each row draws from it by its own seed"
+        raise ValueError(f"key: want one key, got keys {list(key.shape)}; {several}")
+    words = jax.random.key_data(key) if typed else jnp.asarray(key)
+    words = jnp.pad(words, (words.size % 2, 0)).reshape(-1, 2)
+    first, mixed = words[0], words[0]
+    for pair in words[1:]:
+        mixed = jnp.stack(threefry((mixed[0], mixed[1]), pair[0], pair[1]))
+    mixed = jnp.where((words == first[None]).all(), first, mixed)
+    return jax.random.wrap_key_data(mixed, impl=IMPL)
+
+
+def _is_raw_key(key: Any) -> bool:
+    """True for the words of one key: two of Threefry, or four of "rbg"."""
+    array = isinstance(key, jax.Array | np.ndarray)
+    return array and key.dtype == np.uint32 and key.shape in ((2,), (4,))
 
 
 def noise(words: jax.Array, numbers: jax.Array, size: int) -> jax.Array:
@@ -71,7 +116,7 @@ def noise(words: jax.Array, numbers: jax.Array, size: int) -> jax.Array:
 @cache
 def _noise(size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def one(words: jax.Array, numbers: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        key = jax.random.wrap_key_data(words, impl=IMPL)
         return gumbel(reduce(fold_in, numbers, key), size)
 
     return jax.vmap(one)

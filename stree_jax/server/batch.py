@@ -19,6 +19,7 @@ from stree_jax.arguments import stop_token_table
 from stree_jax.buckets import bucket
 from stree_jax.checkpoint import Model
 from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
+from stree_jax.models.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
@@ -193,7 +194,7 @@ class Batch:
         spec = refilled(spec)
         self._specs = {False: spec, True: spec}  # by whether any row is drawn
         self._stops = jnp.asarray(stop_token_table(model, None, 1))
-        self._key = jax.random.key(0)  # as of `sampling_rows`
+        self._key = key_of(0)  # as of `sampling_rows`
         self._decoding: Decoding | None = None
         self._lists: logprobs.LogProbs | None = None
 

@@ -21,6 +21,7 @@ from stree_jax.byte_sizes import shown_bytes
 from stree_jax.checkpoint import Model
 from stree_jax.memory import SCRATCH, Room, analysed, parts_of
 from stree_jax.models.heads import Heads
+from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling import logprobs
 from stree_jax.server.batch import GREEDY, Asked, Layout, Sizes, as_asked, requests_of
@@ -149,7 +150,7 @@ class _Shapes:
 def _shapes(model: Model, spec: Spec, sizes: Sizes) -> _Shapes:
     layout = Layout.of(model.config, spec, sizes)
     stops = jnp.asarray(stop_token_table(model, None, 1))
-    requests = requests_of(Asked([0], 1, GREEDY), stops, jax.random.key(0))
+    requests = requests_of(Asked([0], 1, GREEDY), stops, key_of(0))
     begin = partial(init_decoding, **_sizes(layout))
     one = jax.eval_shape(begin, spec, *_text(layout.widths[0]), requests)
     whole = jax.eval_shape(partial(vacant, rows=sizes.rows), spec, one)

@@ -39,6 +39,7 @@ from stree_jax.sampling.distribution import (
     Distribution,
     top2_margin,
 )
+from stree_jax.sampling.threefry import uniform
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology
 
@@ -388,7 +389,8 @@ def by_probability(
     """
     z = dist.scores(logits[:, None], depth[None, None])[:, 0]
     keys = dist.keys(ACCEPT, depth)
-    u = jax.vmap(lambda k: jax.random.uniform(k, drafts.shape[1:], z.dtype))(keys)
+    (count,) = drafts.shape[1:]
+    u = jax.vmap(lambda key: uniform(key, count))(keys)
     taken, p = try_siblings(rule, jnp.exp(z), q, drafts, exists, u)
     return taken, argmax(jnp.log(p) + dist.noise(depth))
 

@@ -83,5 +83,7 @@ def search(
     first = grow(tokens, parents, at_root, top, zero, jnp.int32(1))
     records = init_records(model.config, batch, T, param_dtype(model.params))
     depths = jnp.arange(2, beam.depth + 1, dtype=jnp.int32)
-    (tokens, parents, _, _), _ = lax.scan(level, (*first, records), depths)
+    tokens, parents = first[:2]
+    if depths.size:  # without jit, jax scans no empty array
+        (tokens, parents, _, _), _ = lax.scan(level, (*first, records), depths)
     return Draft(tree_layout(beam, parents), tokens)

@@ -28,7 +28,7 @@ from stree_jax.models import (
 )
 from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import DRAFT, Distribution
-from stree_jax.sampling.threefry import fold_in
+from stree_jax.sampling.threefry import fold_in, uniform
 from stree_jax.speculation.accept import Drafting, Rule
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafter import News, Prompts
@@ -225,6 +225,8 @@ def fill_tree(
     draft = draw(empty_draft(root, tree, dist, rule), at_root, jnp.int32(0))
     records = init_records(config, batch, T, param_dtype(model.params))
     depths = jnp.arange(1, tree.depth, dtype=jnp.int32)
+    if not depths.size:  # without jit, jax scans no empty array
+        return draft
     (draft, _, _), _ = lax.scan(level, (draft, records, handed), depths)
     return draft
 
@@ -324,7 +326,7 @@ def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
 
     def one(p: jax.Array, key: jax.Array) -> jax.Array:
         below = jnp.cumsum(p)
-        u = jax.random.uniform(key, (count,), p.dtype) * below[-1]
+        u = uniform(key, count) * below[-1]
         u = jnp.minimum(u, jnp.nextafter(below[-1], 0.0))  # never past the last token
         return jnp.searchsorted(below, u, side="right").astype(jnp.int32)
 

@@ -170,10 +170,10 @@ def write_gsm8k(corpus: Path, text: Path) -> Source:
 
 def write_mbpp(corpus: Path, text: Path) -> Source:
     (text / "mbpp").mkdir()
-    lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").split("\n")
     kept = [
         line
-        for line in lines
+        for line in filter(None, lines)  # not `splitlines`: JSON may hold U+2028
         if not 11 <= json.loads(line)["task_id"] <= 510  # the evaluation part
     ]
     (text / "mbpp/train.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")

@@ -4,11 +4,7 @@ The steps are separate so that a recipe can mix its sources in between, and each
 deterministic: the same inputs give the same bytes.
 """
 
-import gzip
-import json
 import re
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -18,6 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.convert.tokenizer import encoding
+from stree_jax.records import Spell
+from stree_jax.training.texts import Spelled, Tally, read_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,13 +23,9 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 MAX_DOCUMENT_BYTES = 64 * 1024
 
-_SUFFIXES = (".py", ".txt", ".md", ".txt.gz", ".jsonl", ".zip", ".whl")
-_MAX_VOCAB = 1 << 16  # ids are stored as uint16
+_MAX_VOCAB = 1 << 16  # of a tokenizer trained here
 _ENCODE_BATCH = 512  # documents per tokenizer call: enough to keep its threads busy
 _MAX_TOKEN_CHARS = 16  # keeps rulers such as "# -----" from taking up the vocabulary
-
-# GSM8K marks each computation in an answer, as in "48/2 = <<48/2=24>>24 clips".
-_CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 
 # A line, or 16 Ki characters of a longer one: a character takes four bytes at most, so
 # that every match fits into a document.
@@ -48,23 +42,24 @@ _PRETOKENS = (
 )
 
 
-def iter_documents(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield the documents in files and, recursively and in sorted order, in folders.
+def iter_documents(
+    paths: Sequence[Path], tally: Tally | None = None, spell: Spell | None = None
+) -> Iterator[str]:
+    """Yields the documents in files and, recursively and in sorted order, in folders.
 
-    Read are `.py`, `.txt`, `.md`, `.txt.gz`, `.jsonl` (one document per line), and the
-    `.py` and `.txt` members of `.zip` and `.whl` files other than tests and metadata.
-    Hidden files in folders, and those of other kinds, are passed over. Blank documents
-    are dropped, and long ones cut at line ends into pieces of `MAX_DOCUMENT_BYTES`, so
-    that shuffling mixes sources evenly. The paths are checked before any is read.
+    Reads the files of `texts.SUFFIXES`: text, records (`stree_jax.records`), and
+    archives of these. Blank documents are dropped, and long ones are cut at line ends
+    into pieces of `MAX_DOCUMENT_BYTES`, so that shuffling mixes sources evenly.
+
+    Args:
+      paths: checked before any is read.
+      tally: counts what was read and what was skipped.
+      spell: spells conversations; its texts are `Spelled`.
+
+    Raises:
+      ValueError: as `read_texts`.
     """
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path}: no such file or folder")
-        if not path.is_dir() and not path.name.endswith(_SUFFIXES):
-            raise ValueError(f"{path}: not one of {' '.join(_SUFFIXES)}")
-        files += _files_below(path) if path.is_dir() else [path]
-    texts = chain.from_iterable(map(_read_file, files))
+    texts = read_texts(paths, Tally() if tally is None else tally, spell)
     return chain.from_iterable(map(_pieces, texts))
 
 
@@ -103,29 +98,46 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
 def encode_corpus(
     documents: Iterable[str], tokenizer: "Tokenizer", eos_id: int
 ) -> np.ndarray:
-    """Encode documents into one uint16 array, with `eos_id` after each document.
+    """Encodes documents into one array of ids, with `eos_id` after each document.
 
     Special tokens spelled out in a document are encoded as plain text, so that only the
-    ends of documents carry `eos_id`.
-    """
-    from tokenizers import Tokenizer
+    ends of documents carry `eos_id`. In `Spelled` documents they are the tokens, and a
+    document that ends with `eos_id`, or with it and one more token, gets no second one.
 
-    vocab_size = tokenizer.get_vocab_size()
-    if vocab_size > _MAX_VOCAB:
-        raise ValueError(f"a vocabulary of {vocab_size} does not fit 16-bit token ids")
-    if not 0 <= eos_id < vocab_size:
-        raise ValueError(f"eos_id {eos_id} is not in a vocabulary of {vocab_size}")
-    plain = Tokenizer.from_str(tokenizer.to_str())  # leaves the caller's as it is
+    Returns:
+      uint16, or uint32 for a tokenizer with larger ids.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if not 0 <= eos_id <= largest:
+        raise ValueError(f"eos_id {eos_id} is not in a vocabulary of {largest + 1}")
+    dtype = np.uint16 if largest < 1 << 16 else np.uint32
+    plain, spelled = _bare(tokenizer), _bare(tokenizer)
     plain.encode_special_tokens = True
-    plain.no_padding()
-    plain.no_truncation()
-    parts = [np.zeros(0, np.uint16)]
+    parts = [np.zeros(0, dtype)]
     pending = iter(tqdm(documents, desc="encoding", unit="doc"))
     while texts := list(islice(pending, _ENCODE_BATCH)):
-        with encoding("the text to train on"):
-            encoded = plain.encode_batch(texts, add_special_tokens=False)
-        parts += [np.array([*text.ids, eos_id], np.uint16) for text in encoded]
+        rows: dict[int, list[int]] = {}
+        for kind, encoder in ((str, plain), (Spelled, spelled)):
+            places = [i for i, text in enumerate(texts) if type(text) is kind]
+            batch = [str(texts[i]) for i in places]
+            with encoding("the text to train on"):
+                found = encoder.encode_batch(batch, add_special_tokens=False)
+            rows |= {i: each.ids for i, each in zip(places, found, strict=True)}
+        for i, text in enumerate(texts):
+            ended = isinstance(text, Spelled) and eos_id in rows[i][-2:]
+            end = [] if ended else [eos_id]
+            parts.append(np.array([*rows[i], *end], dtype))
     return np.concatenate(parts)
+
+
+def _bare(tokenizer: "Tokenizer") -> "Tokenizer":
+    """Returns a copy of a tokenizer that neither pads nor truncates."""
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    return copy
 
 
 def split_holdout(
@@ -174,74 +186,8 @@ def sample_batches(
     return batches()
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Return the supported, not hidden files in a folder in a fixed order."""
-    found = {path.relative_to(folder).parts: path for path in folder.rglob("*")}
-    return [
-        path
-        for parts, path in sorted(found.items())
-        if path.name.endswith(_SUFFIXES)
-        and not any(part.startswith(".") for part in parts)
-        and path.is_file()
-    ]
-
-
-def _read_file(path: Path) -> Iterator[str]:
-    """Yield the texts in one supported file, not yet cut to size."""
-    try:
-        if path.name.endswith((".zip", ".whl")):
-            with zipfile.ZipFile(path) as archive:
-                for name in sorted(archive.namelist()):
-                    if _wanted_member(name):
-                        yield _decode(archive.read(name))
-        elif path.name.endswith(".jsonl"):
-            for number, line in enumerate(_decode(path.read_bytes()).split("\n"), 1):
-                if line.strip():
-                    yield _record_text(line, f"{path}:{number}")
-        elif path.name.endswith(".gz"):
-            yield _decode(gzip.decompress(path.read_bytes()))
-        else:
-            yield _decode(path.read_bytes())
-    except (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: cannot be unpacked: {error}") from error
-
-
-def _wanted_member(name: str) -> bool:
-    """Tell whether a member of an archive is code or text that is not a test."""
-    *folders, file = name.split("/")
-    if not file.endswith((".py", ".txt")) or file.startswith("test_"):
-        return False
-    return not any(f in ("tests", "test") or f.endswith(".dist-info") for f in folders)
-
-
-def _decode(data: bytes) -> str:
-    """Decode a file's bytes: UTF-8 where they are that, Latin-1 where not."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = data.decode("latin-1")
-    return text.replace("\r\n", "\n")
-
-
-def _record_text(line: str, where: str) -> str:
-    """Return the text of one JSON Lines record of a kind known here."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    fields = record if isinstance(record, dict) else {}
-    for names in (("question", "answer"), ("text", "code"), ("prompt",)):
-        values = [v for name in names if isinstance(v := fields.get(name), str)]
-        if len(values) == len(names):
-            if "answer" in names:
-                values[-1] = _CALCULATOR.sub("", values[-1])
-            # JSON can spell lone surrogates, which are in no UTF-8 text.
-            return _decode("\n".join(values).encode("utf-8", "replace"))
-    raise ValueError(f"{where}: no question and answer, text and code, or prompt")
-
-
 def _pieces(text: str) -> list[str]:
-    """Cut a text at line ends into pieces of limited size; drop the blank ones."""
+    """Cuts a text at line ends into pieces of limited size; drops the blank ones."""
     pieces, size = [""], 0
     for line in _LINE.findall(text):
         size += len(line.encode("utf-8"))
@@ -249,4 +195,4 @@ def _pieces(text: str) -> list[str]:
             pieces.append("")
             size = len(line.encode("utf-8"))
         pieces[-1] += line
-    return [piece for piece in pieces if piece.strip()]
+    return [type(text)(piece) for piece in pieces if piece.strip()]

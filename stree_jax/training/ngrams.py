@@ -32,6 +32,7 @@ from stree_jax.models import (
     whole_blocks,
 )
 from stree_jax.models.argmax import argmax
+from stree_jax.models.keys import key_of
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.speculation.loop import generate_tokens
 from stree_jax.speculation.ngrams import (
@@ -187,7 +188,7 @@ def sample_text(
     rounds = math.ceil(tokens / (batch * ROW))
     for step in tqdm(range(rounds), unit_scale=batch * ROW, unit=" tokens"):
         first = rng.integers(0, V, (batch, 1), np.int32)
-        key = jax.random.fold_in(jax.random.key(seed), step)
+        key = jax.random.fold_in(key_of(seed), step)
         yield np.asarray(say(model, jnp.asarray(first), key))
 
 

@@ -1,7 +1,8 @@
 """The recipe of the bundled pair: a small hybrid target, and its drafter's config."""
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,10 @@ from stree_jax.models import (
     Rope,
     cast_params,
 )
+from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.saves import Params
+from stree_jax.training.texts import PREPARED, Spelled, Tally
 from stree_jax.training.train import TrainConfig, check_times, fit, next_token_loss
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ class Job:
       work: folder of this run's saves, to go on from if there are any.
       train: how to train.
       minutes, save_minutes: see `fit`.
+      spell: spells conversations in the text, as the target's chat template; if None,
+        their messages are joined by newlines.
     """
 
     text: Sequence[Path]
@@ -50,6 +55,7 @@ class Job:
     train: TrainConfig
     minutes: float | None = None
     save_minutes: float = 5.0
+    spell: Spell | None = None
 
     def check(self) -> None:
         """Refuse what could not be written, before anything is trained."""
@@ -62,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Token streams (uint16) and the tokenizer that made them."""
+    """Token streams (uint16 or uint32) and the tokenizer that made them."""
 
     tokenizer: "Tokenizer"
     train: np.ndarray
@@ -151,30 +157,60 @@ def prepare(
     tokenizer: "Tokenizer | None" = None,
     vocab_size: int = 2048,
     end: int | None = None,
+    spell: Spell | None = None,
 ) -> TrainingData:
-    """Token streams from text, or from one folder of prepared ones; see `Job.text`.
+    """Makes token streams of text, or reads one folder of them; see `Job.text`.
+
+    What was read of the text, and what was not, is printed on stderr.
 
     Args:
-      tokenizer: to encode text with; None: train one of `vocab_size` entries.
-      end: the token after each document, where the tokenizer has no `END_OF_TEXT`.
+      tokenizer: encodes the text; if None, one of `vocab_size` entries is trained.
+      end: the token after each document, if the tokenizer has no `END_OF_TEXT`.
+      spell: see `Job.spell`.
+
+    Raises:
+      ValueError: the paths hold no text, or too little of it, or as `read_texts`.
     """
     folder = paths[0]
-    if len(paths) == 1 and (folder / "train.npy").is_file():
+    if len(paths) == 1 and (folder / PREPARED).is_file():
         return TrainingData(
             read_tokenizer_file(folder / "tokenizer.json"),
-            np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False),
+            np.load(folder / PREPARED, mmap_mode="r", allow_pickle=False),
             np.load(folder / "heldout.npy", allow_pickle=False),
         )
     if tokenizer is None:
-        documents = tqdm(corpus.iter_documents(paths), "for the tokenizer", unit="doc")
+        texts = corpus.iter_documents(paths, spell=spell)
+        documents = tqdm(texts, "for the tokenizer", unit="doc")
         tokenizer = corpus.train_tokenizer(documents, vocab_size)
     own = tokenizer.token_to_id(corpus.END_OF_TEXT)
     end = end if own is None else own
     if end is None:
         raise ValueError(f"tokenizer: no entry {corpus.END_OF_TEXT!r}")
-    tokens = corpus.encode_corpus(corpus.iter_documents(paths), tokenizer, end)
+    tally = Tally()
+    documents = corpus.iter_documents(paths, tally, spell)
+    spelled = special_tokens_in(documents, tokenizer, tally)
+    tokens = corpus.encode_corpus(spelled, tokenizer, end)
+    for line in tally.lines():
+        print(f"stree-jax: {line}", file=sys.stderr)
+    if not len(tokens):
+        raise ValueError(f"no text in {', '.join(map(str, paths))}")
     train, heldout = corpus.split_holdout(tokens)
     return TrainingData(tokenizer, train, heldout)
+
+
+def special_tokens_in(
+    documents: Iterable[str], tokenizer: "Tokenizer", tally: Tally
+) -> Iterator[str]:
+    """Yields the documents, and counts in `tally` those of plain text that spell
+    special tokens, which are not encoded as such."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    names = [re.escape(token.content) for token in added if token.special]
+    pattern = re.compile("|".join(names) or r"(?!)")
+    for text in documents:
+        found = None if isinstance(text, Spelled) else pattern.search(text)
+        if found is not None:
+            tally.special[found[0]] += 1
+        yield text
 
 
 def train_target(
@@ -186,7 +222,7 @@ def train_target(
     """Train a small hybrid on text and write it as a Hugging Face directory."""
     job.check()
     given = None if tokenizer is None else read_tokenizer_file(tokenizer)
-    data = prepare(job.text, given, vocab_size)
+    data = prepare(job.text, given, vocab_size, spell=job.spell)
     config = target_config(data.tokenizer.get_vocab_size(), size)
     params, _ = fit(
         config,
@@ -211,7 +247,7 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
     if target.tokenizer is None:
         raise ValueError(f"{name}: training from text needs its tokenizer.json")
     end = next(iter(target.config.stop_tokens), None)
-    data = prepare(job.text, target.tokenizer, end=end)
+    data = prepare(job.text, target.tokenizer, end=end, spell=job.spell)
     if data.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ValueError(f"{name}: its tokenizer is not the one of the prepared text")
     num_tokens = target.config.num_tokens

@@ -30,6 +30,7 @@ from stree_jax.models import (
     init_state,
     logits_of,
 )
+from stree_jax.models.keys import default_numbers, key_of
 from stree_jax.training.corpus import sample_batches
 from stree_jax.training.saves import (
     History,
@@ -85,6 +86,8 @@ class TrainConfig:
             raise ValueError(
                 f"learning_rate: want more than 0, got {self.learning_rate}"
             )
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed: want an integer in [0, 2^64), got {self.seed}")
 
     @property
     def warmup_steps(self) -> int:
@@ -213,7 +216,9 @@ def _train_step(
     loss = jax.value_and_grad(partial(_rounded_loss, subject, train))
     value, grads = loss(state.params, batch, teacher)
     optimizer = make_optimizer(train)
-    updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+    # optax raises a float to an integer power, which "strict" promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     return TrainState(params, opt_state, state.step + 1), value
 
@@ -303,11 +308,13 @@ def learn(
       float32 parameters, and the history: step, train and held-out loss.
 
     Raises:
-      ValueError: `directory` is of a run with other settings.
+      ValueError: `directory` is of a run with other settings, or jax compiles nothing.
       KeyboardInterrupt: after the save.
     """
     import orbax.checkpoint as ocp
 
+    if getattr(jax.config, "jax_disable_jit", False):
+        raise ValueError("jax_disable_jit: training needs compiled steps; unset it")
     check_times(minutes, save_minutes)
     learner = _Learner(subject, train, teacher, examples, progress)
     run = Progress(learner.begin(), [], [])
@@ -333,7 +340,8 @@ class _Learner:
     progress: bool
 
     def begin(self) -> TrainState:
-        params = self.subject.init(jax.random.key(self.train.seed))
+        with default_numbers():
+            params = self.subject.init(key_of(self.train.seed))
         optimizer = make_optimizer(self.train).init(params)
         return TrainState(params, optimizer, jnp.zeros((), jnp.int32))
 

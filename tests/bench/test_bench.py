@@ -306,13 +306,13 @@ def test_prompt_files(tmp_path):
         prompt_of({"x": 1}, path)
     path = tmp_path / "odd.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": \xff\n')
-    with pytest.raises(ValueError, match="odd.jsonl: line .: no JSON"):
+    with pytest.raises(ValueError, match="odd.jsonl:2: not UTF-8"):
         read_prompts([path], 2)
     path.write_text('{"prompt": "a"}\nb\n')
-    with pytest.raises(ValueError, match="odd.jsonl: line 2: no JSON"):
+    with pytest.raises(ValueError, match="odd.jsonl:2: not JSON"):
         read_prompts([path], 2)
     zipped = path.rename(tmp_path / "odd.gz")
-    with pytest.raises(ValueError, match="odd.gz: line 1: no JSON"):
+    with pytest.raises(ValueError, match="odd.gz: cannot be unpacked"):
         read_prompts([zipped], 2)
 
 

@@ -225,12 +225,10 @@ def test_a_rows_noise_is_its_own():
     assert (noise([Sampling(temperature=0)], 1, 4) == 0).all()
 
 
-def test_keys_of_other_generators_are_refused():
+def test_what_is_no_key_is_refused():
     with pytest.raises(ValueError, match="want a key of jax.random.key, got 3"):
         sampling_rows([Sampling()], 3)
-    with pytest.raises(ValueError, match="one threefry key"):
-        sampling_rows([Sampling()], jax.random.key(0, impl="rbg"))
-    with pytest.raises(ValueError, match="one threefry key"):
+    with pytest.raises(ValueError, match="want one key, got keys"):
         sampling_rows([Sampling()], jax.random.split(jax.random.key(0)))
     old = sampling_rows([Sampling()], jax.random.PRNGKey(0))
     new = sampling_rows([Sampling()], jax.random.key(0))

@@ -202,10 +202,11 @@ def test_encode_corpus_ignores_the_tokenizers_padding(tokenizer: Tokenizer) -> N
     assert padded.padding is not None
 
 
-def test_encode_corpus_refuses_what_uint16_cannot_hold(tokenizer: Tokenizer) -> None:
+def test_encode_corpus_takes_32_bits_where_16_are_too_few(tokenizer: Tokenizer) -> None:
     big = Tokenizer(models.WordLevel({str(i): i for i in range(65537)}))
-    with pytest.raises(ValueError, match="65537"):
-        encode_corpus(["1"], big, 0)
+    tokens = encode_corpus(["65536"], big, 0)
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == [65536, 0]
     with pytest.raises(ValueError, match="eos_id 400"):
         encode_corpus(["1"], tokenizer, 400)
 

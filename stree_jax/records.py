@@ -1,0 +1,506 @@
+"""Records of published data sets: which shapes are known, and how files hold them.
+
+A record is read whole (`Record`): for training both of its halves count, for prompts
+only what comes before the answer. Fields that are not read are named in `unread`, so
+that callers can say so.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+Message = dict[str, Any]  # "role" and "content" are strings; others as in the file
+# Spells a conversation as text, as a chat template does.
+Spell = Callable[[Sequence[Message]], str]
+
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+CONVERSATIONS = (
+    *("messages", "conversations", "conversation", "contents", "dialog", "dialogue"),
+)
+TURNS = "turns"  # MT-Bench: what the user says, turn by turn
+SYSTEM = ("system", "system_prompt")
+# What a model is asked. The first that a record has is read, and `INPUTS` beside it.
+QUESTIONS = (
+    *("prompt", "instruction", "question", "query", "problem", "inputs", "input"),
+    *("document", "article", "dialogue", "text"),
+)
+INPUTS = ("input", "context")
+ANSWERS = (
+    *("completion", "response", "output", "answer", "canonical_solution", "chosen"),
+    *("solution", "targets", "target", "code", "summary", "highlights"),
+)
+TEXTS = ("text", "content", "raw_content")
+LISTS = ("data", "train", "instances", "records", "examples")  # of a file's records
+
+_SPEAKERS = ("role", "from")
+_CONTENTS = ("content", "value", "parts")
+# In names of fields that a prompt alone must not have: its answer would be lost.
+_OTHER_ANSWERS = ("completion", "response", "answer", "output", "solution", "rejected")
+_ROLES = {  # names that data sets give to the roles of chat templates
+    **{name: "user" for name in ("human", "user", "prompter")},
+    **{name: "assistant" for name in ("gpt", "chatgpt", "assistant", "bot", "model")},
+    **{"function_call": "assistant", "observation": "tool"},
+}
+_MOST_KEYS = 12  # of a record that are named in an error
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one record holds: a conversation, or a text in up to two halves.
+
+    Attributes:
+      kind: names of the fields that are read, for people: "prompt + completion".
+      question: text before the answer; empty if the record is one text.
+      answer: text after it, or the record's only text; None if there is none.
+      messages: the conversation, if it is one.
+      unread: names of fields that are not read; "message weight" is one of a message.
+    """
+
+    kind: str
+    question: str = ""
+    answer: str | None = None
+    messages: tuple[Message, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Returns everything that is read, as text to train on.
+
+        Halves are joined by a newline, unless white space separates them already, as
+        in HumanEval. So are the messages of a conversation, without their roles.
+        """
+        if self.messages:
+            return "\n".join(message["content"] for message in self.messages)
+        question, answer = self.question, self.answer or ""
+        spaced = not question or question[-1].isspace() or answer[:1].isspace()
+        return question + ("" if spaced or not answer else "\n") + answer
+
+    def prompt(self) -> str | None:
+        """Returns the half before the answer, or None if there is none.
+
+        A conversation's is its system message and the first message of the user.
+        """
+        if self.messages:
+            asked = self.user_turns()[:1]
+            system = [m["content"] for m in self.messages if m["role"] == "system"]
+            return "\n".join([*system[:1], *asked]) + "\n" if asked else None
+        if not self.question:
+            return None
+        as_it_is = "prompt" in self.kind.split(" + ")
+        return self.question if as_it_is else f"{self.question}\n"
+
+    def user_turns(self) -> list[str]:
+        """Returns what the user says in a conversation, turn by turn."""
+        return [m["content"] for m in self.messages if m["role"] == "user"]
+
+
+def record_of(value: Any, where: str) -> Record:
+    """Returns what a JSON value holds.
+
+    Args:
+      value: a text, or an object of a known shape. Fields that are null are absent.
+      where: names the record in errors.
+
+    Raises:
+      ValueError: the shape is not known; names the record's keys and the known ones.
+    """
+    if isinstance(value, str):
+        return Record("text", answer=value)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {_unknown()}, but {_type_name(value)}")
+    fields = _fields(value)
+    found = _conversation(fields, where) or _halves(fields)
+    if found is None:
+        raise ValueError(f"{where}: {_unknown()} {_keys_of(fields)}; {KNOWN}")
+    return found
+
+
+KNOWN = (
+    f"known are {' '.join(CONVERSATIONS)} {TURNS} (a conversation), {' '.join(TEXTS)} "
+    f"(a text), one of {' '.join(QUESTIONS)} with one of {' '.join(ANSWERS)}, and "
+    "prompt or chosen alone"
+)
+
+
+def read_records(
+    path: Path | str, stream: IO[bytes] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields (place, JSON value) for each record of a file.
+
+    Files whose name ends in .json hold one value: a list of records, one record, or an
+    object with a list of records in a field of `LISTS`. They, and all others, may hold
+    one value a line; blank lines are skipped. Names that end in .gz are unpacked.
+
+    Args:
+      stream: what to read in place of the file, not unpacked either.
+
+    Raises:
+      ValueError: not JSON, not UTF-8, or not to be unpacked; names the line.
+    """
+    name = str(path).lower()
+    packed = name.endswith(".gz")
+    name = name.removesuffix(".gz")
+    source = stream or open(path, "rb")
+    try:
+        opened: Any = gzip.open(source) if packed else source
+        with opened:
+            yield from (_whole if name.endswith(".json") else _lines)(opened, str(path))
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path}: cannot be unpacked: {error}") from error
+    finally:
+        source.close()
+
+
+def decoded(data: bytes) -> str | None:
+    """Returns bytes as text: UTF-8, or UTF-16 and UTF-32 with their mark; None if they
+    are none of these."""
+    encoding = json.detect_encoding(data) if data[:2] in _MARKS else "utf-8-sig"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError:
+        return None
+
+
+_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00")
+
+
+def _lines(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
+    first = stream.readline()
+    if first[:2] in _MARKS:  # UTF-16 has zero bytes around its line ends
+        text = _text(first + stream.read(), path)
+        numbered: Iterator[tuple[int, str]] = enumerate(text.split("\n"), 1)
+    else:
+        chained = (line for part in ([first], stream) for line in part)
+        numbered = (
+            (number, _text(line, f"{path}:{number}"))
+            for number, line in enumerate(chained, 1)
+        )
+    for number, line in numbered:
+        if line.strip():
+            yield f"{path}:{number}", _json(line, f"{path}:{number}")
+
+
+def _whole(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
+    """`read_records` of a .json file."""
+    text = _text(stream.read(), path)
+    head, _, rest = text.strip().partition("\n")
+    if rest and head.rstrip().endswith(("}", '"')) and _is_json(head):
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield f"{path}:{number}", _json(line, f"{path}:{number}")
+        return
+    if not text.strip():
+        return
+    value = _json(text, path)
+    if isinstance(value, dict) and not _is_record(value):
+        lists = [v for name in LISTS if isinstance(v := value.get(name), list)]
+        value = lists[0] if len(lists) == 1 else value
+    if not isinstance(value, list):
+        yield path, value
+        return
+    for number, record in enumerate(value, 1):
+        yield f"{path}: record {number}", record
+
+
+def _is_record(value: dict[str, Any]) -> bool:
+    try:
+        record_of(value, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _text(data: bytes, where: str) -> str:
+    text = decoded(data)
+    if text is None:
+        raise ValueError(f"{where}: not UTF-8; convert it (iconv -t utf-8)")
+    return text
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json(text: str, where: str) -> Any:
+    """Parses JSON; unlike Python's parser, refuses an object with one key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _TwiceError(f"{where}: the key {twice!r} stands there twice")
+        return fields
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except _TwiceError:
+        raise
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        want = "want one JSON value a line (a list of records: name the file .json)"
+        raise ValueError(f"{where}: not JSON: {reason}; {want}") from error
+
+
+class _TwiceError(ValueError):
+    """An object with one key twice."""
+
+
+def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are not null, by their names in small letters."""
+    found = {name: v for name, v in value.items() if v is not None}
+    small = {name.lower(): v for name, v in found.items()}
+    return small if len(small) == len(found) else found
+
+
+def _conversation(fields: Mapping[str, Any], where: str) -> Record | None:
+    """Returns the record if it is a conversation, else None."""
+    name = next((n for n in CONVERSATIONS if isinstance(fields.get(n), list)), None)
+    if name is not None:
+        messages, unread = _messages(fields[name], f"{where}: {name}")
+        return _with_system(name, messages, fields, {name}, unread)
+    if isinstance(turns := fields.get(TURNS), list):
+        if all(isinstance(turn, str) for turn in turns):
+            said = tuple({"role": "user", "content": turn} for turn in turns)
+            return _with_system(TURNS, said, fields, {TURNS}, ())
+        messages, unread = _messages(turns, f"{where}: {TURNS}")
+        return _with_system(TURNS, messages, fields, {TURNS}, unread)
+    pair = [n for n in fields if n in _ROLES and isinstance(fields[n], str)]
+    if [_ROLES[name] for name in pair] == ["user", "assistant"]:
+        messages, unread = _messages([{n: fields[n] for n in pair}], where)
+        return _with_system(" + ".join(pair), messages, fields, set(pair), unread)
+    return _in_two_halves(fields, where)
+
+
+def _in_two_halves(fields: Mapping[str, Any], where: str) -> Record | None:
+    """Returns a conversation whose prompt or answer is a list of messages (TRL)."""
+    before = next((n for n in QUESTIONS if n in fields), None)
+    after = next((n for n in ANSWERS if n in fields), None)
+    lists = [n for n in (before, after) if n and isinstance(fields[n], list)]
+    if not lists or not all(isinstance(m, dict) for n in lists for m in fields[n]):
+        return None
+    messages: tuple[Message, ...] = ()
+    unread: tuple[str, ...] = ()
+    read = set(lists)
+    answer_is_whole = after in lists and _opens(fields[after])
+    for name, role in ((before, "user"), (after, "assistant")):
+        if name is None or (name == before and answer_is_whole):
+            continue  # the answer repeats the prompt, as UltraFeedback's does
+        if isinstance(fields[name], str):
+            said: tuple[Message, ...] = ({"role": role, "content": fields[name]},)
+            more: tuple[str, ...] = ()
+        else:
+            said, more = _messages(fields[name], f"{where}: {name}")
+        messages, unread, read = (*messages, *said), (*unread, *more), {*read, name}
+    kind = " + ".join(n for n in (before, after) if n in read)
+    return _with_system(kind, messages, fields, read, unread)
+
+
+def _opens(messages: Sequence[Message]) -> bool:
+    """True if messages begin with a question, so that they are a whole conversation."""
+    role = next((m[s] for m in messages[:1] for s in _SPEAKERS if s in m), None)
+    return isinstance(role, str) and _role(role) in ("user", "system")
+
+
+def _role(name: str) -> str:
+    """Returns the name that chat templates have for a role of a data set."""
+    return _ROLES.get(name.lower(), name.lower())
+
+
+def _with_system(
+    kind: str,
+    messages: tuple[Message, ...],
+    fields: Mapping[str, Any],
+    read: set[str],
+    unread: tuple[str, ...],
+) -> Record:
+    """Returns a conversation, with the system message that stands beside it."""
+    if all(message["role"] != "system" for message in messages):
+        for name in SYSTEM:
+            if isinstance(text := fields.get(name), str) and text.strip():
+                messages = ({"role": "system", "content": text}, *messages)
+                kind, read = f"{name} + {kind}", {*read, name}
+                break
+    left = _left(fields, read)
+    return Record(kind, messages=messages, unread=(*left, *dict.fromkeys(unread)))
+
+
+def _left(fields: Mapping[str, Any], read: Collection[str]) -> tuple[str, ...]:
+    """Returns the names of fields that hold something, and are not read."""
+    return tuple(n for n, v in fields.items() if n not in read and v not in _EMPTY)
+
+
+_EMPTY: tuple[Any, ...] = ("", [], {})
+
+
+def _messages(
+    entries: Sequence[Any], where: str
+) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """Returns a conversation's messages, and names of fields that only some chat
+    templates read.
+
+    Entries are {"role", "content"}, {"from", "value"}, {"human": .., "assistant": ..},
+    or texts of user and assistant in turns.
+    """
+    found: list[Message] = []
+    unread: list[str] = []
+    for number, entry in enumerate(entries):
+        place = f"{where}[{number}]"
+        if isinstance(entry, str):
+            role = "assistant" if number % 2 else "user"
+            found.append({"role": role, "content": entry})
+        elif isinstance(entry, dict):
+            said, more = _turn(entry, place)
+            found += said
+            unread += [f"message {name}" for name in more]
+        else:
+            raise ValueError(f"{place}: want a message, got {_type_name(entry)}")
+    return tuple(found), tuple(unread)
+
+
+def _turn(entry: Mapping[str, Any], where: str) -> tuple[list[Message], list[str]]:
+    """Returns the messages of one entry, and the names of its other fields."""
+    speaker = next((n for n in _SPEAKERS if isinstance(entry.get(n), str)), None)
+    content = next((n for n in _CONTENTS if n in entry), None)
+    if speaker is None:
+        pair = [n for n in entry if n in _ROLES and isinstance(entry[n], str)]
+        if not pair:
+            wanted = '"role" and "content", or "from" and "value"'
+            raise ValueError(f"{where}: want {wanted}, {_keys_of(entry)}")
+        said = [{"role": _ROLES[name], "content": entry[name]} for name in pair]
+        return said, [n for n, v in entry.items() if n not in pair and v is not None]
+    rest = {
+        name: value
+        for name, value in entry.items()
+        if name not in (speaker, content) and value is not None
+    }
+    text = _content(entry.get(content or ""), bool(rest), where)
+    role = _role(entry[speaker])
+    return [{**rest, "role": role, "content": text}], list(rest)
+
+
+def _content(value: Any, has_more: bool, where: str) -> str:
+    """Returns a message's text, which may be given in parts."""
+    if isinstance(value, str):
+        return value
+    if value is None and has_more:  # a call of a tool, which has no text
+        return ""
+    parts = value if isinstance(value, list) else [value]
+    texts: list[Any] = [p.get("text") if isinstance(p, dict) else p for p in parts]
+    if not all(isinstance(text, str) for text in texts):
+        bad = next(
+            p for p, t in zip(parts, texts, strict=True) if not isinstance(t, str)
+        )
+        kind = bad.get("type") if isinstance(bad, dict) else None
+        got = f"a part of type {kind}" if kind else _type_name(bad)
+        raise ValueError(f"{where}: content: want text, got {got}")
+    return "".join(texts)
+
+
+def _halves(fields: Mapping[str, Any]) -> Record | None:
+    """Returns a question with its answer, a text, or a prompt alone; else None."""
+    texts = {name: v for name, v in fields.items() if isinstance(v, str)}
+
+    def first(names: Sequence[str]) -> str | None:
+        return next((name for name in names if name in texts), None)
+
+    before, after = first(QUESTIONS), first(ANSWERS)
+    if before is not None and after is not None:
+        read = _asked(texts, before)
+        question = "\n".join(texts[name] for name in read)
+        return _made([*read, after], question, texts[after], fields)
+    text = first(TEXTS)
+    if text is not None and before == "prompt":  # Cosmopedia; or one repeats the other
+        read = [] if texts[text].startswith(texts["prompt"]) else ["prompt"]
+        question = "".join(texts[name] for name in read)
+        return _made([*read, text], question, texts[text], fields)
+    if text is not None and "role" not in fields:  # a message of a longer conversation
+        return _made([text], "", texts[text], fields)
+    left = [name for name in fields if any(word in name for word in _OTHER_ANSWERS)]
+    if before == "prompt" and not left and not any(n in fields for n in ANSWERS):
+        read = _asked(texts, before)
+        return _made(read, "\n".join(texts[name] for name in read), None, fields)
+    if "chosen" in texts:
+        return _made(["chosen"], "", texts["chosen"], fields)
+    return None
+
+
+def _asked(texts: Mapping[str, str], before: str) -> list[str]:
+    """Returns the names of the fields that make up a question, in their order."""
+    system = [name for name in SYSTEM if texts.get(name, "").strip()][:1]
+    beside = [n for n in INPUTS if n != before and texts.get(n, "").strip()]
+    if before in ("question", "query"):
+        return [*system, *beside, before]
+    return [*system, before, *beside]
+
+
+def _made(
+    read: Sequence[str], question: str, answer: str | None, fields: Mapping[str, Any]
+) -> Record:
+    return Record(" + ".join(read), question, answer, unread=_left(fields, read))
+
+
+def prompt_of(value: Any, where: str) -> str:
+    """Returns the prompt half of a record.
+
+    A prompt is taken as it is; a question ends with a newline.
+
+    Raises:
+      ValueError: the record has no such half, or is of no known shape.
+    """
+    if isinstance(value, dict):
+        fields = _fields(value)
+        texts = {name: v for name, v in fields.items() if isinstance(v, str)}
+        found = _conversation(fields, where)
+        before = next((n for n in QUESTIONS if n in texts and n != "text"), None)
+        if found is None and before is None and "code" in texts and "text" in texts:
+            before = "text"  # MBPP
+        if found is None and before is not None:
+            read = _asked(texts, before)
+            found = _made(read, "\n".join(texts[n] for n in read), None, fields)
+        prompt = None if found is None else found.prompt()
+        if prompt is not None:
+            return prompt
+        keys = _keys_of(fields)
+    elif isinstance(value, str):
+        return value
+    else:
+        keys = f"but {_type_name(value)}"
+    known = " ".join([*QUESTIONS[:-1], *CONVERSATIONS])
+    raise ValueError(f"{where}: no prompt, turns or question {keys}; known are {known}")
+
+
+def turns_of(value: Any, where: str) -> list[str]:
+    """Returns what the user says in a conversation, turn by turn; empty for a record
+    that is none."""
+    found = _conversation(_fields(value) if isinstance(value, dict) else {}, where)
+    return [] if found is None else found.user_turns()
+
+
+def _unknown() -> str:
+    return "no question and answer, conversation or text"
+
+
+def _keys_of(fields: Mapping[str, Any]) -> str:
+    """Says which keys a record has, and of what type those are that are no texts."""
+    named = [
+        name if isinstance(value, str) else f"{name} ({_type_name(value)})"
+        for name, value in fields.items()
+    ]
+    more = len(named) - _MOST_KEYS
+    shown = ", ".join(named[:_MOST_KEYS]) + (f" and {more} more" if more > 0 else "")
+    return f"in the keys {shown}" if named else "in an empty object"
+
+
+def _type_name(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
+    default = "null" if value is None else "a number"
+    return names.get(type(value), default)

@@ -1,0 +1,299 @@
+"""The texts in files and folders, and an account of what was read and what was not."""
+
+import gzip
+import re
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from stree_jax.records import (
+    RECORD_SUFFIXES,
+    TURNS,
+    Record,
+    Spell,
+    decoded,
+    read_records,
+    record_of,
+)
+
+_TEXTS = (".py", ".txt", ".md")
+_ARCHIVES = (".zip", ".whl")
+_READ = (*_TEXTS, *RECORD_SUFFIXES)
+SUFFIXES = (*_READ, *(f"{suffix}.gz" for suffix in _READ), *_ARCHIVES)
+WAYS_ON = {
+    "to read it as text, name it .txt": (),
+    "write its rows as JSON Lines first": (".parquet", ".arrow", ".csv", ".tsv"),
+    "unpack it first": (".zst", ".xz", ".bz2", ".tar", ".tgz", ".gz", ".7z", ".rar"),
+}
+PREPARED = "train.npy"  # of a folder of prepared tokens
+
+# GSM8K marks each computation in an answer, as in "48/2 = <<48/2=24>>24 clips".
+_CALCULATOR = re.compile(r"<<[\d\s.,+\-*/()%$=]*=[\d\s.,+\-*/()%$]*>>")
+_MOST_NAMES = 3  # of skipped files of a kind, or of fields, that are named
+
+
+class Spelled(str):
+    """A text as a chat template spells it: special tokens in it are meant as such."""
+
+    __slots__ = ()
+
+
+@dataclass
+class Tally:
+    """Counts of what was read, and of what was not.
+
+    Attributes:
+      files, read_bytes: files read, and their size as stored.
+      texts: texts that are a file's own.
+      records: of each kind, see `Record.kind`.
+      blank: texts and records of white space alone.
+      unread: records by the name of a field that was not read.
+      left_out: messages by role that a chat template leaves out.
+      roleless: conversations whose roles are not spelled, for want of a chat template.
+      special: texts by the special token that they spell, and that is not meant as
+        one there.
+      latin: files that are not UTF-8, read as Latin-1.
+      skipped: names of files by the reason why they were not read.
+    """
+
+    files: int = 0
+    read_bytes: int = 0
+    texts: int = 0
+    blank: int = 0
+    roleless: int = 0
+    records: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    special: Counter[str] = field(default_factory=Counter)
+    latin: list[str] = field(default_factory=list)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+
+    def skip(self, why: str, name: str) -> None:
+        self.skipped.setdefault(why, []).append(name)
+
+    def lines(self) -> list[str]:
+        """Returns the account, a line for each thing to know."""
+        kinds = [f"{count} of {kind}" for kind, count in self.records.most_common()]
+        found = [f"{self.texts} texts"] * bool(self.texts or not kinds)
+        if kinds:
+            total = self.records.total()
+            found.append(f"{total} records ({'; '.join(kinds)})")
+        size = f"{self.files} files ({self.read_bytes:,} bytes)"
+        said = [f"read {size}: {' and '.join(found)}"]
+        if self.unread:
+            said.append(f"fields not read: {_counted(self.unread)}")
+        if self.roleless:
+            who = f"{self.roleless} conversations"
+            said.append(f"{who} are joined without their roles: no chat template")
+        if self.left_out:
+            out = _counted(self.left_out)
+            said.append(f"the chat template leaves out messages, by role: {out}")
+        if self.special:
+            named = _counted(self.special)
+            said.append(f"special tokens in plain text are read as text: {named}")
+        if self.blank:
+            said.append(f"{self.blank} blank texts or records are left out")
+        if self.latin:
+            said.append(f"not UTF-8, read as Latin-1: {_some(self.latin)}")
+        for why, names in self.skipped.items():
+            said.append(f"skipped, {why}: {_some(names)}")
+        return said
+
+
+def read_texts(
+    paths: Sequence[Path], tally: Tally, spell: Spell | None = None
+) -> Iterator[str]:
+    """Yields the texts in files and, recursively and in sorted order, in folders.
+
+    Args:
+      tally: counts what is read, and what is skipped.
+      spell: spells conversations; if None, their messages are joined by newlines.
+
+    Raises:
+      ValueError: a path is missing or of another kind, at once; later, a file is
+        damaged or holds a record of an unknown shape.
+    """
+    files: list[tuple[Path, bool]] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+        if path.is_dir():
+            if (path / PREPARED).is_file():
+                raise ValueError(f"{path}: a folder of prepared tokens; give it alone")
+            files += [(file, True) for file in _files_below(path, tally)]
+            continue
+        if not path.is_file():
+            raise ValueError(f"{path}: not a regular file, and it is read twice")
+        if not path.name.lower().endswith(SUFFIXES):
+            shown = " ".join((*_READ, *_ARCHIVES))
+            raise ValueError(f"{path}: not one of {shown} or .gz; {_way_on(path)}")
+        files.append((path, False))
+    reader = _Reader(tally, spell)
+    return (text for path, found in files for text in reader.read(path, found))
+
+
+def _way_on(path: Path) -> str:
+    ways = (way for way, ends in WAYS_ON.items() if path.name.lower().endswith(ends))
+    return next(ways, next(iter(WAYS_ON)))
+
+
+def _files_below(folder: Path, tally: Tally) -> list[Path]:
+    """Returns the files in a folder that are read, in a fixed order."""
+    found = {path.relative_to(folder).parts: path for path in folder.rglob("*")}
+    files = []
+    for parts, path in sorted(found.items()):
+        name = str(path)
+        if path.is_dir():
+            if path.is_symlink():
+                tally.skip("links to folders", name)
+        elif any(part.startswith(".") for part in parts):
+            tally.skip("hidden", name)
+        elif not path.is_file():
+            tally.skip("not regular files", name)
+        elif not path.name.lower().endswith(SUFFIXES):
+            tally.skip("of kinds that are not read", name)
+        else:
+            files.append(path)
+    return files
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads files for `read_texts`."""
+
+    tally: Tally
+    spell: Spell | None
+
+    def read(self, path: Path, found: bool) -> Iterator[str]:
+        """Yields the texts in one file.
+
+        Args:
+          found: whether the file was found in a folder, not given by name.
+        """
+        self.tally.files += 1
+        self.tally.read_bytes += path.stat().st_size
+        try:
+            if path.name.lower().endswith(_ARCHIVES):
+                yield from self._archive(path)
+            else:
+                with open(path, "rb") as stream:
+                    yield from self._stream(stream, str(path), found)
+        except (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{path}: cannot be unpacked: {error}") from error
+
+    def _archive(self, path: Path) -> Iterator[str]:
+        """Yields the texts of an archive's members; of wheels, code and text alone."""
+        kinds = (".py", ".txt") if path.name.lower().endswith(".whl") else SUFFIXES
+        with zipfile.ZipFile(path) as archive:
+            for info in sorted(archive.infolist(), key=lambda info: info.filename):
+                name = info.filename
+                place = f"{path}/{name}"
+                if info.is_dir():
+                    continue
+                if _is_test_or_metadata(name):
+                    self.tally.skip("tests and metadata of archives", place)
+                elif not name.lower().endswith(kinds) or name.endswith(_ARCHIVES):
+                    self.tally.skip("of kinds that are not read", place)
+                else:
+                    if info.flag_bits & 1:
+                        raise ValueError(f"{place}: encrypted; unpack it first")
+                    with archive.open(info) as stream:
+                        yield from self._stream(stream, place, True)
+
+    def _stream(self, stream: IO[bytes], name: str, found: bool) -> Iterator[str]:
+        """Yields the texts of an opened file that is no archive."""
+        bare = name.lower().removesuffix(".gz")
+        if bare.endswith(RECORD_SUFFIXES):
+            records = read_records(name, stream)
+            if found and bare.endswith(".json"):
+                yield from self._records_or_none(records, name)
+            else:
+                yield from map(self._text_of, records)
+            return
+        data = stream.read()
+        data = gzip.decompress(data) if name.lower().endswith(".gz") else data
+        text = decoded(data)
+        if text is None:
+            self.tally.latin.append(name)
+            text = data.decode("latin-1")
+        self.tally.texts += 1
+        yield self._kept(text.replace("\r\n", "\n"))
+
+    def _records_or_none(
+        self, records: Iterator[tuple[str, object]], name: str
+    ) -> Iterator[str]:
+        """Yields the texts of a .json file in a folder, which may hold settings."""
+        place, first = next(records, (name, None))
+        if place == name and not isinstance(first, str):  # one value, not a list
+            try:
+                record_of(first, place)
+            except ValueError:
+                self.tally.skip("JSON that is no list of records", name)
+                return
+        yield self._text_of((place, first))
+        yield from map(self._text_of, records)
+
+    def _text_of(self, found: tuple[str, object]) -> str:
+        place, value = found
+        record = record_of(value, place)
+        self.tally.records[record.kind] += 1
+        unread = record.unread
+        # Questions without answers, as MT-Bench's, are no conversation to spell.
+        if record.messages and self.spell is not None and record.kind != TURNS:
+            return self._kept(Spelled(self._spelled(record, self.spell, place)))
+        self.tally.unread.update(unread)
+        self.tally.roleless += bool(record.messages) and record.kind != TURNS
+        if record.kind == "question + answer":
+            cleaned = _CALCULATOR.sub("", record.answer or "")
+            record = replace(record, answer=cleaned)
+        return self._kept(record.text())
+
+    def _spelled(self, record: Record, spell: Spell, place: str) -> str:
+        """Spells a conversation, and counts the messages that are not in the text."""
+        try:
+            text = spell(record.messages)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        for message in record.messages:
+            # Templates leave out what a model thought before earlier answers.
+            said = message["content"].rpartition("</think>")[2].strip()
+            if said not in text and message["role"] != "tool":
+                self.tally.left_out[message["role"]] += 1
+        fields = [name for name in record.unread if not name.startswith("message ")]
+        self.tally.unread.update(fields)
+        return text
+
+    def _kept(self, text: str) -> str:
+        """Returns a text as UTF-8 can hold it: JSON can spell lone surrogates."""
+        kind = type(text)
+        text = text.encode("utf-8", "replace").decode().replace("\r\n", "\n")
+        self.tally.blank += not text.strip()
+        return kind(text)
+
+
+def _is_test_or_metadata(name: str) -> bool:
+    """True for a member of an archive that is a test, or describes the archive."""
+    *folders, file = name.split("/")
+    if file.startswith("test_") or any(
+        part.startswith(".") for part in (*folders, file)
+    ):
+        return True
+    outside = ("tests", "test", "__MACOSX")
+    return any(f in outside or f.endswith(".dist-info") for f in folders)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return _some(
+        [f"{name} ({count})" for name, count in Counter(counts).most_common()], 8
+    )
+
+
+def _some(names: Iterable[str], most: int = _MOST_NAMES) -> str:
+    """Names the first, and says how many there are more."""
+    names = list(names)
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
