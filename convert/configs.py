@@ -18,7 +18,7 @@ from stree_jax.convert.families import (
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizer import end_token, read_tokenizer
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 
 HF_TYPES = tuple(EXPORTERS)
@@ -82,6 +82,8 @@ def read_config(
     stops, file = config.stop_tokens, fields.file
     if newer := _generation_stops(directory):
         stops, file = newer, directory / GENERATION
+    if (end := end_token(directory)) is not None and end < config.num_tokens:
+        stops += (end,) if end not in stops else ()  # configs may name the base model's
     if not stops and format == "native":  # its config has no field for them
         stops = _endoftext(directory)
     odd = [i for i in stops if i >= config.num_tokens]

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoint import Model
+from stree_jax.convert.whole_texts import encode
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
 from stree_jax.models.parts import part_config
@@ -157,7 +158,7 @@ def encode_prompts(
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"prompts[{i}]: not UTF-8 text ({error})") from error
-            ids = model.tokenizer.encode(prompt, add_special_tokens=not resumed).ids
+            ids = encode(model.tokenizer, prompt, add_special_tokens=not resumed)
         else:
             ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()
         if not ids and not resumed:

@@ -1,0 +1,169 @@
+"""The special and added tokens that a directory names beside its tokenizer.json.
+
+transformers reads them from tokenizer_config.json and, where that file has no
+`added_tokens_decoder`, from special_tokens_map.json and added_tokens.json; it then adds
+to the tokenizer those that tokenizer.json does not list. This module does the same.
+
+Source: `_from_pretrained` in transformers' tokenization_utils_base.py and
+`TokenizersBackend.__init__` in tokenization_utils_tokenizers.py (5.23).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.source import is_file
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+SETTINGS = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+DECODER = "added_tokens_decoder"
+NAMES = tuple(
+    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_END = "<|endoftext|>"
+# What transformers' tokenizer classes call these tokens if no file names them.
+CLASS_NAMES = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+}
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens that the files beside tokenizer.json name.
+
+    Attributes:
+      named: the text of each role, such as "eos_token".
+      listed: tokens that files give an id, in the order of their ids.
+      further: named and extra special tokens, which may be missing from `listed`.
+    """
+
+    named: dict[str, str]
+    listed: tuple["AddedToken", ...] = ()
+    further: tuple["AddedToken", ...] = ()
+
+
+def read_settings(directory: Path) -> ConfigFields:
+    """Returns the fields of tokenizer_config.json, which may be absent."""
+    file = directory / SETTINGS
+    return ConfigFields.read(file) if is_file(file) else ConfigFields(file, {})
+
+
+def tokenizer_class(settings: ConfigFields) -> str:
+    """Returns the name of transformers' class without "Fast", or an empty text."""
+    name = settings.values.get("tokenizer_class")
+    return name.removesuffix("Fast") if isinstance(name, str) else ""
+
+
+def read_special_tokens(directory: Path) -> SpecialTokens:
+    """Reads the tokens that a directory names beside its tokenizer.json.
+
+    Raises:
+      CheckpointError: a file or an entry is malformed.
+    """
+    settings, file = read_settings(directory), directory / SPECIAL_MAP
+    sources = [settings]
+    if is_file(file):  # the older file goes first if the newer has no list of tokens
+        sources.insert(DECODER in settings.values, ConfigFields.read(file))
+    roles = dict(_roles(sources))
+    named = {name: str(token.content) for name, token in roles.items()}
+    special = [*roles.values(), *_extra(sources)]
+    texts = {token.content for token in special}
+    if DECODER in settings.values:
+        listed = _decoder(settings)
+    else:
+        listed = _added_file(directory / ADDED, texts)
+    for token in listed:
+        token.special = token.special or token.content in named.values()
+    named = CLASS_NAMES.get(tokenizer_class(settings), {}) | named
+    return SpecialTokens(named, tuple(listed), tuple(special))
+
+
+def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
+    """Adds to the tokenizer what it lacks of these tokens, as transformers does."""
+    known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
+    known |= {token.content for token in tokens.listed}
+    new = {t.content: t for t in tokens.further if t.content and t.content not in known}
+    if added := [*tokens.listed, *new.values()]:
+        tokenizer.add_tokens(added)
+
+
+def _roles(sources: list[ConfigFields]) -> Iterator[tuple[str, "AddedToken"]]:
+    """Yields roles and tokens; of several sources, the first that has a role."""
+    others = {
+        name
+        for source in sources
+        for name, value in source.values.items()
+        if name.endswith("_token") and isinstance(value, str)
+    }
+    for name in [*NAMES, *sorted(others - set(NAMES))]:
+        for source in sources:
+            if (value := source.values.get(name)) is not None:
+                yield name, _token(source, name, value)
+                break
+
+
+def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
+    """Returns special tokens without a role, or with one of the model's own."""
+    for source in sources:
+        for name in EXTRA:
+            value = source.values.get(name)
+            if isinstance(value, dict):
+                value = list(value.values())
+            if value is not None and not isinstance(value, list):
+                raise source.wants(name, "a list of tokens", value)
+            if value:
+                return [_token(source, name, token) for token in value]
+    return []
+
+
+def _decoder(settings: ConfigFields) -> list["AddedToken"]:
+    """Returns the tokens of `added_tokens_decoder`, which gives them by id."""
+    values = settings.object(DECODER).values
+    try:
+        ids = sorted(values, key=int)
+    except ValueError as error:
+        raise settings.error(DECODER, f"want ids as keys ({error})") from error
+    return [_token(settings, f"{DECODER}.{i}", values[i], special=False) for i in ids]
+
+
+def _added_file(file: Path, special: set[str]) -> list["AddedToken"]:
+    """Returns the tokens of added_tokens.json, which gives ids by token."""
+    from tokenizers import AddedToken
+
+    if not is_file(file):
+        return []
+    fields = ConfigFields.read(file)
+    ids = {name: fields.size(name, low=0) for name in fields.values}
+    return [
+        AddedToken(name, normalized=name not in special, special=name in special)
+        for name in sorted(ids, key=ids.__getitem__)
+    ]
+
+
+def _token(
+    fields: ConfigFields, name: str, value: Any, special: bool = True
+) -> "AddedToken":
+    """Returns a token that is written as its text, or as an object with "content"."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=special, normalized=not special)
+    text = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise fields.wants(name, 'a string or {"content": string}', value)
+    flags = {flag: value[flag] for flag in FLAGS if value.get(flag) is not None}
+    odd = [flag for flag in flags if not isinstance(flags[flag], bool)]
+    if odd:
+        raise fields.wants(f"{name}.{odd[0]}", "true or false", flags[odd[0]])
+    return AddedToken(text, **({"special": special} | flags))

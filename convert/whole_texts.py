@@ -1,0 +1,45 @@
+"""Tokenizers that encode a text as it is: whole, unpadded, and always in the same way.
+
+A tokenizer.json that was saved during training keeps the truncation, padding and
+dropout of that training, and `tokenizers` applies them to every text from then on.
+transformers and vLLM do not.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def for_whole_texts(tokenizer: "Tokenizer") -> "Tokenizer":
+    """Returns the tokenizer without truncation, padding and dropout.
+
+    That is the object itself if it has none of them, and otherwise a copy: the caller
+    may need its own settings elsewhere.
+    """
+    if _encodes_whole_texts(tokenizer):
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.encode_special_tokens = tokenizer.encode_special_tokens
+    copy.no_truncation()
+    copy.no_padding()
+    if getattr(copy.model, "dropout", None):
+        copy.model.dropout = None
+    return copy
+
+
+def encode(tokenizer: "Tokenizer", text: str, add_special_tokens: bool) -> list[int]:
+    """Returns the ids of the whole text, whatever truncation or padding is on.
+
+    Args:
+      add_special_tokens: whether to add the tokens that begin or end a text.
+    """
+    whole = for_whole_texts(tokenizer)
+    return whole.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _encodes_whole_texts(tokenizer: "Tokenizer") -> bool:
+    limits = (tokenizer.truncation, tokenizer.padding)
+    return limits == (None, None) and not getattr(tokenizer.model, "dropout", None)
