@@ -23,11 +23,16 @@ def for_whole_texts(tokenizer: "Tokenizer") -> "Tokenizer":
 
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.encode_special_tokens = tokenizer.encode_special_tokens
-    copy.no_truncation()
-    copy.no_padding()
-    if getattr(copy.model, "dropout", None):
-        copy.model.dropout = None
+    set_for_whole_texts(copy)
     return copy
+
+
+def set_for_whole_texts(tokenizer: "Tokenizer") -> None:
+    """Turns off truncation, padding and dropout of the tokenizer itself."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
 
 
 def encode(tokenizer: "Tokenizer", text: str, add_special_tokens: bool) -> list[int]:

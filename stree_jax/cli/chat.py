@@ -70,7 +70,7 @@ def _refuse_only_named(directory: Path) -> None:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Returns the texts of the special tokens that templates use, such as `bos_token`."""
+    """Returns the texts of special tokens for templates, such as `bos_token`."""
     return token_names(directory)
 
 

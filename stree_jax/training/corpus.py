@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from stree_jax.convert.whole_texts import set_for_whole_texts
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -115,8 +117,7 @@ def encode_corpus(
         raise ValueError(f"eos_id {eos_id} is not in a vocabulary of {vocab_size}")
     plain = Tokenizer.from_str(tokenizer.to_str())  # leaves the caller's as it is
     plain.encode_special_tokens = True
-    plain.no_padding()
-    plain.no_truncation()
+    set_for_whole_texts(plain)
     parts = [np.zeros(0, np.uint16)]
     pending = iter(tqdm(documents, desc="encoding", unit="doc"))
     while texts := list(islice(pending, _ENCODE_BATCH)):
