@@ -97,12 +97,15 @@ def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
 
 
 def _set_stops(config: ModelConfig, file: Path) -> None:
-    """The model's stop tokens are those that a generation config, if there, names."""
+    """Writes the model's stop tokens into a generation config, if there is one.
+
+    transformers stops at those of that file alone.
+    """
     if not file.exists():
         return
     fields = ConfigFields.read(file)
     named = fields.token_ids("eos_token_id")
-    if named and named != config.stop_tokens:
+    if named != config.stop_tokens:
         stops = list(config.stop_tokens) or None
         _write_json(file, {**fields.values, "eos_token_id": stops})
 

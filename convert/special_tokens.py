@@ -31,7 +31,6 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _END = "<|endoftext|>"
 # What transformers' tokenizer classes call these tokens if no file names them.
 CLASS_NAMES = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
     "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},

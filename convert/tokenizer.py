@@ -126,6 +126,13 @@ def end_token(directory: Path) -> int | None:
     return None if tokenizer is None else tokenizer.token_to_id(text)
 
 
+def end_of_text(directory: Path) -> tuple[int, ...]:
+    """Returns the id of GPT-NeoX's end-of-text token, if the tokenizer has it."""
+    tokenizer = read_tokenizer(directory)
+    found = tokenizer and tokenizer.token_to_id("<|endoftext|>")
+    return () if found is None else (found,)
+
+
 def token_names(directory: Path) -> dict[str, str]:
     """Returns the texts of the special tokens by role, such as "eos_token"."""
     if is_gguf(directory):
