@@ -8,7 +8,6 @@ Source: `_from_pretrained` in transformers' tokenization_utils_base.py and
 `TokenizersBackend.__init__` in tokenization_utils_tokenizers.py (5.23).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +28,11 @@ NAMES = tuple(
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _END = "<|endoftext|>"
+_ENDS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
 # What transformers' tokenizer classes call these tokens if no file names them.
-CLASS_NAMES = {
-    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
-    "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+CLASS_ROLES = {
+    "GPT2Tokenizer": _ENDS,
+    "GPTNeoXTokenizer": _ENDS | {"pad_token": "<|padding|>"},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
 }
 
@@ -71,20 +71,22 @@ def read_special_tokens(directory: Path) -> SpecialTokens:
       CheckpointError: a file or an entry is malformed.
     """
     settings, file = read_settings(directory), directory / SPECIAL_MAP
-    sources = [settings]
-    if is_file(file):  # the older file goes first if the newer has no list of tokens
-        sources.insert(DECODER in settings.values, ConfigFields.read(file))
-    roles = dict(_roles(sources))
-    named = {name: str(token.content) for name, token in roles.items()}
-    special = [*roles.values(), *_extra(sources)]
-    texts = {token.content for token in special}
-    if DECODER in settings.values:
+    older = [ConfigFields.read(file)] if is_file(file) else []
+    # The older file goes first, unless the newer one has a list of tokens: then it only
+    # names roles that the newer one leaves out.
+    newer = DECODER in settings.values
+    sources = [settings] if newer else [*older, settings]
+    roles = _class_roles(settings) | _roles(sources)
+    order = [*NAMES, *sorted(roles.keys() - set(NAMES))]
+    special = [roles[n] for n in order if n in roles] + _extra(sources)
+    if newer:
         listed = _decoder(settings)
+        roles = _roles(older) | roles
     else:
-        listed = _added_file(directory / ADDED, texts)
+        listed = _added_file(directory / ADDED, {token.content for token in special})
+    named = {name: token.content for name, token in roles.items()}
     for token in listed:
         token.special = token.special or token.content in named.values()
-    named = CLASS_NAMES.get(tokenizer_class(settings), {}) | named
     return SpecialTokens(named, tuple(listed), tuple(special))
 
 
@@ -97,28 +99,33 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
         tokenizer.add_tokens(added)
 
 
-def _roles(sources: list[ConfigFields]) -> Iterator[tuple[str, "AddedToken"]]:
-    """Yields roles and tokens; of several sources, the first that has a role."""
-    others = {
-        name
-        for source in sources
-        for name, value in source.values.items()
-        if name.endswith("_token") and isinstance(value, str)
-    }
-    for name in [*NAMES, *sorted(others - set(NAMES))]:
-        for source in sources:
-            if (value := source.values.get(name)) is not None:
-                yield name, _token(source, name, value)
-                break
+def _class_roles(settings: ConfigFields) -> dict[str, "AddedToken"]:
+    texts = CLASS_ROLES.get(tokenizer_class(settings), {})
+    return {name: _token(settings, name, text) for name, text in texts.items()}
+
+
+def _roles(sources: list[ConfigFields]) -> dict[str, "AddedToken"]:
+    """Returns tokens by role; of several sources, the first that has a role wins."""
+    found: dict[str, AddedToken] = {}
+    for source in reversed(sources):
+        own = {n: v for n, v in source.values.items() if n in NAMES and v is not None}
+        for name, value in source.values.items():  # roles of this model alone
+            if name.endswith("_token") and isinstance(value, str):
+                own[name] = value
+        for extra in EXTRA:
+            if isinstance(values := source.values.get(extra), dict):
+                own |= values
+        found |= {name: _token(source, name, value) for name, value in own.items()}
+    return found
 
 
 def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
-    """Returns special tokens without a role, or with one of the model's own."""
+    """Returns the special tokens that have no role."""
     for source in sources:
         for name in EXTRA:
             value = source.values.get(name)
             if isinstance(value, dict):
-                value = list(value.values())
+                return []  # these have roles
             if value is not None and not isinstance(value, list):
                 raise source.wants(name, "a list of tokens", value)
             if value:

@@ -10,6 +10,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
+from stree_jax.convert.prefix_space import with_prefix_space
 from stree_jax.convert.source import is_file, read_json, read_text
 from stree_jax.convert.special_tokens import (
     ADDED,
@@ -68,15 +69,14 @@ def read_tokenizer(
     """
     if is_gguf(directory):
         return read_vocabulary(read_header(directory), warn)
-    file = directory / TOKENIZER
+    fields, file = read_settings(directory), directory / TOKENIZER
     if is_file(file):
-        tokenizer = read_tokenizer_file(file)
+        tokenizer = with_prefix_space(read_tokenizer_file(file), fields)
     else:
         if warn is not None:
             _warn_of_other_forms(directory, warn)
         return None
     add_special_tokens(tokenizer, read_special_tokens(directory))
-    fields = read_settings(directory)
     tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
     return tokenizer
 
