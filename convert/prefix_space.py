@@ -1,10 +1,11 @@
 """The `add_prefix_space` of tokenizer_config.json, which tokenizer.json may contradict.
 
-transformers' classes for GPT-2, GPT-NeoX, Qwen2 and Llama make the part of the tokenizer
-that writes a space before a text anew, by this setting. Its other classes ignore it.
+transformers' classes for GPT-2, GPT-NeoX, Qwen2 and Llama follow this setting, whatever
+tokenizer.json says. Its other classes ignore it.
 """
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.fields import ConfigFields
@@ -19,13 +20,16 @@ SETTING = "add_prefix_space"
 Part = dict[str, Any]
 
 
-def with_prefix_space(tokenizer: "Tokenizer", settings: ConfigFields) -> "Tokenizer":
+def with_prefix_space(
+    tokenizer: "Tokenizer", directory: Path, settings: ConfigFields
+) -> "Tokenizer":
     """Returns the tokenizer with the `add_prefix_space` of the settings.
 
     Args:
+      directory: the tokenizer's.
       settings: fields of tokenizer_config.json.
     """
-    name = tokenizer_class(settings)
+    name = tokenizer_class(directory, settings)
     if settings.get(SETTING, None) is None:
         return tokenizer
     wanted = settings.flag(SETTING, False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.source import is_file
+from stree_jax.convert.source import is_file, read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -34,6 +34,12 @@ CLASS_ROLES = {
     "GPT2Tokenizer": _ENDS,
     "GPTNeoXTokenizer": _ENDS | {"pad_token": "<|padding|>"},
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+}
+FAMILY_CLASSES = {
+    "mamba2": "GPTNeoXTokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_next": "Qwen2Tokenizer",
 }
 
 
@@ -58,10 +64,18 @@ def read_settings(directory: Path) -> ConfigFields:
     return ConfigFields.read(file) if is_file(file) else ConfigFields(file, {})
 
 
-def tokenizer_class(settings: ConfigFields) -> str:
-    """Returns the name of transformers' class without "Fast", or an empty text."""
+def tokenizer_class(directory: Path, settings: ConfigFields) -> str:
+    """Returns the name of transformers' class without "Fast", or an empty text.
+
+    Without a tokenizer.json it may follow from the family of the model.
+    """
     name = settings.values.get("tokenizer_class")
-    return name.removesuffix("Fast") if isinstance(name, str) else ""
+    if isinstance(name, str):
+        return name.removesuffix("Fast")
+    config = directory / "config.json"
+    if is_file(directory / "tokenizer.json") or not is_file(config):
+        return ""
+    return FAMILY_CLASSES.get(str(read_json(config).get("model_type")), "")
 
 
 def read_special_tokens(directory: Path) -> SpecialTokens:
@@ -76,7 +90,7 @@ def read_special_tokens(directory: Path) -> SpecialTokens:
     # names roles that the newer one leaves out.
     newer = DECODER in settings.values
     sources = [settings] if newer else [*older, settings]
-    roles = _class_roles(settings) | _roles(sources)
+    roles = _class_roles(directory, settings) | _roles(sources)
     order = [*NAMES, *sorted(roles.keys() - set(NAMES))]
     special = [roles[n] for n in order if n in roles] + _extra(sources)
     if newer:
@@ -99,8 +113,8 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
         tokenizer.add_tokens(added)
 
 
-def _class_roles(settings: ConfigFields) -> dict[str, "AddedToken"]:
-    texts = CLASS_ROLES.get(tokenizer_class(settings), {})
+def _class_roles(directory: Path, settings: ConfigFields) -> dict[str, "AddedToken"]:
+    texts = CLASS_ROLES.get(tokenizer_class(directory, settings), {})
     return {name: _token(settings, name, text) for name, text in texts.items()}
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,8 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
+from stree_jax.convert.piece_model import FILE as PIECES
+from stree_jax.convert.piece_model import is_piece_model, read_piece_model
 from stree_jax.convert.prefix_space import with_prefix_space
 from stree_jax.convert.source import is_file, read_json, read_text
 from stree_jax.convert.special_tokens import (
@@ -21,6 +23,7 @@ from stree_jax.convert.special_tokens import (
     read_settings,
     read_special_tokens,
 )
+from stree_jax.convert.vocab_files import MERGES, VOCAB, class_of, read_vocab_files
 from stree_jax.convert.whole_texts import for_whole_texts
 
 if TYPE_CHECKING:
@@ -36,15 +39,15 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    VOCAB,
+    MERGES,
 )
 # Files that hold a tokenizer in a form that this library does not read.
 OTHER_FORMS = (
-    "tokenizer.model",
+    PIECES,
     "tekken.json",
-    "vocab.json",
+    VOCAB,
+    MERGES,
     "vocab.txt",
     "spiece.model",
     "tiktoken.model",
@@ -70,13 +73,18 @@ def read_tokenizer(
     if is_gguf(directory):
         return read_vocabulary(read_header(directory), warn)
     fields, file = read_settings(directory), directory / TOKENIZER
+    special = read_special_tokens(directory)
     if is_file(file):
-        tokenizer = with_prefix_space(read_tokenizer_file(file), fields)
+        tokenizer = with_prefix_space(read_tokenizer_file(file), directory, fields)
+        add_special_tokens(tokenizer, special)
+    elif (name := class_of(directory, fields)) is not None:
+        tokenizer = read_vocab_files(directory, name, fields, special)
+    elif is_file(file := directory / PIECES) and is_piece_model(file):
+        tokenizer = read_piece_model(file, fields, special)
     else:
         if warn is not None:
             _warn_of_other_forms(directory, warn)
         return None
-    add_special_tokens(tokenizer, read_special_tokens(directory))
     tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
     return tokenizer
 
@@ -102,10 +110,15 @@ def _as_saved(file: Path) -> "Tokenizer":
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """True if `read_tokenizer` returns one. Of a directory, no file is opened."""
+    """True if `read_tokenizer` returns one; a directory's is not read for that."""
     if is_gguf(directory):
         return read_tokenizer(directory) is not None
-    return (directory / TOKENIZER).is_file()
+    if (directory / TOKENIZER).is_file():
+        return True
+    pieces = directory / PIECES
+    return class_of(directory, read_settings(directory)) is not None or (
+        pieces.is_file() and is_piece_model(pieces)
+    )
 
 
 def end_token(directory: Path) -> int | None:
@@ -153,6 +166,20 @@ def _warn_of_other_forms(directory: Path, warn: Callable[[str], object]) -> None
         )
 
 
+def tokenizer_files_among(names: Collection[str]) -> list[str]:
+    """Chooses the files of a repository that make up its tokenizer and its chats.
+
+    Args:
+      names: paths of all files, relative to the repository.
+    """
+    found = [name for name in TOKENIZER_FILES if name in names]
+    if TOKENIZER not in names and PIECES in names:
+        found.append(PIECES)
+    folder = f"{TEMPLATES}/"
+    templates = [n for n in names if n.startswith(folder) and n.endswith(".jinja")]
+    return found + sorted(templates)
+
+
 def tokenizer_files(directory: Path) -> list[Path]:
     """Returns the files of the tokenizer and of chats that are there.
 
@@ -174,7 +201,8 @@ def tokenizer_settings(directory: Path) -> ConfigFields:
 def copy_tokenizer(src: Path, dst: Path) -> None:
     """Copies the files of a tokenizer; of a GGUF file, writes files that say the same.
 
-    A tokenizer.json with truncation, padding or dropout is written without them.
+    A tokenizer.json with truncation, padding or dropout is written without them; one is
+    made of other files if there is none.
     """
     if is_gguf(src):
         if (tokenizer := read_tokenizer(src)) is not None:
@@ -191,3 +219,5 @@ def copy_tokenizer(src: Path, dst: Path) -> None:
         tokenizer = _as_saved(dst / TOKENIZER)
         if (whole := for_whole_texts(tokenizer)) is not tokenizer:
             whole.save(str(dst / TOKENIZER))
+    elif (made := read_tokenizer(src)) is not None:
+        made.save(str(dst / TOKENIZER))

@@ -95,7 +95,7 @@ def read_vocabulary(
 
             return for_whole_texts(Tokenizer.from_str(whole))
         if model == "llama":
-            return _finished(fields, _sentencepiece(fields), True)
+            return piece_tokenizer(fields)
         if model == "gpt2" and pre in PRETOKENIZERS:
             return _finished(fields, _byte_level(fields, pre), pre in WHOLE_WORDS)
     except CheckpointError:
@@ -106,6 +106,15 @@ def read_vocabulary(
         what = f"{model!r:.40}, {pre!r:.40}" if model == "gpt2" else f"{model!r:.40}"
         warn(f"{header.file}: its tokenizer ({what}) is not known; it is left out")
     return None
+
+
+def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
+    """Returns the tokenizer of a SentencePiece BPE vocabulary.
+
+    Args:
+      fields: the keys of a GGUF file's vocabulary, without "tokenizer.ggml.".
+    """
+    return _finished(fields, _sentencepiece(fields), True)
 
 
 def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> None:
