@@ -43,24 +43,24 @@ def is_piece_model(file: Path) -> bool:
 
 def read_piece_model(
     file: Path, settings: ConfigFields, special: SpecialTokens
-) -> "Tokenizer":
-    """Returns the tokenizer of a SentencePiece model.
+) -> "Tokenizer | None":
+    """Returns the tokenizer of a SentencePiece model, or None if it is of another kind.
 
     Args:
       settings: fields of tokenizer_config.json.
       special: the tokens that other files name; they are added.
 
     Raises:
-      CheckpointError: the file is damaged, or not a BPE model of the known kind.
+      CheckpointError: the file is damaged.
     """
     if file.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{file}: larger than {MAX_BYTES} bytes")
     try:
         values = _vocabulary(file)
     except (IndexError, ValueError, struct.error) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{file}: not a SentencePiece model ({error})") from error
+    if values is None:
+        return None
     for name in ("add_bos_token", "add_eos_token"):
         if settings.get(name, None) is not None:
             values[name] = settings.flag(name, False)
@@ -76,8 +76,12 @@ def read_piece_model(
     return tokenizer
 
 
-def _vocabulary(file: Path) -> dict[str, Any]:
-    """Returns the model in the words of a GGUF file's keys."""
+def _vocabulary(file: Path) -> dict[str, Any] | None:
+    """Returns the model in the words of a GGUF file's keys, or None if it cannot be.
+
+    Raises:
+      ValueError, IndexError, struct.error: the file is not a model.
+    """
     pieces: list[dict[int, Value]] = []
     trainer: dict[int, Value] = {}
     normalizer: dict[int, Value] = {}
@@ -88,10 +92,9 @@ def _vocabulary(file: Path) -> dict[str, Any]:
             trainer = dict(_message(value))
         elif number == 3 and isinstance(value, bytes):
             normalizer = dict(_message(value))
-    if trainer.get(3, 1) != BPE:
-        raise CheckpointError(f"{file}: not a BPE model; {_way_on(file)}")
-    if normalizer.get(2) or normalizer.get(4, 1):
-        raise CheckpointError(f"{file}: it normalizes texts; {_way_on(file)}")
+    normalizes = normalizer.get(2) or normalizer.get(4, 1)
+    if trainer.get(3, 1) != BPE or normalizes:
+        return None
     values: dict[str, Any] = {
         "model": "llama",
         "tokens": [_text(piece.get(1, b"")) for piece in pieces],
@@ -106,14 +109,6 @@ def _vocabulary(file: Path) -> dict[str, Any]:
         elif name == "bos":
             values["add_bos_token"] = False
     return values
-
-
-def _way_on(file: Path) -> str:
-    return (
-        "write a tokenizer.json with transformers: "
-        f"AutoTokenizer.from_pretrained({str(file.parent)!r})"
-        f".save_pretrained({str(file.parent)!r})"
-    )
 
 
 def _text(value: Value) -> str:

@@ -138,9 +138,9 @@ def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
     for source in sources:
         for name in EXTRA:
             value = source.values.get(name)
-            if isinstance(value, dict):
-                return []  # these have roles
-            if value is not None and not isinstance(value, list):
+            if value is None or isinstance(value, dict):  # an object's have roles
+                continue
+            if not isinstance(value, list):
                 raise source.wants(name, "a list of tokens", value)
             if value:
                 return [_token(source, name, token) for token in value]

@@ -72,20 +72,19 @@ def read_tokenizer(
     """
     if is_gguf(directory):
         return read_vocabulary(read_header(directory), warn)
-    fields, file = read_settings(directory), directory / TOKENIZER
-    special = read_special_tokens(directory)
-    if is_file(file):
+    fields, special = read_settings(directory), read_special_tokens(directory)
+    tokenizer: Tokenizer | None = None
+    if is_file(file := directory / TOKENIZER):
         tokenizer = with_prefix_space(read_tokenizer_file(file), directory, fields)
         add_special_tokens(tokenizer, special)
     elif (name := class_of(directory, fields)) is not None:
         tokenizer = read_vocab_files(directory, name, fields, special)
     elif is_file(file := directory / PIECES) and is_piece_model(file):
         tokenizer = read_piece_model(file, fields, special)
-    else:
-        if warn is not None:
-            _warn_of_other_forms(directory, warn)
-        return None
-    tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
+    if tokenizer is not None:
+        tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
+    elif warn is not None:
+        _warn_of_other_forms(directory, warn)
     return tokenizer
 
 
@@ -110,15 +109,10 @@ def _as_saved(file: Path) -> "Tokenizer":
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """True if `read_tokenizer` returns one; a directory's is not read for that."""
+    """True if `read_tokenizer` returns one; a tokenizer.json is not opened for that."""
     if is_gguf(directory):
         return read_tokenizer(directory) is not None
-    if (directory / TOKENIZER).is_file():
-        return True
-    pieces = directory / PIECES
-    return class_of(directory, read_settings(directory)) is not None or (
-        pieces.is_file() and is_piece_model(pieces)
-    )
+    return (directory / TOKENIZER).is_file() or read_tokenizer(directory) is not None
 
 
 def end_token(directory: Path) -> int | None:

@@ -53,10 +53,20 @@ TEKKEN = (
 )
 DIGITS = (r"\p{N}", GPT2)
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-LLAMA3_LIKE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral")
+LLAMA3_LIKE = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "lfm2",
+    "midm-2.0",
+)
+GPT2_LIKE = ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4")
 PRETOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": DEFAULT,
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "granite-docling"), (GPT2,)),
+    **dict.fromkeys((*GPT2_LIKE, "mpt", "olmo", "granite-docling"), (GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
     **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
@@ -104,7 +114,11 @@ def read_vocabulary(
         raise CheckpointError(f"{header.file}: not a tokenizer ({error})") from error
     if model not in ("no_vocab", "none") and warn is not None:
         what = f"{model!r:.40}, {pre!r:.40}" if model == "gpt2" else f"{model!r:.40}"
-        warn(f"{header.file}: its tokenizer ({what}) is not known; it is left out")
+        warn(
+            f"{header.file}: its tokenizer ({what}) is not known; it is left out, so "
+            "texts cannot be read, only token ids; convert the file, and put the "
+            "model's tokenizer.json beside what is written"
+        )
     return None
 
 
