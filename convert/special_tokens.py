@@ -165,6 +165,8 @@ def _added_file(file: Path, special: set[str]) -> list["AddedToken"]:
         return []
     fields = ConfigFields.read(file)
     ids = {name: fields.size(name, low=0) for name in fields.values}
+    if odd := [name for name in ids if not _is_utf8(name)]:
+        raise fields.error(ascii(odd[0]), "not UTF-8 text")
     return [
         AddedToken(name, normalized=name not in special, special=name in special)
         for name in sorted(ids, key=ids.__getitem__)
@@ -177,13 +179,18 @@ def _token(
     """Returns a token that is written as its text, or as an object with "content"."""
     from tokenizers import AddedToken
 
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str) or not _is_utf8(text):
+        raise fields.wants(name, 'a string or {"content": string}', value)
     if isinstance(value, str):
         return AddedToken(value, special=special, normalized=not special)
-    text = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise fields.wants(name, 'a string or {"content": string}', value)
     flags = {flag: value[flag] for flag in FLAGS if value.get(flag) is not None}
     odd = [flag for flag in flags if not isinstance(flags[flag], bool)]
     if odd:
         raise fields.wants(f"{name}.{odd[0]}", "true or false", flags[odd[0]])
     return AddedToken(text, **({"special": special} | flags))
+
+
+def _is_utf8(text: str) -> bool:
+    """True unless the text has lone surrogates, which JSON can spell."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
