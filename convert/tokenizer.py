@@ -102,7 +102,7 @@ def _as_saved(file: Path) -> "Tokenizer":
 
     try:
         return Tokenizer.from_str(read_text(file))
-    except CheckpointError:
+    except (CheckpointError, OSError):
         raise
     except Exception as error:  # the Rust library raises plain Exception
         raise CheckpointError(f"{file}: not a tokenizer ({error})") from error

@@ -35,16 +35,6 @@ def set_for_whole_texts(tokenizer: "Tokenizer") -> None:
         tokenizer.model.dropout = None
 
 
-def encode(tokenizer: "Tokenizer", text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of the whole text, whatever truncation or padding is on.
-
-    Args:
-      add_special_tokens: whether to add the tokens that begin or end a text.
-    """
-    whole = for_whole_texts(tokenizer)
-    return whole.encode(text, add_special_tokens=add_special_tokens).ids
-
-
 def _encodes_whole_texts(tokenizer: "Tokenizer") -> bool:
     limits = (tokenizer.truncation, tokenizer.padding)
     return limits == (None, None) and not getattr(tokenizer.model, "dropout", None)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoint import Model
-from stree_jax.convert.whole_texts import encode
+from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
 from stree_jax.models.parts import part_config
@@ -146,10 +146,11 @@ def encode_prompts(
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
         raise ValueError("prompts: want at least one prompt, got none")
+    tokenizer = None if model.tokenizer is None else for_whole_texts(model.tokenizer)
     encoded = []
     for i, prompt in enumerate(batch):
         if isinstance(prompt, str):
-            if model.tokenizer is None:
+            if tokenizer is None:
                 raise ValueError(
                     f"prompts[{i}] is text, but this model has no tokenizer.json; "
                     "give token ids"
@@ -158,7 +159,7 @@ def encode_prompts(
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"prompts[{i}]: not UTF-8 text ({error})") from error
-            ids = encode(model.tokenizer, prompt, add_special_tokens=not resumed)
+            ids = tokenizer.encode(prompt, add_special_tokens=not resumed).ids
         else:
             ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()
         if not ids and not resumed:

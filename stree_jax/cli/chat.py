@@ -16,7 +16,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import is_file, read_text
 from stree_jax.convert.tokenizer import TEMPLATES, token_names, tokenizer_settings
-from stree_jax.convert.whole_texts import encode
+from stree_jax.convert.whole_texts import for_whole_texts
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -126,9 +126,10 @@ def next_turn(
     A special token spelled out in a message becomes that token, as it does in Hugging
     Face's tokenizers: whoever writes the messages can forge turns.
     """
+    tokenizer = for_whole_texts(tokenizer)
     if template is None:
         text = plain_turn(messages[-1]["content"])
-        return True, encode(tokenizer, text, add_special_tokens=not fed)
+        return True, tokenizer.encode(text, add_special_tokens=not fed).ids
     text = render(template, messages, special_tokens)
     if fed:
         so_far = tokenizer.decode(fed, skip_special_tokens=False)
@@ -142,7 +143,7 @@ def next_turn(
 
 def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Encode what a template has spelled, which includes the special tokens."""
-    return encode(tokenizer, text, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _default_template(fields: ConfigFields, named: list[Any]) -> str:
