@@ -23,6 +23,8 @@ from stree_jax.convert.special_tokens import (
     read_settings,
     read_special_tokens,
 )
+from stree_jax.convert.tekken import FILE as TEKKEN
+from stree_jax.convert.tekken import read_tekken
 from stree_jax.convert.vocab_files import MERGES, VOCAB, class_of, read_vocab_files
 from stree_jax.convert.whole_texts import for_whole_texts
 
@@ -45,7 +47,7 @@ TOKENIZER_FILES = (
 # Files that hold a tokenizer in a form that this library does not read.
 OTHER_FORMS = (
     PIECES,
-    "tekken.json",
+    TEKKEN,
     VOCAB,
     MERGES,
     "vocab.txt",
@@ -81,6 +83,8 @@ def read_tokenizer(
         tokenizer = read_vocab_files(directory, name, fields, special)
     elif is_file(file := directory / PIECES) and is_piece_model(file):
         tokenizer = read_piece_model(file, fields, special)
+    if tokenizer is None and is_file(file := directory / TEKKEN):
+        tokenizer = read_tekken(file, special)
     if tokenizer is not None:
         tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
     elif warn is not None:
@@ -167,8 +171,8 @@ def tokenizer_files_among(names: Collection[str]) -> list[str]:
       names: paths of all files, relative to the repository.
     """
     found = [name for name in TOKENIZER_FILES if name in names]
-    if TOKENIZER not in names and PIECES in names:
-        found.append(PIECES)
+    if TOKENIZER not in names:
+        found += [name for name in (PIECES, TEKKEN) if name in names]
     folder = f"{TEMPLATES}/"
     templates = [n for n in names if n.startswith(folder) and n.endswith(".jinja")]
     return found + sorted(templates)

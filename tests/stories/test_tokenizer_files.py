@@ -3,12 +3,14 @@
 The ids are those of transformers' AutoTokenizer on the same directory.
 """
 
+import base64
 import json
 import shutil
 import struct
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 import stree_jax
@@ -22,9 +24,9 @@ from stree_jax.convert.tokenizer import (
     tokenizer_files_among,
 )
 from tests.support.table_models import byte_level, follow, spm, write_llama
+from tests.support.vocabularies import LLAMA3, piece_ids, pieces
 from tests.support.vocabularies import TEXTS as WORDS
 from tests.support.vocabularies import byte_level as trained
-from tests.support.vocabularies import piece_ids, pieces
 
 SETTINGS, MAP, ADDED = (
     "tokenizer_config.json",
@@ -395,6 +397,60 @@ def test_a_damaged_sentencepiece_model(tmp_path, cut):
         read_tokenizer(path)
 
 
+def tekken(**config):
+    """A tekken.json with the bytes and words of a trained tokenizer."""
+    model = trained("llama-bpe")
+    vocabulary = model.get_vocab(with_added_tokens=False)
+    letters = ByteLevel.alphabet()
+    words = [t for t in sorted(vocabulary, key=vocabulary.get) if set(t) <= {*letters}]
+    decoder = Tokenizer(models.WordLevel({}, unk_token="x"))
+    decoder.decoder = decoders.ByteLevel()
+    tokens = [bytes([i]) for i in range(256)]
+    texts = [decoder.decoder.decode([w]).encode() for w in words if len(w) > 1]
+    tokens += [t for t in texts if b"\xef\xbf\xbd" not in t and len(t) > 1]
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None}
+        for i, t in enumerate(dict.fromkeys(tokens))
+    ]
+    names = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    special = [
+        {"rank": i, "token_str": n, "is_control": True} for i, n in enumerate(names)
+    ]
+    usual = {"pattern": LLAMA3, "default_num_special_tokens": 20}
+    return {"config": usual | config, "vocab": entries, "special_tokens": special}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"default_vocab_size": 300}, {"default_num_special_tokens": 5}],
+)
+def test_tekken(tmp_path, config):
+    """Mistral's newer repositories, such as Devstral's, have this file alone."""
+    path = write(tmp_path / "m", model_type="mistral")
+    (path / "tekken.json").write_text(json.dumps(tekken(**config)))
+    assert has_tokenizer(path)
+    same(path, (*WORDS, "<s>[INST]hi[/INST]</s>", "e\u0301", "<SPECIAL_7>"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(config={}), "config.pattern: is missing"),
+        (dict(config={"pattern": "("}), "not a tokenizer"),
+        (dict(vocab=[{"token_bytes": "?"}]), "vocab.0.token_bytes: want base64"),
+        (dict(vocab=[{"token_bytes": ""}]), "vocab.0.token_bytes: 0 bytes"),
+        (dict(vocab={}), "vocab: want a list of objects"),
+        (dict(special_tokens=[{"rank": 1}]), "want a text for each rank"),
+        (dict(special_tokens=[{"rank": [], "token_str": "x"}]), "want a text for each"),
+    ],
+)
+def test_malformed_tekken(tmp_path, change, said):
+    path = write(tmp_path / "m")
+    (path / "tekken.json").write_text(json.dumps(tekken() | change))
+    with pytest.raises(CheckpointError, match=f"tekken.json: {said}|{said}"):
+        read_tokenizer(path)
+
+
 def test_written_with_a_tokenizer_json(tmp_path):
     """convert makes one of the files that were there."""
     chain = follow(spm(), ("▁Hello", "▁world"))
@@ -410,7 +466,7 @@ def test_written_with_a_tokenizer_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [["tekken.json"], ["vocab.json", "merges.txt"], ["tokenizer.model"]]
+    "names", [["vocab.txt"], ["vocab.json", "merges.txt"], ["tokenizer.model"]]
 )
 def test_a_form_that_is_not_read(tmp_path, names, capsys):
     """One line says what is there and how to make a tokenizer.json of it."""
