@@ -114,8 +114,10 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
 
 
 def _class_roles(directory: Path, settings: ConfigFields) -> dict[str, "AddedToken"]:
+    """Returns the class's tokens of roles that the settings leave out, not null ones."""
     texts = CLASS_ROLES.get(tokenizer_class(directory, settings), {})
-    return {name: _token(settings, name, text) for name, text in texts.items()}
+    left_out = {n: text for n, text in texts.items() if n not in settings.values}
+    return {name: _token(settings, name, text) for name, text in left_out.items()}
 
 
 def _roles(sources: list[ConfigFields]) -> dict[str, "AddedToken"]:

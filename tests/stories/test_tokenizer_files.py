@@ -102,6 +102,9 @@ CASES = {
     "GPT-2's": settings(tokenizer_class="GPT2TokenizerFast"),
     "GPT-NeoX's": settings(tokenizer_class="GPTNeoXTokenizerFast", pad_token="[PAD]"),
     "Qwen2's": settings(tokenizer_class="Qwen2Tokenizer", bos_token=None),
+    "a role that is null": settings(
+        tokenizer_class="Qwen2Tokenizer", pad_token=None, eos_token="</s>"
+    ),
     "a legacy flag": settings(legacy=True, clean_up_tokenization_spaces=True),
     "the map": {
         MAP: {"bos_token": "<s>", "additional_special_tokens": ["<tool>"]},
