@@ -114,7 +114,7 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
 
 
 def _class_roles(directory: Path, settings: ConfigFields) -> dict[str, "AddedToken"]:
-    """Returns the class's tokens of roles that the settings leave out, not null ones."""
+    """Returns the tokens of a class for the roles that the settings leave out."""
     texts = CLASS_ROLES.get(tokenizer_class(directory, settings), {})
     left_out = {n: text for n, text in texts.items() if n not in settings.values}
     return {name: _token(settings, name, text) for name, text in left_out.items()}
