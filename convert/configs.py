@@ -20,7 +20,7 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.notes import config_notes, generation_notes
 from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
-from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.convert.tokenizer import end_of_text, end_token
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
 from stree_jax.models.config import given
 
@@ -87,8 +87,12 @@ def read_config(
     stops, file = config.stop_tokens, fields.file
     if newer := _generation_stops(directory):
         stops, file = newer, directory / GENERATION
+    # The ids in both files are often those of the base model, whose turns never end.
+    end = end_token(directory)
+    if end is not None and end < config.num_tokens and end not in stops:
+        stops = (*stops, end)
     if not stops and format == "native":  # its config has no field for them
-        stops = _endoftext(directory)
+        stops = end_of_text(directory)
     odd = [i for i in stops if i >= config.num_tokens]
     if odd and warn is not None:
         warn(
@@ -138,13 +142,6 @@ def _generation_stops(directory: Path) -> tuple[int, ...]:
     """What generation_config.json says: where it differs, it is the newer truth."""
     file = directory / GENERATION
     return ConfigFields.read(file).token_ids("eos_token_id") if is_file(file) else ()
-
-
-def _endoftext(directory: Path) -> tuple[int, ...]:
-    """The id of GPT-NeoX's end-of-text token, if tokenizer.json has it."""
-    tokenizer = read_tokenizer(directory)
-    found = tokenizer and tokenizer.token_to_id("<|endoftext|>")
-    return () if found is None else (found,)
 
 
 def export_format(config: ModelConfig) -> str:

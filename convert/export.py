@@ -22,6 +22,7 @@ from stree_jax.convert.store import (
 )
 from stree_jax.convert.tensors import rows_of
 from stree_jax.convert.tokenizer import copy_tokenizer
+from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, by_path, weights_dtype
 from stree_jax.models.config_json import MAX_SIZE
 
@@ -68,7 +69,7 @@ def export_hf(
             copy_tokenizer(source, temporary)
             _set_stops(config, temporary / GENERATION)
         if tokenizer is not None:
-            tokenizer.save(str(temporary / "tokenizer.json"))
+            for_whole_texts(tokenizer).save(str(temporary / "tokenizer.json"))
             settings = temporary / "tokenizer_config.json"
             if not settings.exists():
                 _write_json(settings, _tokenizer_json(config, tokenizer))
@@ -96,12 +97,15 @@ def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
 
 
 def _set_stops(config: ModelConfig, file: Path) -> None:
-    """The model's stop tokens are those that a generation config, if there, names."""
+    """Writes the model's stop tokens into a generation config, if there is one.
+
+    transformers stops at those of that file alone.
+    """
     if not file.exists():
         return
     fields = ConfigFields.read(file)
     named = fields.token_ids("eos_token_id")
-    if named and named != config.stop_tokens:
+    if named != config.stop_tokens:
         stops = list(config.stop_tokens) or None
         _write_json(file, {**fields.values, "eos_token_id": stops})
 

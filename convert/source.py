@@ -197,14 +197,26 @@ def is_file(path: Path) -> bool:
     return path.is_file()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; anything else is an error that names the file."""
+def read_text(path: Path) -> str:
+    """Returns a text file's content, without the byte order mark of some editors.
+
+    Raises:
+      CheckpointError: the file is absent, not a regular file, or not UTF-8.
+    """
     is_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as text ({error})") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; anything else is an error that names the file."""
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: want a JSON object, got {type(value).__name__}")

@@ -23,6 +23,7 @@ from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.restore import restored
 from stree_jax.convert.source import read_json
+from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
     INT8,
     ModelConfig,
@@ -213,10 +214,23 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
     try:
         config = config_json.from_json(values.get("model"))
         param_shapes(config)  # sizes that fit no parameter are found here
-        return config, dtype_named(values.get("dtype"))
+        dtype = dtype_named(values.get("dtype"))
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{file}: not a model config ({reason})") from error
+    if not config.stop_tokens and "tokenizer" not in values:
+        config = replace(config, stop_tokens=_ends_by_later_tokenizer(config, file))
+    return config, dtype
+
+
+def _ends_by_later_tokenizer(config: ModelConfig, file: Path) -> tuple[int, ...]:
+    """Returns the ends named by a tokenizer that was put beside a converted model."""
+    directory = file.parent
+    if not has_tokenizer(directory):
+        return ()
+    end = end_token(directory)
+    ends = end_of_text(directory) if end is None else (end,)
+    return tuple(i for i in ends if i < config.num_tokens)
 
 
 def check_config(file: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,76 +11,215 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
-from stree_jax.convert.source import is_file
+from stree_jax.convert.piece_model import FILE as PIECES
+from stree_jax.convert.piece_model import is_piece_model, read_piece_model
+from stree_jax.convert.prefix_space import with_prefix_space
+from stree_jax.convert.source import is_file, read_json, read_text
+from stree_jax.convert.special_tokens import (
+    ADDED,
+    NAMES,
+    SETTINGS,
+    SPECIAL_MAP,
+    add_special_tokens,
+    read_settings,
+    read_special_tokens,
+)
+from stree_jax.convert.tekken import FILE as TEKKEN
+from stree_jax.convert.tekken import read_tekken
+from stree_jax.convert.vocab_files import MERGES, VOCAB, class_of, read_vocab_files
+from stree_jax.convert.whole_texts import for_whole_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SETTINGS = "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+TEMPLATES = "additional_chat_templates"  # a folder of .jinja files
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     SETTINGS,
-    "special_tokens_map.json",
+    SPECIAL_MAP,
+    ADDED,
     "generation_config.json",
     "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
+    "chat_template.json",
+    VOCAB,
+    MERGES,
+)
+# Files that hold a tokenizer in a form that this library does not read.
+OTHER_FORMS = (
+    PIECES,
+    TEKKEN,
+    VOCAB,
+    MERGES,
+    "vocab.txt",
+    "spiece.model",
+    "tiktoken.model",
+    "qwen.tiktoken",
 )
 
 
 def read_tokenizer(
     directory: Path, warn: Callable[[str], object] | None = None
 ) -> "Tokenizer | None":
-    """The tokenizer, or None where there is no tokenizer.json.
+    """Returns the tokenizer, or None if there is none that can be read.
+
+    It encodes whole texts: truncation, padding and dropout that were saved with it are
+    off. The special tokens that the files beside it name are added to it.
 
     Args:
-      directory: or a GGUF file.
-      warn: called with one line if a GGUF file's is of an unknown kind.
-    """
-    from tokenizers import Tokenizer
+      directory: a directory or a GGUF file.
+      warn: called with one line if there is a tokenizer that cannot be read.
 
+    Raises:
+      CheckpointError: a file of the tokenizer is malformed.
+    """
     if is_gguf(directory):
         return read_vocabulary(read_header(directory), warn)
-    file = directory / "tokenizer.json"
-    if not is_file(file):
-        return None
+    fields, special = read_settings(directory), read_special_tokens(directory)
+    tokenizer: Tokenizer | None = None
+    if is_file(file := directory / TOKENIZER):
+        tokenizer = with_prefix_space(read_tokenizer_file(file), directory, fields)
+        add_special_tokens(tokenizer, special)
+    elif (name := class_of(directory, fields)) is not None:
+        tokenizer = read_vocab_files(directory, name, fields, special)
+    elif is_file(file := directory / PIECES) and is_piece_model(file):
+        tokenizer = read_piece_model(file, fields, special)
+    if tokenizer is None and is_file(file := directory / TEKKEN):
+        tokenizer = read_tekken(file, special)
+    if tokenizer is not None:
+        tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
+    elif warn is not None:
+        _warn_of_other_forms(directory, warn)
+    return tokenizer
+
+
+def read_tokenizer_file(file: Path) -> "Tokenizer":
+    """Returns the tokenizer of one tokenizer.json, which encodes whole texts.
+
+    Raises:
+      CheckpointError: the file is not one.
+    """
+    return for_whole_texts(_as_saved(file))
+
+
+def _as_saved(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
     try:
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_str(read_text(file))
+    except (CheckpointError, OSError):
+        raise
     except Exception as error:  # the Rust library raises plain Exception
         raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether `read_tokenizer` gives one; of a directory, nothing is read."""
+    """True if `read_tokenizer` returns one; a tokenizer.json is not opened for that."""
     if is_gguf(directory):
         return read_tokenizer(directory) is not None
-    return (directory / "tokenizer.json").is_file()
+    return (directory / TOKENIZER).is_file() or read_tokenizer(directory) is not None
+
+
+def end_token(directory: Path) -> int | None:
+    """Returns the id of the `eos_token` that a directory's tokenizer names, if any.
+
+    The id may be beyond the model's vocabulary.
+    """
+    names = token_names(directory)
+    file = directory / TOKENIZER
+    if (text := names.get("eos_token")) is None or not has_tokenizer(directory):
+        return None
+    if is_file(file):  # the usual place, much faster to read than the whole tokenizer
+        added = read_json(file).get("added_tokens")
+        for entry in added if isinstance(added, list) else []:
+            if isinstance(entry, dict) and entry.get("content") == text:
+                return entry["id"] if type(entry.get("id")) is int else None
+    tokenizer = read_tokenizer(directory)
+    return None if tokenizer is None else tokenizer.token_to_id(text)
+
+
+def end_of_text(directory: Path) -> tuple[int, ...]:
+    """Returns the id of GPT-NeoX's end-of-text token, if the tokenizer has it."""
+    tokenizer = read_tokenizer(directory)
+    found = tokenizer and tokenizer.token_to_id("<|endoftext|>")
+    return () if found is None else (found,)
+
+
+def token_names(directory: Path) -> dict[str, str]:
+    """Returns the texts of the special tokens by role, such as "eos_token"."""
+    if is_gguf(directory):
+        said = settings(read_header(directory))
+        return {name: said[name] for name in NAMES if name in said}
+    return read_special_tokens(directory).named
+
+
+def _warn_of_other_forms(directory: Path, warn: Callable[[str], object]) -> None:
+    """Says that there is a tokenizer in another form, and how to convert it."""
+    found = [name for name in OTHER_FORMS if (directory / name).is_file()]
+    if found:
+        load = f"AutoTokenizer.from_pretrained({str(directory)!r})"
+        warn(
+            f"{directory}: it has {' and '.join(found)} but no {TOKENIZER}, so texts "
+            "cannot be read, only token ids; write one with transformers: "
+            f"{load}.save_pretrained({str(directory)!r})"
+        )
+
+
+def tokenizer_files_among(names: Collection[str]) -> list[str]:
+    """Chooses the files of a repository that make up its tokenizer and its chats.
+
+    Args:
+      names: paths of all files, relative to the repository.
+    """
+    found = [name for name in TOKENIZER_FILES if name in names]
+    if TOKENIZER not in names:
+        found += [name for name in (PIECES, TEKKEN) if name in names]
+    folder = f"{TEMPLATES}/"
+    templates = [n for n in names if n.startswith(folder) and n.endswith(".jinja")]
+    return found + sorted(templates)
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Those that are there; refuses what is there and no file."""
-    return [directory / n for n in TOKENIZER_FILES if is_file(directory / n)]
+    """Returns the files of the tokenizer and of chats that are there.
+
+    Raises:
+      CheckpointError: one is not a regular file, such as a pipe.
+    """
+    files = [directory / n for n in TOKENIZER_FILES if is_file(directory / n)]
+    templates = sorted((directory / TEMPLATES).glob("*.jinja"))
+    return files + [file for file in templates if is_file(file)]
 
 
 def tokenizer_settings(directory: Path) -> ConfigFields:
-    """tokenizer_config.json, or what a GGUF file says in its place; nothing if none."""
+    """Returns tokenizer_config.json, or the same fields of a GGUF file; maybe empty."""
     if is_gguf(directory):
         return ConfigFields(directory, settings(read_header(directory)))
-    file = directory / SETTINGS
-    return ConfigFields.read(file) if file.is_file() else ConfigFields(file, {})
+    return read_settings(directory)
 
 
 def copy_tokenizer(src: Path, dst: Path) -> None:
-    """The tokenizer's files of a directory; of a GGUF file, files that say the same."""
+    """Copies the files of a tokenizer; of a GGUF file, writes files that say the same.
+
+    A tokenizer.json with truncation, padding or dropout is written without them; one is
+    made of other files if there is none.
+    """
     if is_gguf(src):
         if (tokenizer := read_tokenizer(src)) is not None:
-            tokenizer.save(str(dst / "tokenizer.json"))
+            tokenizer.save(str(dst / TOKENIZER))
         said = {"tokenizer_class": "PreTrainedTokenizerFast"}
         said |= tokenizer_settings(src).values
         (dst / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
         return
     for file in tokenizer_files(src):
-        shutil.copyfile(file, dst / file.name)
+        copy = dst / file.relative_to(src)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    if (dst / TOKENIZER).exists():
+        tokenizer = _as_saved(dst / TOKENIZER)
+        if (whole := for_whole_texts(tokenizer)) is not tokenizer:
+            whole.save(str(dst / TOKENIZER))
+    elif (made := read_tokenizer(src)) is not None:
+        made.save(str(dst / TOKENIZER))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from stree_jax import models
 from stree_jax.checkpoint import Model
 from stree_jax.convert.tokenizer import check_text_ids, encoding
+from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
 from stree_jax.models.parts import part_config
@@ -146,10 +147,11 @@ def encode_prompts(
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     if not batch:
         raise ValueError("prompts: want at least one prompt, got none")
+    tokenizer = None if model.tokenizer is None else for_whole_texts(model.tokenizer)
     encoded: list[list[int]] = []
     for i, prompt in enumerate(batch):
         if isinstance(prompt, str):
-            if model.tokenizer is None:
+            if tokenizer is None:
                 raise ValueError(
                     f"prompts[{i}] is text, but this model has no tokenizer.json; "
                     "give token ids"
@@ -160,9 +162,9 @@ def encode_prompts(
                 raise ValueError(f"prompts[{i}]: not UTF-8 text ({error})") from error
             with encoding(f"prompts[{i}]"):
                 if resumed:
-                    ids = encode_continuation(model.tokenizer, prompt)
+                    ids = encode_continuation(tokenizer, prompt)
                 else:
-                    ids = model.tokenizer.encode(prompt).ids
+                    ids = tokenizer.encode(prompt).ids
         else:
             ids = checked_tokens(f"prompts[{i}]", prompt, model.config, 1).tolist()
         if not ids and not resumed:

@@ -31,6 +31,7 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
+from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import param_shapes, weights_dtype
@@ -176,7 +177,8 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(Path(dst)) as temporary:
         if tokenizer is not None:  # before its checksum is taken
-            tokenizer.save(str(temporary / "tokenizer.json"))
+            whole = for_whole_texts(tokenizer)
+            whole.save(str(temporary / "tokenizer.json"))
         write_directory(temporary, model.config, dtype, model.params)
 
 

@@ -14,7 +14,16 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.end_tokens import (
+    CONTROL,
+    FILL_IN_TEXTS,
+    USER_DEFINED,
+    corrected_types,
+    end_ids,
+    fill_in_ids,
+)
 from stree_jax.convert.gguf.header import Header
+from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models.config_json import MAX_SIZE
 
 if TYPE_CHECKING:
@@ -23,12 +32,13 @@ if TYPE_CHECKING:
 
 GGML, HF_JSON = "tokenizer.ggml.", "tokenizer.huggingface.json"
 TEMPLATE = "tokenizer.chat_template"
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens
+UNKNOWN, UNUSED, BYTE = 2, 5, 6  # types of tokens, beside CONTROL and USER_DEFINED
 # Special tokens by our name of them and the file's.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Of turns; files name but one token that ends a text, and llama.cpp knows these, too.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
+# What SentencePiece files without these keys have, by llama.cpp.
+PIECE_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
+STOPS = ("eos", "eot", "eom")
+STOP_LIST = "eos_token_ids"  # all ends, in files that Ollama wrote
 
 # How text is cut into words before it is merged, by names of tokenizers.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -43,10 +53,20 @@ TEKKEN = (
 )
 DIGITS = (r"\p{N}", GPT2)
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-LLAMA3_LIKE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral")
+LLAMA3_LIKE = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "lfm2",
+    "midm-2.0",
+)
+GPT2_LIKE = ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4")
 PRETOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": DEFAULT,
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "granite-docling"), (GPT2,)),
+    **dict.fromkeys((*GPT2_LIKE, "mpt", "olmo", "granite-docling"), (GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
     **dict.fromkeys((*LLAMA3_LIKE, "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
@@ -57,6 +77,7 @@ PRETOKENIZERS: dict[str, tuple[str, ...]] = {
 WHOLE_WORDS = {*LLAMA3_LIKE, "tekken"}
 # Whose tokenizer.json composes characters; mpt and olmo are GPT-NeoX's.
 COMPOSED = {"qwen2", "deepseek-r1-qwen", "mpt", "olmo"}
+UINT32 = 2**32 - 1  # the largest id that a file can name
 MAX_PIECE = 256  # characters of a SentencePiece token; trained ones have up to 32
 SPACE = "\u2581"  # SentencePiece's
 
@@ -64,24 +85,27 @@ SPACE = "\u2581"  # SentencePiece's
 def read_vocabulary(
     header: Header, warn: Callable[[str], object] | None = None
 ) -> "Tokenizer | None":
-    """The tokenizer, or None where there is none that is known.
+    """Returns the tokenizer, or None if the file has none of a known kind.
 
     Args:
-      warn: called with one line if there is one of an unknown kind.
+      warn: called with one line for a tokenizer of an unknown kind, and for a key that
+        names a token that is not in the vocabulary.
 
     Raises:
-      CheckpointError: its lists are not what they should be.
+      CheckpointError: a list of the vocabulary is malformed.
     """
     fields = _fields(header)
     model = _text(fields, "model", "no_vocab")
     pre = _text(fields, "pre", "default")
+    if warn is not None:
+        _warn_of_missing(fields, warn)
     try:
         if (whole := header.values.get(HF_JSON)) is not None:
             from tokenizers import Tokenizer
 
-            return Tokenizer.from_str(whole)
+            return for_whole_texts(Tokenizer.from_str(whole))
         if model == "llama":
-            return _finished(fields, _sentencepiece(fields), True)
+            return piece_tokenizer(fields)
         if model == "gpt2" and pre in PRETOKENIZERS:
             return _finished(fields, _byte_level(fields, pre), pre in WHOLE_WORDS)
     except CheckpointError:
@@ -90,20 +114,51 @@ def read_vocabulary(
         raise CheckpointError(f"{header.file}: not a tokenizer ({error})") from error
     if model not in ("no_vocab", "none") and warn is not None:
         what = f"{model!r:.40}, {pre!r:.40}" if model == "gpt2" else f"{model!r:.40}"
-        warn(f"{header.file}: its tokenizer ({what}) is not known; it is left out")
+        warn(
+            f"{header.file}: its tokenizer ({what}) is not known; it is left out, so "
+            "texts cannot be read, only token ids; convert the file, and put the "
+            "model's tokenizer.json beside what is written"
+        )
     return None
 
 
+def piece_tokenizer(fields: ConfigFields) -> "Tokenizer":
+    """Returns the tokenizer of a SentencePiece BPE vocabulary.
+
+    Args:
+      fields: the keys of a GGUF file's vocabulary, without "tokenizer.ggml.".
+    """
+    return _finished(fields, _sentencepiece(fields), True)
+
+
+def _warn_of_missing(fields: ConfigFields, warn: Callable[[str], object]) -> None:
+    """Warns of keys that name a token that the vocabulary does not have."""
+    if "tokens" not in fields.values:
+        return
+    count = len(_tokens(fields))
+    for name in dict.fromkeys([*SPECIAL.values(), *STOPS]):
+        value = fields.values.get(f"{name}_token_id")
+        if type(value) is int and value >= count:
+            where = f"{fields.file}: {fields.within}{name}_token_id"
+            warn(f"{where}: {value} is not among the {count} tokens; it is ignored")
+
+
 def stop_tokens(header: Header) -> tuple[int, ...]:
-    """Ids of tokens that end a text or a turn, in the file's order of naming them."""
+    """Returns the ids that end a text or a turn: those that keys name, then the others.
+
+    See `end_tokens` for the tokens that end a turn without being named.
+    """
     fields = _fields(header)
-    ids = [fields.size(name, low=0) for name in STOPS if name in fields.values]
-    tokens = fields.get("tokens", None)
-    if isinstance(tokens, list):
-        kinds = _kinds(fields, len(tokens))
-        ends = (tokens.index(end) for end in TURN_ENDS if end in tokens)
-        ids += [i for i in ends if kinds[i] == CONTROL]
-    return tuple(dict.fromkeys(ids))
+    if "tokens" not in fields.values:
+        names = [f"{name}_token_id" for name in STOPS]
+        named = [fields.size(n, low=0) for n in names if n in fields.values]
+        return tuple(dict.fromkeys(named))
+    tokens = _tokens(fields)
+    named = [n for name in STOPS if (n := _special(fields, name)) is not None]
+    listed = fields.values.get(STOP_LIST)
+    if isinstance(listed, np.ndarray) and listed.dtype.kind in "iu":
+        named += [n for n in listed.tolist() if 0 <= n < len(tokens)]
+    return end_ids(tokens, named, _fill_in(fields, tokens))
 
 
 def settings(header: Header) -> dict[str, Any]:
@@ -172,20 +227,37 @@ def _numbers(fields: ConfigFields, name: str, count: int, kinds: str) -> np.ndar
 
 
 def _kinds(fields: ConfigFields, count: int) -> np.ndarray:
-    if "token_type" not in fields.values:
-        return np.ones(count, np.int32)
-    return _numbers(fields, "token_type", count, "iu")
+    """Returns the types of all tokens, corrected where converters set them wrongly."""
+    kinds = np.ones(count, np.int32)
+    if "token_type" in fields.values:
+        kinds = _numbers(fields, "token_type", count, "iu").astype(np.int32)
+    tokens = _tokens(fields)
+    fill_in = _fill_in(fields, tokens)
+    for number, kind in corrected_types(tokens, fill_in).items():
+        kinds[number] = kind
+    return kinds
+
+
+def _fill_in(fields: ConfigFields, tokens: list[str]) -> dict[str, int]:
+    named = {kind: _special(fields, kind) for kind in FILL_IN_TEXTS}
+    given = {kind: number for kind, number in named.items() if number is not None}
+    return fill_in_ids(tokens, given)
 
 
 def _special(fields: ConfigFields, name: str) -> int | None:
-    """The id of a special token, if the file names one that there is."""
-    key = f"{name}_token_id"
-    if key not in fields.values or "tokens" not in fields.values:
+    """Returns the id of a special token, if the file has one of that name.
+
+    A key whose number is no token counts as absent, as it does in llama.cpp.
+    """
+    if "tokens" not in fields.values:
         return None
-    number = fields.size(key, low=0)
-    if number >= len(_tokens(fields)):
-        raise fields.error(key, f"{number} is not among {len(_tokens(fields))} tokens")
-    return number
+    key, count = f"{name}_token_id", len(_tokens(fields))
+    default = None
+    if fields.values.get("model") == "llama":
+        default = PIECE_DEFAULTS.get(name)
+    named = fields.size(key, low=0, top=UINT32) if key in fields.values else default
+    found = default if named is None or named >= count else named
+    return found if found is not None and found < count else None
 
 
 def _byte_level(fields: ConfigFields, pre: str) -> "Tokenizer":

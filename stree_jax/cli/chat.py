@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.tokenizer import tokenizer_settings
+from stree_jax.convert.source import is_file, read_text
+from stree_jax.convert.tokenizer import TEMPLATES, token_names, tokenizer_settings
+from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.sampling.continuation import encode_continuation
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
     from tokenizers import Tokenizer
 
-_SPECIAL_TOKENS = tuple(
-    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
+TEMPLATE_FILES = ("chat_template.jinja", f"{TEMPLATES}/default.jinja")
+PROCESSOR_TEMPLATE = "chat_template.json"  # beside processors of images and sound
 
 
 class Message(TypedDict):
@@ -35,37 +36,44 @@ class Message(TypedDict):
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The checkpoint's chat template, or None where it has none.
+    """Returns the checkpoint's chat template, or None if it has none.
 
-    `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`.
+    The first of `TEMPLATE_FILES` goes before the `chat_template` of
+    tokenizer_config.json, and that before chat_template.json.
+
+    Raises:
+      CheckpointError: a file is malformed, or there are templates but no default one.
     """
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: not readable as text ({error})") from error
+    for name in TEMPLATE_FILES:
+        if is_file(file := directory / name):
+            return read_text(file)
     fields = tokenizer_settings(directory)
     value = fields.get("chat_template", None)
+    if value is None and is_file(file := directory / PROCESSOR_TEMPLATE):
+        fields = ConfigFields.read(file)
+        value = fields.get("chat_template", None)
     if isinstance(value, list):
         return _default_template(fields, value)
     if value is not None and not isinstance(value, str):
         raise fields.wants("chat_template", "a string or a list", value)
+    if value is None:
+        _refuse_only_named(directory)
     return value
 
 
+def _refuse_only_named(directory: Path) -> None:
+    """Raises CheckpointError if there are additional templates but no default one."""
+    named = sorted(f.stem for f in (directory / TEMPLATES).glob("*.jinja"))
+    if named:
+        raise CheckpointError(
+            f"{directory / TEMPLATES}: {', '.join(named)}: none is named default; save "
+            "the one to use as chat_template.jinja"
+        )
+
+
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """The texts of the special tokens that templates refer to, as `bos_token`."""
-    fields = tokenizer_settings(directory)
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        value = fields.get(name, None)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-        elif value is not None:
-            raise fields.wants(name, 'a string or {"content": string}', value)
-    return tokens
+    """Returns the texts of special tokens for templates, such as `bos_token`."""
+    return token_names(directory)
 
 
 def render(
@@ -117,6 +125,7 @@ def next_turn(
     A special token spelled out in a message becomes that token, as it does in Hugging
     Face's tokenizers: whoever writes the messages can forge turns.
     """
+    tokenizer = for_whole_texts(tokenizer)
     if template is None:
         text = plain_turn(messages[-1]["content"])
         return True, tokenizer.encode(text, add_special_tokens=not fed).ids

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.convert.tokenizer import encoding
+from stree_jax.convert.whole_texts import set_for_whole_texts
 from stree_jax.records import Spell
 from stree_jax.training.texts import Spelled, Tally, read_texts
 
@@ -131,12 +132,11 @@ def encode_corpus(
 
 
 def _bare(tokenizer: "Tokenizer") -> "Tokenizer":
-    """Returns a copy of a tokenizer that neither pads nor truncates."""
+    """Returns a copy of a tokenizer that encodes texts whole."""
     from tokenizers import Tokenizer
 
     copy = Tokenizer.from_str(tokenizer.to_str())
-    copy.no_padding()
-    copy.no_truncation()
+    set_for_whole_texts(copy)
     return copy
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from stree_jax.checkpoint import Model
 from stree_jax.convert.export import export_hf
-from stree_jax.convert.tokenizer import check_text_ids
+from stree_jax.convert.tokenizer import check_text_ids, read_tokenizer_file
 from stree_jax.models import (
     AttentionConfig,
     LayerKind,
@@ -139,17 +139,6 @@ def drafter_config(
         tie_embeddings=True,
         stop_tokens=target.stop_tokens,
     )
-
-
-def read_tokenizer_file(file: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise
-    except Exception as error:  # tokenizers raises nothing more particular
-        raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
 
 
 def prepare(

@@ -229,7 +229,6 @@ REFUSED = {
         "llama.attention.layer_norm_rms_epsilon",
         0.0,
     ),
-    "bos_token_id: 70000 is not among": ("tokenizer.ggml.bos_token_id", 70000),
     "general.type: 'adapter' is not a model; merge it": ("general.type", "adapter"),
 }
 

@@ -1,0 +1,159 @@
+"""The tokenizer of a SentencePiece model, `tokenizer.model`, without its library.
+
+Only BPE models without text normalization are read: those of Llama, Mistral and their
+descendants. They become what a GGUF file of the same vocabulary becomes.
+
+Source: sentencepiece's `sentencepiece_model.proto`.
+"""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.vocabulary import piece_tokenizer
+from stree_jax.convert.special_tokens import SpecialTokens, add_special_tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FILE = "tokenizer.model"
+BPE = 2  # trainer_spec.model_type
+MAX_BYTES = 2**26  # of the file; the largest published ones have 2**23
+VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types
+Value = int | bytes
+
+
+def is_piece_model(file: Path) -> bool:
+    """True if the file begins as a SentencePiece model does: with a first piece.
+
+    Other files of that name hold lines of text, as of Llama 3.
+    """
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(3)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    return len(head) == 3 and head[0] == 1 << 3 | BYTES and head[2] == 1 << 3 | BYTES
+
+
+def read_piece_model(
+    file: Path, settings: ConfigFields, special: SpecialTokens
+) -> "Tokenizer | None":
+    """Returns the tokenizer of a SentencePiece model, or None if it is of another kind.
+
+    Args:
+      settings: fields of tokenizer_config.json.
+      special: the tokens that other files name; they are added.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
+    if file.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{file}: larger than {MAX_BYTES} bytes")
+    try:
+        values = _vocabulary(file)
+    except (IndexError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{file}: not a SentencePiece model ({error})") from error
+    if values is None:
+        return None
+    for name in ("add_bos_token", "add_eos_token"):
+        if settings.get(name, None) is not None:
+            values[name] = settings.flag(name, False)
+    if settings.get("add_prefix_space", None) is not None:
+        values["add_space_prefix"] = settings.flag("add_prefix_space", True)
+    try:
+        tokenizer = piece_tokenizer(ConfigFields(file, values))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the Rust library raises plain Exception
+        raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
+    add_special_tokens(tokenizer, special)
+    return tokenizer
+
+
+def _vocabulary(file: Path) -> dict[str, Any] | None:
+    """Returns the model in the words of a GGUF file's keys, or None if it cannot be.
+
+    Raises:
+      ValueError, IndexError, struct.error: the file is not a model.
+    """
+    pieces: list[dict[int, Value]] = []
+    trainer: dict[int, Value] = {}
+    normalizer: dict[int, Value] = {}
+    for number, value in _message(file.read_bytes()):
+        if number == 1 and isinstance(value, bytes):
+            pieces.append(dict(_message(value)))
+        elif number == 2 and isinstance(value, bytes):
+            trainer = dict(_message(value))
+        elif number == 3 and isinstance(value, bytes):
+            normalizer = dict(_message(value))
+    normalizes = normalizer.get(2) or normalizer.get(4, 1)
+    if trainer.get(3, 1) != BPE or normalizes:
+        return None
+    values: dict[str, Any] = {
+        "model": "llama",
+        "tokens": [_text(piece.get(1, b"")) for piece in pieces],
+        "scores": np.array([_float(piece.get(2, 0)) for piece in pieces], np.float32),
+        "token_type": np.array([piece.get(3, 1) for piece in pieces], np.int32),
+        "add_space_prefix": bool(normalizer.get(3, 1)),
+    }
+    for name, number, default in (("unknown", 40, 0), ("bos", 41, 1), ("eos", 42, 2)):
+        value = trainer.get(number, default)
+        if isinstance(value, int) and value < len(pieces):  # -1 is a large number here
+            values[f"{name}_token_id"] = value
+        elif name == "bos":
+            values["add_bos_token"] = False
+    return values
+
+
+def _text(value: Value) -> str:
+    if not isinstance(value, bytes):
+        raise ValueError("a piece is not a text")
+    return value.decode("utf-8")
+
+
+def _float(value: Value) -> float:
+    return float(struct.unpack("<f", value)[0]) if isinstance(value, bytes) else 0.0
+
+
+def _message(data: bytes) -> Iterator[tuple[int, Value]]:
+    """Yields the fields of a protocol buffer message: numbers and values.
+
+    Raises:
+      ValueError, IndexError: the bytes are not a message.
+    """
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, kind = key >> 3, key & 7
+        if kind == VARINT:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if kind == BYTES:
+            length, at = _varint(data, at)
+        elif kind in (EIGHT, FOUR):
+            length = 8 if kind == EIGHT else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if at + length > len(data):
+            raise ValueError("it ends before its last field does")
+        yield number, data[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns a number of up to ten bytes, and where the next field begins."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError("a number of more than ten bytes")

@@ -1,0 +1,77 @@
+"""The `add_prefix_space` of tokenizer_config.json, which tokenizer.json may contradict.
+
+transformers' classes for GPT-2, GPT-NeoX, Qwen2 and Llama follow this setting, whatever
+tokenizer.json says. Its other classes ignore it.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.special_tokens import tokenizer_class
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTE_LEVEL_CLASSES = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
+PIECE_CLASS = "LlamaTokenizer"
+SETTING = "add_prefix_space"
+Part = dict[str, Any]
+
+
+def with_prefix_space(
+    tokenizer: "Tokenizer", directory: Path, settings: ConfigFields
+) -> "Tokenizer":
+    """Returns the tokenizer with the `add_prefix_space` of the settings.
+
+    Args:
+      directory: the tokenizer's.
+      settings: fields of tokenizer_config.json.
+    """
+    name = tokenizer_class(directory, settings)
+    if settings.get(SETTING, None) is None:
+        return tokenizer
+    wanted = settings.flag(SETTING, False)
+    if name not in BYTE_LEVEL_CLASSES and (name != PIECE_CLASS or wanted):
+        return tokenizer
+    values = json.loads(tokenizer.to_str())
+    before = json.dumps(values)
+    if name in BYTE_LEVEL_CLASSES:
+        for part in _parts(values["pre_tokenizer"], "pretokenizers"):
+            if part["type"] == "ByteLevel":
+                part[SETTING] = wanted
+    else:
+        _without_prefix(values)
+    if json.dumps(values) == before:
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(values))
+
+
+def _without_prefix(values: Part) -> None:
+    """Edits a tokenizer.json of pieces so that it adds no space and takes none away."""
+    if not any(
+        part["type"] == "Fuse" for part in _parts(values["decoder"], "decoders")
+    ):
+        return  # not of pieces
+    for part in _parts(values["pre_tokenizer"], "pretokenizers"):
+        if part["type"] == "Metaspace":
+            part["prepend_scheme"] = "never"
+    normalizer = values["normalizer"]
+    kept = [p for p in _parts(normalizer, "normalizers") if p["type"] != "Prepend"]
+    if normalizer is not None and normalizer["type"] == "Sequence":
+        normalizer["normalizers"] = kept
+    elif not kept:
+        values["normalizer"] = None
+    decoder = values["decoder"]
+    if decoder["type"] == "Sequence":
+        decoder["decoders"] = [p for p in decoder["decoders"] if p["type"] != "Strip"]
+
+
+def _parts(part: Part | None, name: str) -> list[Part]:
+    """Returns a part of a tokenizer, or the parts of a sequence of them."""
+    if part is None:
+        return []
+    return part[name] if part["type"] == "Sequence" else [part]

@@ -1,0 +1,198 @@
+"""The special and added tokens that a directory names beside its tokenizer.json.
+
+transformers reads them from tokenizer_config.json and, where that file has no
+`added_tokens_decoder`, from special_tokens_map.json and added_tokens.json; it then adds
+to the tokenizer those that tokenizer.json does not list. This module does the same.
+
+Source: `_from_pretrained` in transformers' tokenization_utils_base.py and
+`TokenizersBackend.__init__` in tokenization_utils_tokenizers.py (5.23).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.source import is_file, read_json
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+SETTINGS = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+DECODER = "added_tokens_decoder"
+NAMES = tuple(
+    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_END = "<|endoftext|>"
+_ENDS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+# What transformers' tokenizer classes call these tokens if no file names them.
+CLASS_ROLES = {
+    "GPT2Tokenizer": _ENDS,
+    "GPTNeoXTokenizer": _ENDS | {"pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+}
+FAMILY_CLASSES = {
+    "mamba2": "GPTNeoXTokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_next": "Qwen2Tokenizer",
+}
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens that the files beside tokenizer.json name.
+
+    Attributes:
+      named: the text of each role, such as "eos_token".
+      listed: tokens that files give an id, in the order of their ids.
+      further: named and extra special tokens, which may be missing from `listed`.
+    """
+
+    named: dict[str, str]
+    listed: tuple["AddedToken", ...] = ()
+    further: tuple["AddedToken", ...] = ()
+
+
+def read_settings(directory: Path) -> ConfigFields:
+    """Returns the fields of tokenizer_config.json, which may be absent."""
+    file = directory / SETTINGS
+    return ConfigFields.read(file) if is_file(file) else ConfigFields(file, {})
+
+
+def tokenizer_class(directory: Path, settings: ConfigFields) -> str:
+    """Returns the name of transformers' class without "Fast", or an empty text.
+
+    Without a tokenizer.json it may follow from the family of the model.
+    """
+    name = settings.values.get("tokenizer_class")
+    if isinstance(name, str):
+        return name.removesuffix("Fast")
+    config = directory / "config.json"
+    if is_file(directory / "tokenizer.json") or not is_file(config):
+        return ""
+    return FAMILY_CLASSES.get(str(read_json(config).get("model_type")), "")
+
+
+def read_special_tokens(directory: Path) -> SpecialTokens:
+    """Reads the tokens that a directory names beside its tokenizer.json.
+
+    Raises:
+      CheckpointError: a file or an entry is malformed.
+    """
+    settings, file = read_settings(directory), directory / SPECIAL_MAP
+    older = [ConfigFields.read(file)] if is_file(file) else []
+    # The older file goes first, unless the newer one has a list of tokens: then it only
+    # names roles that the newer one leaves out.
+    newer = DECODER in settings.values
+    sources = [settings] if newer else [*older, settings]
+    roles = _class_roles(directory, settings) | _roles(sources)
+    order = [*NAMES, *sorted(roles.keys() - set(NAMES))]
+    special = [roles[n] for n in order if n in roles] + _extra(sources)
+    if newer:
+        listed = _decoder(settings)
+        roles = _roles(older) | roles
+    else:
+        listed = _added_file(directory / ADDED, {token.content for token in special})
+    named = {name: token.content for name, token in roles.items()}
+    for token in listed:
+        token.special = token.special or token.content in named.values()
+    return SpecialTokens(named, tuple(listed), tuple(special))
+
+
+def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
+    """Adds to the tokenizer what it lacks of these tokens, as transformers does."""
+    known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
+    known |= {token.content for token in tokens.listed}
+    new = {t.content: t for t in tokens.further if t.content and t.content not in known}
+    if added := [*tokens.listed, *new.values()]:
+        tokenizer.add_tokens(added)
+
+
+def _class_roles(directory: Path, settings: ConfigFields) -> dict[str, "AddedToken"]:
+    """Returns the tokens of a class for the roles that the settings leave out."""
+    texts = CLASS_ROLES.get(tokenizer_class(directory, settings), {})
+    left_out = {n: text for n, text in texts.items() if n not in settings.values}
+    return {name: _token(settings, name, text) for name, text in left_out.items()}
+
+
+def _roles(sources: list[ConfigFields]) -> dict[str, "AddedToken"]:
+    """Returns tokens by role; of several sources, the first that has a role wins."""
+    found: dict[str, AddedToken] = {}
+    for source in reversed(sources):
+        own = {n: v for n, v in source.values.items() if n in NAMES and v is not None}
+        for name, value in source.values.items():  # roles of this model alone
+            if name.endswith("_token") and isinstance(value, str):
+                own[name] = value
+        for extra in EXTRA:
+            if isinstance(values := source.values.get(extra), dict):
+                own |= values
+        found |= {name: _token(source, name, value) for name, value in own.items()}
+    return found
+
+
+def _extra(sources: list[ConfigFields]) -> list["AddedToken"]:
+    """Returns the special tokens that have no role."""
+    for source in sources:
+        for name in EXTRA:
+            value = source.values.get(name)
+            if value is None or isinstance(value, dict):  # an object's have roles
+                continue
+            if not isinstance(value, list):
+                raise source.wants(name, "a list of tokens", value)
+            if value:
+                return [_token(source, name, token) for token in value]
+    return []
+
+
+def _decoder(settings: ConfigFields) -> list["AddedToken"]:
+    """Returns the tokens of `added_tokens_decoder`, which gives them by id."""
+    values = settings.object(DECODER).values
+    try:
+        ids = sorted(values, key=int)
+    except ValueError as error:
+        raise settings.error(DECODER, f"want ids as keys ({error})") from error
+    return [_token(settings, f"{DECODER}.{i}", values[i], special=False) for i in ids]
+
+
+def _added_file(file: Path, special: set[str]) -> list["AddedToken"]:
+    """Returns the tokens of added_tokens.json, which gives ids by token."""
+    from tokenizers import AddedToken
+
+    if not is_file(file):
+        return []
+    fields = ConfigFields.read(file)
+    ids = {name: fields.size(name, low=0) for name in fields.values}
+    if odd := [name for name in ids if not _is_utf8(name)]:
+        raise fields.error(ascii(odd[0]), "not UTF-8 text")
+    return [
+        AddedToken(name, normalized=name not in special, special=name in special)
+        for name in sorted(ids, key=ids.__getitem__)
+    ]
+
+
+def _token(
+    fields: ConfigFields, name: str, value: Any, special: bool = True
+) -> "AddedToken":
+    """Returns a token that is written as its text, or as an object with "content"."""
+    from tokenizers import AddedToken
+
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str) or not _is_utf8(text):
+        raise fields.wants(name, 'a string or {"content": string}', value)
+    if isinstance(value, str):
+        return AddedToken(value, special=special, normalized=not special)
+    flags = {flag: value[flag] for flag in FLAGS if value.get(flag) is not None}
+    odd = [flag for flag in flags if not isinstance(flags[flag], bool)]
+    if odd:
+        raise fields.wants(f"{name}.{odd[0]}", "true or false", flags[odd[0]])
+    return AddedToken(text, **({"special": special} | flags))
+
+
+def _is_utf8(text: str) -> bool:
+    """True unless the text has lone surrogates, which JSON can spell."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)

@@ -1,0 +1,100 @@
+"""Tokenizers of directories without a tokenizer.json: vocab.json and merges.txt.
+
+Old repositories of byte-level BPE have these two files alone. What cuts a text into
+words then follows from the tokenizer's class: tokenizer_config.json names it, or the
+family has only one.
+
+Source: transformers' classes of these names (5.23).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.vocabulary import QWEN2
+from stree_jax.convert.source import is_file
+from stree_jax.convert.special_tokens import (
+    SpecialTokens,
+    add_special_tokens,
+    tokenizer_class,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+VOCAB, MERGES = "vocab.json", "merges.txt"
+# By class: the expression that finds words, or None for GPT-2's; and whether characters
+# are composed before.
+CLASSES: dict[str, tuple[str | None, bool]] = {
+    "GPT2Tokenizer": (None, False),
+    "GPTNeoXTokenizer": (None, True),
+    "Qwen2Tokenizer": (QWEN2, True),
+}
+
+
+def class_of(directory: Path, settings: ConfigFields) -> str | None:
+    """Returns one of `CLASSES` if the directory has the files of such a tokenizer."""
+    if not (is_file(directory / VOCAB) and is_file(directory / MERGES)):
+        return None
+    name = tokenizer_class(directory, settings)
+    return name if name in CLASSES else None
+
+
+def read_vocab_files(
+    directory: Path, name: str, settings: ConfigFields, special: SpecialTokens
+) -> "Tokenizer":
+    """Returns the tokenizer of vocab.json and merges.txt.
+
+    Args:
+      name: its class, of `class_of`.
+      settings: fields of tokenizer_config.json.
+      special: the tokens that other files name; they are added.
+
+    Raises:
+      CheckpointError: a file is malformed.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    files = str(directory / VOCAB), str(directory / MERGES)
+    try:
+        model = models.BPE(*models.BPE.read_file(*files))
+    except Exception as error:  # the Rust library raises plain Exception
+        where = f"{directory}: {VOCAB} and {MERGES}"
+        raise CheckpointError(f"{where}: not a tokenizer ({error})") from error
+    tokenizer = Tokenizer(model)
+    expression, composed = CLASSES[name]
+    space = settings.flag("add_prefix_space", False)
+    letters = ByteLevel(add_prefix_space=space, use_regex=expression is None)
+    if expression is None:
+        tokenizer.pre_tokenizer = letters
+    else:
+        words = Split(Regex(expression), "isolated")
+        tokenizer.pre_tokenizer = Sequence([words, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    if composed:
+        tokenizer.normalizer = normalizers.NFC()
+    add_special_tokens(tokenizer, special)
+    _add_around(tokenizer, settings, special)
+    return tokenizer
+
+
+def _add_around(
+    tokenizer: "Tokenizer", settings: ConfigFields, special: SpecialTokens
+) -> None:
+    """Adds the tokens that begin and end a text, by `add_bos_token` and the like."""
+    from tokenizers.processors import TemplateProcessing
+
+    texts = {}
+    for role in ("bos", "eos"):
+        text = special.named.get(f"{role}_token")
+        if settings.flag(f"add_{role}_token", False) and text is not None:
+            texts[role] = text
+    if texts:
+        first, last = ([texts[r]] if r in texts else [] for r in ("bos", "eos"))
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *last, *first, "$B:1", *last],
+            special_tokens=[(t, tokenizer.token_to_id(t)) for t in texts.values()],
+        )
