@@ -19,6 +19,8 @@ from stree_jax.cli.chat import Message, render
 from tests.support import published, snippets
 
 NEW = 6
+# Qwen2.5's generation_config.json has one, and loading says that it is not applied.
+pytestmark = pytest.mark.filterwarnings("ignore:.*repetition_penalty:UserWarning")
 PROMPT = "def f(x):"
 DRAFTING = ("--drafter", "lookup", "--tree", "chain:2")  # "auto" compiles for longer
 FLOAT32 = ("--dtype", "float32")
