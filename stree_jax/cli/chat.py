@@ -9,7 +9,9 @@ produced, the conversation has to be fed anew.
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
@@ -17,7 +19,7 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.tokenizer import tokenizer_settings
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Environment, Template
     from tokenizers import Tokenizer
 
 _SPECIAL_TOKENS = tuple(
@@ -71,24 +73,26 @@ def render(
     messages: Sequence[Message],
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Spell a conversation as text, the way Hugging Face's tokenizers do.
 
     The template comes with the checkpoint, so it runs in a sandbox: it can reach
-    neither files nor the interpreter. It can still run for ever.
+    neither files nor the interpreter, and its time and output are limited.
+
+    Args:
+      variables: others of the template, such as `enable_thinking`.
     """
+    from stree_jax.cli.template_limits import rendered
+
+    own = {
+        "messages": list(messages),
+        "add_generation_prompt": add_generation_prompt,
+        "tools": None,
+        "documents": None,
+    }
     try:
-        return (
-            _environment()
-            .from_string(template)
-            .render(
-                **special_tokens,
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-            )
-        )
+        return rendered(_compiled(template), {**special_tokens, **variables, **own})
     except Exception as error:  # a template is a program: it can raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         line = getattr(error, "lineno", None)  # of syntax errors alone
@@ -152,12 +156,18 @@ def _default_template(fields: ConfigFields, named: list[Any]) -> str:
     return templates["default"]
 
 
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> "Template":
+    return _environment().from_string(template)
+
+
 def _environment() -> "Environment":
     """What templates written for Hugging Face's tokenizers expect to run in."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from stree_jax.cli.template_limits import LimitedEnvironment
 
     class Generation(Extension):
         """`{% generation %}` marks text to train on; here it is text like any."""
@@ -169,7 +179,7 @@ def _environment() -> "Environment":
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", Generation],

@@ -41,7 +41,17 @@ from stree_jax.speculation.rows import (
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
-row_key_jit = jax.jit(row_key)
+NO_TOKEN = -1  # pads lists of stop tokens
+
+
+@jax.jit
+def seeded_key(
+    key: jax.Array, low: jax.Array, high: jax.Array, sample: jax.Array
+) -> jax.Array:
+    """Returns the key [] of a row with a 64-bit seed. Where its upper half is 0, it is
+    `row_key` of the lower one, so that small seeds have the texts of `generate`."""
+    base = jnp.where(high == 0, key, jax.random.fold_in(key, high))
+    return row_key(base, low, sample)
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ class Asked:
       max_new_tokens: as many as the context leaves, at most.
       sampling: with a seed; `GREEDY` for greedy text.
       sample: which of the samples of its prompt: they differ in their random numbers.
+      seed_high: the upper 32 bits of a 64-bit seed, whose lower ones `sampling` has.
+      ignore_eos: whether the model's stop tokens leave the text running.
       logprobs: whether the tokens' log-probabilities are wanted.
     """
 
@@ -79,6 +91,8 @@ class Asked:
     max_new_tokens: int
     sampling: Sampling = GREEDY
     sample: int = 0
+    seed_high: int = 0
+    ignore_eos: bool = False
     logprobs: bool = False
 
 
@@ -151,8 +165,13 @@ def requests_of(asked: Asked, stops: jax.Array, key: jax.Array) -> Requests:
       key: of the base of the random numbers.
     """
     drawn = sampling_rows([asked.sampling], filters=True)  # others' may have some
-    seed = np.uint32(asked.sampling.seed or 0)
-    own = row_key_jit(key, jnp.asarray(seed), jnp.int32(asked.sample))
+    low, high = (
+        jnp.asarray(np.uint32(word))
+        for word in (asked.sampling.seed or 0, asked.seed_high)
+    )
+    own = seeded_key(key, low, high, jnp.int32(asked.sample))
+    if asked.ignore_eos:
+        stops = jnp.full_like(stops, NO_TOKEN)
     return Requests(
         max_new_tokens=jnp.asarray([asked.max_new_tokens], jnp.int32),
         min_new_tokens=None,
