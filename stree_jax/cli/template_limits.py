@@ -12,41 +12,74 @@ from typing import Any
 from jinja2 import Template, TemplateError, nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 MOST_SECONDS = 5.0
 MOST_CHARACTERS = 1 << 24  # of a conversation, and of what an operator makes
-MOST_BITS = 1 << 16  # of a power
-TICK = "_stree_tick"
+BITS_COUNT = 1 << 8  # a power may have so many times fewer bits
+TICK, CONCAT = "_stree_tick", "_stree_concat"
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox whose templates `rendered` can stop."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.globals[CONCAT] = _joined
+        del self.globals["lipsum"]  # text of any length in one call
 
     def _parse(
         self, source: str, name: str | None, filename: str | None
     ) -> nodes.Template:
         """Parse a template, and add a look at the clock to every loop and macro."""
-        template = super()._parse(source, name, filename)
+        template = _Joins().visit(super()._parse(source, name, filename))
         for node in template.find_all((nodes.For, nodes.Macro)):
-            call = nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)
-            tick = nodes.Output([call]).set_lineno(node.lineno)
-            node.body.insert(0, tick.set_environment(self))
-        return template
+            tick = nodes.Output([_call(TICK, [])]).set_lineno(node.lineno)
+            node.body.insert(0, tick)
+        return template.set_environment(self)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        size = 0
-        if operator == "*":
-            pairs = ((left, right), (right, left))
-            for many, times in pairs:
-                if isinstance(times, int) and hasattr(many, "__len__"):
-                    size = len(many) * times
-        elif isinstance(left, int) and isinstance(right, int):
-            size = left.bit_length() * right * (MOST_CHARACTERS // MOST_BITS)
-        if size > MOST_CHARACTERS:
+        if _size(operator, left, right) > MOST_CHARACTERS:
             raise TemplateError(f"{operator} makes a value that is too large")
         return super().call_binop(context, operator, left, right)
+
+
+class _Joins(NodeTransformer):
+    """Replaces the operator ~, which no environment intercepts, by a call."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call(CONCAT, node.nodes).set_lineno(node.lineno)
+
+
+def _call(name: str, args: list[nodes.Expr]) -> nodes.Call:
+    return nodes.Call(nodes.Name(name, "load"), args, [], None, None)
+
+
+def _joined(*parts: Any) -> str:
+    texts = [str(part) for part in parts]
+    if sum(map(len, texts)) > MOST_CHARACTERS:
+        raise TemplateError("~ makes a value that is too large")
+    return "".join(texts)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Returns how large a result is, in characters, items or bits; 0 for numbers that
+    are small anyway."""
+    if operator == "+":
+        return len(left) + len(right) if _sized(left) and _sized(right) else 0
+    if operator == "*":
+        if isinstance(left, int) and _sized(right):
+            left, right = right, left
+        return len(left) * right if _sized(left) and isinstance(right, int) else 0
+    both = isinstance(left, int) and isinstance(right, int)
+    return left.bit_length() * right * BITS_COUNT if both else 0
+
+
+def _sized(value: Any) -> bool:
+    return hasattr(value, "__len__")
 
 
 def rendered(template: Template, variables: Mapping[str, Any]) -> str:

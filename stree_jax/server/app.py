@@ -29,6 +29,7 @@ from stree_jax.server.service import (
 )
 
 JSON = "application/json"
+MOST_DIGITS = 400  # of an integer; the largest float64 has 309
 CLIENT_GONE = 499  # nobody reads it
 
 
@@ -141,7 +142,12 @@ async def _body(service: Service, http: HTTPRequest) -> Any:
     except TimeoutError:
         raise ApiError(408, "The request's body did not come in time.") from None
     try:
-        return json.loads(data, object_pairs_hook=_object, parse_constant=_not_a_number)
+        return json.loads(
+            data,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_constant=_not_a_number,
+        )
     except (ValueError, RecursionError) as error:
         problem = "We could not parse the JSON body of your request"
         raise invalid(f"{problem}: {error}") from None
@@ -155,6 +161,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         double = counts.most_common(1)[0][0]
         raise ValueError(f"{double[:40]!a} is there more than once")
     return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
 
 
 def _not_a_number(name: str) -> None:

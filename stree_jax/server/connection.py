@@ -52,6 +52,9 @@ class Connection(H11Protocol):
             self._refuse(ApiError(408, "The request's headers did not come in time."))
         self.transport.close()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: the request is answered over HTTP/1.1, as the client expects."""
+
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(ApiError(400, msg))

@@ -115,7 +115,8 @@ def asked_of(
     """
     sizes, chat = service.engine.batch.sizes, request.kind == "chat"
     if len(prompts) * request.n > service.engine.most:
-        raise invalid(f"n: at most {service.engine.most} texts a request", "n")
+        name = "n" if request.n > 1 else "prompt"
+        raise invalid(f"{name}: at most {service.engine.most} texts a request", name)
     if (request.top_logprobs or 0) > sizes.top_logprobs:
         name = "top_logprobs" if chat else "logprobs"
         raise invalid(f"{name}: at most {sizes.top_logprobs} here", name)
