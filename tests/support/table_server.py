@@ -41,13 +41,8 @@ def write_table(folder, template=CHATML):
     for token in ids:
         chain[token] = cycle[token]
     end = tokenizer.token_to_id("<|im_end|>")
-    path = table_models.write_llama(
-        folder,
-        len(chain),
-        tokenizer=tokenizer,
-        chain=chain,
-        config={"eos_token_id": end},
-    )
+    model = dict(tokenizer=tokenizer, chain=chain, config={"eos_token_id": end})
+    path = table_models.write_llama(folder, len(chain), **model)
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     return path
@@ -95,9 +90,8 @@ def ask(app, path, body=None, method=None, **options):
         async with httpx2.AsyncClient(transport=transport) as http:
             verb = method or ("GET" if body is None else "POST")
             data = body if body is None or isinstance(body, str) else json.dumps(body)
-            return await http.request(
-                verb, f"http://test{path}", content=data, **options
-            )
+            url = f"http://test{path}"
+            return await http.request(verb, url, content=data, **options)
 
     answer = asyncio.run(asked())
     kind = answer.headers.get("content-type", "")
@@ -109,9 +103,8 @@ def ask(app, path, body=None, method=None, **options):
 def listening(app):
     """The port of an application behind real sockets."""
     sock = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app, http=Connection, ws="none", log_config=None, lifespan="off"
-    )
+    usual = dict(ws="none", log_config=None, lifespan="off", timeout_keep_alive=1)
+    config = uvicorn.Config(app, http=Connection, **usual)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
