@@ -42,7 +42,7 @@ def render_checked(
     def spell(messages: Sequence[Message]) -> str:
         return render(template, messages, special_tokens, begins, variables or {})
 
-    check_used(spell, messages)
+    plain = checked(spell, messages)
     for i, message in enumerate(messages):
         if REASONING in message and REASONING not in template:
             raise ValueError(
@@ -50,7 +50,7 @@ def render_checked(
                 "it out"
             )
     if not continues:
-        return spell(messages)
+        return plain
     mark = secrets.token_hex(8)
     text = spell([*messages[:-1], _marked(messages[-1], "content", mark)])
     before, found, _ = text.rpartition(mark)
@@ -70,8 +70,8 @@ def _known_role(template: str, message: Message) -> Message:
     return message
 
 
-def check_used(spell: Spell, messages: Sequence[Message]) -> None:
-    """Raises ValueError if a template drops a message's content or name.
+def checked(spell: Spell, messages: Sequence[Message]) -> str:
+    """Returns `spell(messages)`; raises ValueError if a content or a name is not in it.
 
     All texts are marked and looked for at once. A mark that is missing does not prove
     that the text is (it may be spelled in another way), so those texts are changed one
@@ -104,6 +104,7 @@ def check_used(spell: Spell, messages: Sequence[Message]) -> None:
             continue
         if same:
             raise ValueError(_dropped(i, name, messages[i]))
+    return plain
 
 
 def _marked(message: Message, name: str, mark: str) -> Message:

@@ -168,8 +168,13 @@ class Request:
             `seed_high`, as `Sampling` takes 32 bits.
         """
         own = (self.seed if self.seed is not None else seed) % 2**32
-        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return Sampling(self.temperature, **filters, seed=own)
+        return Sampling(
+            self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=own,
+        )
 
     @property
     def seed_high(self) -> int:

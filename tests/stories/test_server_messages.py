@@ -121,7 +121,6 @@ def test_a_final_message_is_continued():
         "[hi]Once upon "
     )
     with pytest.raises(ValueError, match="continue_final_message"):
-        spelled(ESCAPES + "{{ 'x' }}" * 0, USER, begins=False, continues=True) == ""
         spelled("{{ messages[-1].content | length }}", USER, continues=True)
 
 
@@ -190,7 +189,10 @@ def test_chat_refuses_a_system_message_that_the_template_drops(tmp_path, capsys)
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
 )
-DOUBLE = "{% set s = namespace(x='aa') %}{% for i in range(60) %}{% set s.x = BODY %}{% endfor %}"
+DOUBLE = (
+    "{% set s = namespace(x='aa') %}{% for i in range(60) %}{% set s.x = BODY %}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +222,8 @@ def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
 
 def test_limits_change_no_text():
     template = (
-        "{{ 'ab' * 2 }}{{ 2 * 'ab' }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ 2 ** -1 }}{{ 1 ~ 'a' ~ x }}"
-        "{{ [1] + [2] }}{{ 'a' + 'b' }}{{ 1 + 2.5 }}{{ 'a' ~ 'b' if true }}"
+        "{{ 'ab' * 2 }}{{ 2 * 'ab' }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ 2 ** -1 }}"
+        "{{ 1 ~ 'a' ~ x }}{{ [1] + [2] }}{{ 'a' + 'b' }}{{ 1 + 2.5 }}{{ 'a' ~ 'b' if true }}"
         "{% for i in range(3) if i != 1 %}{{ loop.index }}{% else %}no{% endfor %}"
         "{% macro m(a) %}<{{ a ~ 1 }}>{% endmacro %}{{ m(2) }}{{ m('é') }}"
     )
