@@ -94,10 +94,22 @@ def render(
     try:
         return rendered(_compiled(template), {**special_tokens, **variables, **own})
     except Exception as error:  # a template is a program: it can raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        line = getattr(error, "lineno", None)  # of syntax errors alone
-        where = "chat template" if line is None else f"chat template, line {line}"
-        raise ValueError(f"{where}: {reason}") from error
+        raise ValueError(_template_problem(error)) from error
+
+
+def check_template(template: str) -> None:
+    """Raises ValueError if a template has a syntax error."""
+    try:
+        _compiled(template)
+    except Exception as error:
+        raise ValueError(_template_problem(error)) from error
+
+
+def _template_problem(error: Exception) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    line = getattr(error, "lineno", None)  # of syntax errors alone
+    where = "chat template" if line is None else f"chat template, line {line}"
+    return f"{where}: {reason}"
 
 
 def plain_turn(text: str) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
 ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # where they are not named
+MOST_BYTES = 1 << 20  # of a file of keys, or a template
 NOTES = f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
 base_url is http://HOST:PORT/v1. Where an API key is set, in {KEY_VARIABLE} or a file,
@@ -88,11 +89,12 @@ def run_serve(args: argparse.Namespace) -> int:
     def around(app: "ASGIApp") -> "ASGIApp":
         return with_origins(app, origins, has_keys=bool(keys))
 
+    template = given_template(args.chat_template)
     with run.bound_socket(args.host, args.port) as sock:
         check_model(args)
         if not keys and not is_loopback(sock.getsockname()[0]):
             say(f"warning: {args.host} is open to others, and no API key is wanted")
-        begin = partial(ready, args, keys, time.perf_counter())
+        begin = partial(ready, args, keys, template, time.perf_counter())
         return run.run(begin, sock, say, args.grace, around)
 
 
@@ -104,12 +106,14 @@ def is_loopback(address: str) -> bool:
 def ready(
     args: argparse.Namespace,
     keys: tuple[bytes, ...],
+    template: str | None,
     began: float,
     say: Callable[[str], None],
 ) -> "Ready":
     """Loads the model, compiles, and returns the server.
 
     Args:
+      template: a chat template to use in place of the model's.
       began: when the command began, by `time.perf_counter`.
       say: prints how far it has come.
     """
@@ -130,7 +134,7 @@ def ready(
         reader_of(model),
         Metrics(engine),
         Limits(args.max_body, args.timeout),
-        spell=speller(args, model),
+        spell=speller(args.model, model, template),
         keys=keys,
     )
     batch.warm(say)
@@ -152,8 +156,8 @@ def say(text: str) -> None:
 def check_model(args: argparse.Namespace) -> None:
     """Raises ValueError for what is known to be wrong before weights are read: a path
     that does not exist, or is no model; a model without a tokenizer, or with fewer
-    tokens than alternatives are offered; weights above --memory; a template that cannot
-    be read. Models of the hub are not fetched for it."""
+    tokens than alternatives are offered; weights above --memory. Models of the hub are
+    not fetched for it."""
     from stree_jax.byte_sizes import bytes_named
     from stree_jax.checkpoint import resolve
     from stree_jax.convert.tokenizer import has_tokenizer
@@ -161,8 +165,6 @@ def check_model(args: argparse.Namespace) -> None:
     from stree_jax.server.service import NO_TOKENIZER
 
     limit = None if args.memory is None else bytes_named(args.memory)
-    if args.chat_template is not None:
-        args.chat_template.read_text("utf-8")
     if on_hub(args.model):
         return
     drafter = args.drafter
@@ -215,7 +217,8 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
     if file is None:
         own = os.environ.get(KEY_VARIABLE, "").strip()
         return (own.encode(),) if own else ()
-    keys = tuple(line.strip() for line in file.read_bytes().splitlines())
+    lines = contents("--api-key-file", file).splitlines()
+    keys = tuple(line.strip() for line in lines)
     keys = tuple(key for key in keys if key)
     if not keys:
         raise ValueError(f"--api-key-file: {file} has no key")
@@ -277,17 +280,49 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
         )
 
 
-def speller(args: argparse.Namespace, model: "Model") -> "Spell | None":
-    """Returns what spells conversations as tokens, or None without a chat template."""
+def contents(name: str, file: Path) -> bytes:
+    """Returns the bytes of an option's file, which may be a pipe.
+
+    Raises:
+      ValueError: there are more than such a file can sensibly have.
+    """
+    with file.open("rb") as stream:
+        data = stream.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{name}: {file} has more than {MOST_BYTES} bytes")
+    return data
+
+
+def given_template(file: Path | None) -> str | None:
+    """Returns the text of --chat-template; raises ValueError if it is no template."""
+    from stree_jax.cli.chat import check_template
+
+    if file is None:
+        return None
+    try:
+        text = contents("--chat-template", file).decode("utf-8")
+        check_template(text)
+    except ValueError as error:
+        if str(error).startswith("--"):
+            raise
+        raise ValueError(f"--chat-template: {file}: {error}") from error
+    return text
+
+
+def speller(name: str, model: "Model", template: str | None = None) -> "Spell | None":
+    """Returns what spells conversations as tokens, or None without a chat template.
+
+    Args:
+      name: of the model, as of --model.
+      template: to use in place of the model's.
+    """
     from stree_jax.checkpoint import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
 
-    directory, tokenizer = resolve(args.model), model.tokenizer
-    if args.chat_template is None:
+    directory, tokenizer = resolve(name), model.tokenizer
+    if template is None:
         template = read_chat_template(directory)
-    else:
-        template = args.chat_template.read_text("utf-8")
     if template is None or tokenizer is None:
         return None
     special = read_special_tokens(directory)

@@ -151,10 +151,15 @@ def test_what_is_known_to_be_wrong_is_refused_before_it_listens(model, tmp_path)
     """As one line with exit code 2."""
     taken = socket.create_server(("127.0.0.1", 0))
     (tmp_path / "none").mkdir()
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    template = ["--model", model, "--chat-template"]
     for options, word in [
         (["--model", str(tmp_path / "missing")], "no such directory"),
         (["--model", str(tmp_path / "none")], "config.json"),
-        (["--model", model, "--chat-template", str(tmp_path / "x.jinja")], "x.jinja"),
+        ([*template, str(tmp_path / "x.jinja")], "x.jinja"),
+        ([*template, str(tmp_path / "bad.jinja")], "bad.jinja: chat template, line 1"),
+        ([*template, "/dev/zero"], "--chat-template: /dev/zero has more than"),
+        (["--api-key-file", "/dev/zero"], "--api-key-file: /dev/zero has more than"),
         (["--model", model, "--memory", "1MB"], "weights alone"),
         (["--model", model, "--logprobs", "9999"], "--logprobs"),
         (["--port", str(taken.getsockname()[1])], "Address already in use"),

@@ -1,6 +1,5 @@
 """A server within this process whose greedy text is a table, and ways to ask it."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -50,8 +49,7 @@ def write_table(folder, template=CHATML):
 
 def spell_of(path):
     """Returns `Service.spell` of a model directory."""
-    args = argparse.Namespace(model=str(path), chat_template=None)
-    return speller(args, stree_jax.load(path))
+    return speller(str(path), stree_jax.load(path))
 
 
 def table_service(path, **changes):
