@@ -19,6 +19,7 @@ Kind = Literal["completion", "chat"]
 MOST_STOPS, MOST_STOP_BYTES = 16, 256
 MOST_SAMPLES = 128
 DEFAULT_TOKENS = 16  # of completions; a chat answer may fill the context
+LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0  # beyond, logits overflow or vanish
 SMALLEST = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on the device
 
 # Fields that say who asks, or how to account for it: no answer depends on them.
@@ -37,8 +38,6 @@ WITHOUT_EFFECT = {
 NOTHING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),  # llama.cpp
     "typical_p": (1,),  # llama.cpp
     "mirostat": (0,),  # llama.cpp
     "min_tokens": (0,),
@@ -85,6 +84,8 @@ READ = {
     "top_p",
     "top_k",
     "min_p",
+    "repetition_penalty",
+    "repeat_penalty",
     "n",
     "stream",
     "stream_options",
@@ -133,7 +134,8 @@ class Request:
       messages: roles and texts (chat).
       turn: how a chat template spells the end of the messages.
       max_tokens: if None, as many as the context leaves.
-      temperature, top_p, top_k, min_p: how tokens are drawn, as of `Sampling`.
+      temperature, top_p, top_k, min_p, penalty: how tokens are drawn, as of
+        `Sampling`; greedy answers have the penalty alone.
       seed: 0..2^64-1. If None, the server draws one.
       ignore_eos: whether stop tokens of the model leave an answer running.
       n: answers to each prompt.
@@ -152,6 +154,7 @@ class Request:
     top_p: float
     top_k: int
     min_p: float
+    penalty: float
     seed: int | None
     ignore_eos: bool
     n: int
@@ -168,8 +171,11 @@ class Request:
             `seed_high`, as `Sampling` takes 32 bits.
         """
         own = (self.seed if self.seed is not None else seed) % 2**32
+        if self.temperature == 0:
+            return Sampling(0.0, repetition_penalty=self.penalty)
         return Sampling(
             self.temperature,
+            repetition_penalty=self.penalty,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
@@ -206,6 +212,7 @@ def parse(kind: Kind, body: Any) -> Request:
         top_p=top_p or 1.0,
         top_k=_top_k(fields),
         min_p=_min_p(fields),
+        penalty=_penalty(fields),
         seed=_seed(fields),
         ignore_eos=_boolean(fields, "ignore_eos"),
         n=_integer(fields, "n", 1, 1, MOST_SAMPLES) or 1,
@@ -309,6 +316,16 @@ def _min_p(fields: Mapping[str, Any]) -> float:
     """Returns min_p. Of 1 only tokens as likely as the best one are left."""
     below_1 = float(np.nextafter(np.float32(1), np.float32(0)))
     return min(_number(fields, "min_p", 0.0, 0.0, 1.0), below_1)
+
+
+def _penalty(fields: Mapping[str, Any]) -> float:
+    """Returns the repetition penalty, by vLLM's or llama.cpp's name."""
+    names = [n for n in ("repetition_penalty", "repeat_penalty") if n in fields]
+    if len(names) == 2:
+        problem = f"{names[1]}: it is {names[0]} by another name: give one"
+        raise invalid(problem, names[1])
+    name = names[0] if names else "repetition_penalty"
+    return _number(fields, name, 1.0, LEAST_PENALTY, MOST_PENALTY)
 
 
 def _seed(fields: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ from stree_jax.arguments import encode_prompts
 from stree_jax.checkpoint import Model
 from stree_jax.sampling.stop_strings import token_bytes
 from stree_jax.server.answers import empty_answer
-from stree_jax.server.batch import GREEDY, Asked
+from stree_jax.server.batch import Asked
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
@@ -136,7 +136,7 @@ def asked_of(
                 Asked(
                     ids=ids,
                     max_new_tokens=new,
-                    sampling=GREEDY if greedy else sampling,
+                    sampling=sampling,
                     sample=0 if greedy else sample,
                     seed_high=0 if greedy else request.seed_high,
                     ignore_eos=request.ignore_eos,

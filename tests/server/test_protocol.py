@@ -43,7 +43,7 @@ def message(**fields):
         ("completion", dict(best_of=2), "best_of"),
         ("completion", dict(logprobs=True), "logprobs"),
         ("completion", dict(min_tokens=1), "min_tokens"),
-        ("completion", dict(repetition_penalty=1.1), "repetition_penalty"),
+        ("completion", dict(repetition_penalty=0), "repetition_penalty"),
         ("completion", dict(model=7), "model"),
         ("completion", dict(prompt=None), "prompt"),
         ("completion", dict(prompt=[]), "prompt"),

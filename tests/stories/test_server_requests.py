@@ -68,7 +68,8 @@ def chat_text(service, **fields):
         dict(top_k=-1, min_p=0),
         dict(top_k=0, min_p=1),
         dict(top_k=10**12),
-        dict(repetition_penalty=1.0, repeat_penalty=1),
+        dict(repetition_penalty=1.0),
+        dict(repeat_penalty=1),
         dict(presence_penalty=0.0, frequency_penalty=-0.0),
         dict(logit_bias={}),
         dict(logit_bias={"5": 0}),
@@ -125,7 +126,7 @@ def test_values_of_chat_that_other_servers_take(service, fields):
         dict(min_p=1.5),
         dict(best_of=2),
         dict(presence_penalty=0.5),
-        dict(repetition_penalty=1.2),
+        dict(repetition_penalty=0),
         dict(logit_bias={"5": 1}),
         dict(logprobs=True),
         dict(echo=True),
@@ -175,6 +176,19 @@ def test_filters_leave_the_likeliest_token(service):
     for only in (dict(top_k=1), dict(top_k=1.0), dict(min_p=1), dict(top_p=0)):
         assert text_of(service, DRAWN | dict(seed=3) | only) == LOOP[1:49]
     assert text_of(service, DRAWN | dict(seed=3, top_k=0)) != LOOP[1:49]
+
+
+def test_a_repetition_penalty_divides_the_logits_of_what_was_there(service):
+    """After s, r has the logit sqrt(V) and z 0.9 of it. A penalty of 1.2 makes that of
+    r, which is in the prompt, 0.83; after z comes the end."""
+    body = dict(prompt="r", temperature=0, max_tokens=6)
+    assert text_of(service, body) == "srsrsr"
+    for name in ("repetition_penalty", "repeat_penalty"):
+        assert text_of(service, body | {name: 1.2}) == "sz"
+        assert text_of(service, body | {name: 1.1}) == "srsrsr"
+    drawn = dict(temperature=1, top_k=1, seed=5, repetition_penalty=1.2)
+    assert text_of(service, body | drawn) == "sz"
+    assert text_of(service, body) == "srsrsr"  # and no row after it has one
 
 
 def test_every_bit_of_a_seed_counts(service):

@@ -31,17 +31,18 @@ LOOP = "pqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpq"
 
 def write_table(folder, template=CHATML):
     """Writes a llama that continues x, and the begin of an answer, with "xyz" to its
-    end of turn, and p and q with each other for ever."""
+    end of turn, and p and q with each other for ever. So are r and s, but after s the
+    logit of z is 0.9 of that of r."""
     tokenizer = table_models.byte_level()
     newline = "\u010a"  # as byte-level tokenizers spell it
     chain = table_models.follow(tokenizer, [newline, *"xyz", "<|im_end|>"])
-    cycle = table_models.follow(tokenizer, "pqp")
-    ids = [tokenizer.token_to_id(letter) for letter in "pq"]
-    for token in ids:
-        chain[token] = cycle[token]
+    p, q, r, s, z = (tokenizer.token_to_id(letter) for letter in "pqrsz")
+    for token, other in ((p, q), (q, p), (r, s), (s, r)):
+        chain[token] = other
     end = tokenizer.token_to_id("<|im_end|>")
     model = dict(tokenizer=tokenizer, chain=chain, config={"eos_token_id": end})
-    path = table_models.write_llama(folder, len(chain), **model)
+    also = [(s, z, 0.9)]
+    path = table_models.write_llama(folder, len(chain), also=also, **model)
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     return path
