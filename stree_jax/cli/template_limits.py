@@ -96,7 +96,7 @@ def rendered(template: Template, variables: Mapping[str, Any]) -> str:
         return ""
 
     parts, size = [], 0
-    for part in template.generate(**{**variables, TICK: tick}):
+    for part in template.generate({**variables, TICK: tick}):
         parts.append(part)
         size += len(part)
         if size > MOST_CHARACTERS:

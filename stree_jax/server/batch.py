@@ -190,19 +190,22 @@ def as_asked(d: Decoding, drawn: bool, lists: Any) -> Decoding:
       lists: of log-probabilities, if any row wants them or has a penalty: one program
         serves both.
     """
-    sampling = d.requests.sampling
     if lists is None:
-        sampling = replace(sampling, penalty=None) if drawn else None
+        own = d.requests.sampling if drawn else None
+        sampling = None if own is None else replace(own, penalty=None)
         d = replace(d, requests=replace(d.requests, sampling=sampling), seen=None)
     return replace(d, logprobs=lists)
 
 
 def with_parts(d: Decoding, whole: Decoding) -> Decoding:
     """Returns a decoding with the parts of `whole` that `as_asked` left out."""
-    own, kept = d.requests.sampling, whole.requests.sampling
-    if own is not None:
-        kept = replace(own, penalty=kept.penalty) if own.penalty is None else own
-    requests = replace(d.requests, sampling=kept)
+    own, sampling = d.requests.sampling, whole.requests.sampling
+    assert sampling is not None  # `requests_of` makes every part
+    if own is not None and own.penalty is None:
+        sampling = replace(own, penalty=sampling.penalty)
+    elif own is not None:
+        sampling = own
+    requests = replace(d.requests, sampling=sampling)
     seen = whole.seen if d.seen is None else d.seen
     return replace(d, requests=requests, seen=seen, logprobs=None)
 
@@ -292,7 +295,7 @@ class Batch:
     def advance(self) -> dict[int, News]:
         """Some steps of all rows; what they added, by row. Finished rows are free."""
         spec, d = self._parts()
-        whole, d = self._decoding, advance_jit(spec, d, jnp.int32(self.sizes.steps))
+        d = advance_jit(spec, d, jnp.int32(self.sizes.steps))
         wanted = {
             name: getattr(d, name)
             for name in ("tokens", "length", "finish", "origin", "used", "logprobs")
@@ -300,7 +303,8 @@ class Batch:
         host = jax.device_get(wanted)
         if d.logprobs is not None:
             self._lists = d.logprobs
-        self._decoding = with_parts(d, whole)
+        assert self._decoding is not None  # `_parts` took parts of it
+        self._decoding = with_parts(d, self._decoding)
         news = {i: _news(host, i, row) for i, row in enumerate(self.rows) if row}
         for i, new in news.items():
             if new.finish != RUNNING:

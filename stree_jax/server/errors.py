@@ -61,3 +61,9 @@ def invalid(
     message: str, param: str | None = None, code: str | None = None
 ) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a refusal, or its type if it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__

@@ -6,14 +6,15 @@ lists what each odd value means here and at those servers.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from stree_jax.sampling.settings import Sampling
-from stree_jax.server.errors import invalid
+from stree_jax.server.errors import invalid, shown
+from stree_jax.server.messages import is_text, messages_of
 
 Kind = Literal["completion", "chat"]
 MOST_STOPS, MOST_STOP_BYTES = 16, 256
@@ -205,7 +206,7 @@ def parse(kind: Kind, body: Any) -> Request:
         kind=kind,
         model=_model(fields),
         prompts=() if chat else _prompts(fields),
-        messages=_messages(fields) if chat else (),
+        messages=messages_of(fields) if chat else (),
         turn=_turn(fields),
         max_tokens=_max_tokens(kind, fields),
         temperature=temperature,
@@ -260,7 +261,7 @@ def _model(fields: Mapping[str, Any]) -> str:
     """Returns the model's name, or "" for the only one that there is."""
     model = fields.get("model", "")
     if not isinstance(model, str):
-        raise invalid(f"model: want a name, got {_shown(model)}", "model")
+        raise invalid(f"model: want a name, got {shown(model)}", "model")
     return model
 
 
@@ -268,7 +269,7 @@ def _boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> boo
     value = fields.get(name, default)
     if isinstance(value, int) and value in (0, 1):  # vLLM takes 0 and 1, too
         return bool(value)
-    raise invalid(f"{name}: want true or false, got {_shown(value)}", name)
+    raise invalid(f"{name}: want true or false, got {shown(value)}", name)
 
 
 def _is_number(value: Any) -> bool:
@@ -280,7 +281,7 @@ def _number(
 ) -> float:
     value = fields.get(name, default)
     if not _is_number(value) or not low <= value <= high:  # NaN is refused, too
-        problem = f"{name}: want a number in {low:g}..{high:g}, got {_shown(value)}"
+        problem = f"{name}: want a number in {low:g}..{high:g}, got {shown(value)}"
         raise invalid(problem, name)
     return float(value)
 
@@ -296,7 +297,7 @@ def _integer(
         value = int(value)
     whole = _is_number(value) and isinstance(value, int)
     if not whole or not low <= value <= high:
-        problem = f"{name}: want an integer in {low}..{high}, got {_shown(value)}"
+        problem = f"{name}: want an integer in {low}..{high}, got {shown(value)}"
         raise invalid(problem, name)
     return value
 
@@ -382,18 +383,10 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MOST_STOPS:
         raise invalid(f"stop: want a string, or a list of up to {MOST_STOPS}", "stop")
     for stop in stops:
-        if not _is_text(stop) or len(stop.encode()) > MOST_STOP_BYTES:
+        if not is_text(stop) or len(stop.encode()) > MOST_STOP_BYTES:
             problem = f"stop: want texts of up to {MOST_STOP_BYTES} bytes"
             raise invalid(problem, "stop")
     return tuple(dict.fromkeys(stop for stop in stops if stop))
-
-
-def _is_text(value: Any) -> bool:
-    """A string that UTF-8 can spell: JSON may hold half a character."""
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
 
 
 def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
@@ -403,7 +396,7 @@ def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str) or _are_ids(value):
         value = [value]
     good = isinstance(value, list) and value
-    if not good or not all(_is_text(p) or _are_ids(p) for p in value):
+    if not good or not all(is_text(p) or _are_ids(p) for p in value):
         raise invalid("prompt: want a text, token ids, or a list of either", "prompt")
     return tuple(p if isinstance(p, str) else tuple(p) for p in value)
 
@@ -414,59 +407,6 @@ def _are_ids(value: Any) -> bool:
         and bool(value)
         and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
     )
-
-
-def _messages(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
-    value = fields.get("messages")
-    if not isinstance(value, list) or not value:
-        raise invalid("messages: want a list of at least one message", "messages")
-    return tuple(_message(i, message) for i, message in enumerate(value))
-
-
-# Fields of answers that clients send back; they hold no text.
-OF_ANSWERS = {"refusal", "annotations", "audio", "tool_calls", "function_call"}
-TEXTS_OF_MESSAGES = ("name", "reasoning_content")  # the template has to use them
-
-
-def _message(i: int, message: Any) -> dict[str, str]:
-    where = f"messages.[{i}]"
-    if not isinstance(message, dict) or not _is_text(message.get("role")):
-        raise invalid(f"{where}: want an object with a role", where)
-    known = {"role", "content", *TEXTS_OF_MESSAGES}
-    known |= {name for name in OF_ANSWERS if not message.get(name)}
-    extra = {name for name, v in message.items() if v is not None} - known
-    if extra:
-        name = f"{where}.{min(extra)}"
-        raise invalid(f"{name}: this server does not support it", name)
-    found = {
-        "role": message["role"],
-        "content": _content(f"{where}.content", message.get("content")),
-    }
-    for name in TEXTS_OF_MESSAGES:
-        text = message.get(name)
-        if text is not None and not _is_text(text):
-            raise invalid(f"{where}.{name}: want a text", f"{where}.{name}")
-        if text:
-            found[name] = text
-    return found
-
-
-def _content(where: str, content: Any) -> str:
-    """A text, from one or from parts of text."""
-    parts = [content] if isinstance(content, str) else content
-    if not isinstance(parts, Sequence):
-        raise invalid(f"{where}: want a text, or a list of parts", where)
-    texts: list[Any] = []
-    for part in parts:
-        if isinstance(part, dict):
-            if part.get("type") != "text":
-                problem = f"{where}: only parts of type text are supported"
-                raise invalid(problem, where)
-            part = part.get("text")
-        if not _is_text(part):
-            raise invalid(f"{where}: want texts of whole characters", where)
-        texts.append(part)
-    return "".join(texts)
 
 
 def _logprobs(fields: Mapping[str, Any]) -> int | None:
@@ -498,9 +438,3 @@ def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
     return options.get("include_usage") is not None and _boolean(
         options, "include_usage"
     )
-
-
-def _shown(value: Any) -> str:
-    """A value in a refusal, if it is short."""
-    text = repr(value)
-    return text if len(text) <= 40 else type(value).__name__
