@@ -6,10 +6,12 @@ with "qpqp..." for ever, where at temperature 2 about 7 % of the tokens are othe
 
 import json
 import socket
+import time
 from dataclasses import replace
 
 import pytest
 
+from stree_jax.cli import template_limits
 from stree_jax.server import connection
 from stree_jax.server.app import make_app
 from tests.support.table_server import (
@@ -17,6 +19,7 @@ from tests.support.table_server import (
     ask,
     listening,
     over_socket,
+    spell_of,
     started,
     table_service,
     write_table,
@@ -276,3 +279,19 @@ def test_clients_that_leave_early_leave_the_server_working(service):
             with socket.create_connection(("127.0.0.1", port), 10) as sock:
                 sock.sendall(data)
         assert b'"text":"yz"' in over_socket(port, request(BODY))
+
+
+def test_a_template_that_does_not_end_holds_up_nobody(service, tmp_path, monkeypatch):
+    loop = "{% for i in range(99999) %}BODY{% endfor %}"
+    endless = write_table(tmp_path / "model", loop.replace("BODY", loop))
+    monkeypatch.setattr(template_limits, "MOST_SECONDS", 2.0)
+    app = make_app(replace(service, spell=spell_of(endless)))
+    chat = json.dumps(CHAT).encode()
+    asked = request(chat).replace(b"/completions", b"/chat/completions")
+    with listening(app) as port, socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(asked)
+        began = time.monotonic()
+        assert b'"text":"yz"' in over_socket(port, request(BODY))
+        assert time.monotonic() - began < 1.5
+        sock.settimeout(30)
+        assert b"more than 2 seconds" in sock.recv(65536)
