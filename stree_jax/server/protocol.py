@@ -33,14 +33,40 @@ WITHOUT_EFFECT = {
     "service_tier",
     "request_id",  # vLLM
     "priority",  # vLLM; answers are made first come, first served
+    "cache_salt",  # vLLM
     "cache_prompt",  # llama.cpp
+}
+# Settings of llama.cpp's other samplers, whose switches have to be off.
+WITHOUT_EFFECT |= {
+    "dynatemp_exponent",
+    "mirostat_tau",
+    "mirostat_eta",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "xtc_threshold",
 }
 # Values that ask for nothing; any other value would change the answer.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "typical_p": (1,),  # llama.cpp
-    "mirostat": (0,),  # llama.cpp
+    "typical_p": (1,),  # llama.cpp, like all of these
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "min_keep": (0,),
+    "repeat_last_n": (-1,),  # -1 is the whole text
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "id_slot": (-1,),
+    "grammar": ("",),
+    "timings_per_token": (False,),
+    "return_progress": (False,),
+    "return_tokens": (False,),
     "min_tokens": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
@@ -355,6 +381,8 @@ def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
 def _check_logit_bias(fields: Mapping[str, Any]) -> None:
     """Raises ApiError unless every token's bias is 0."""
     value = fields.get("logit_bias", {})
+    if value == []:  # llama.cpp's way to give none
+        return
     if not isinstance(value, dict) or any(v != 0 for v in value.values()):
         problem = "logit_bias: this server does not support it"
         raise invalid(problem, "logit_bias", "unsupported_value")

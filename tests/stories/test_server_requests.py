@@ -76,6 +76,9 @@ def chat_text(service, **fields):
         dict(presence_penalty=0.0, frequency_penalty=-0.0),
         dict(logit_bias={}),
         dict(logit_bias={"5": 0}),
+        dict(logit_bias=[]),
+        dict(dry_multiplier=0.0, dry_base=1.75, xtc_probability=0, xtc_threshold=0.1),
+        dict(mirostat=0, mirostat_tau=5.0, dynatemp_range=0, typical_p=1.0, id_slot=-1),
         dict(response_format={"type": "text", "json_schema": None}),
         dict(logprobs=False),
         dict(logprobs=None),
@@ -140,6 +143,10 @@ def test_values_of_chat_that_other_servers_take(service, fields):
         dict(stream="yes"),
         dict(stop=[7]),
         dict(nonsense=1),
+        dict(mirostat=2),
+        dict(dry_multiplier=0.8),
+        dict(grammar="root ::= x"),
+        dict(repeat_last_n=64),
     ],
 )
 def test_what_is_refused_is_named(service, fields):
