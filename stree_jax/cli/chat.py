@@ -9,8 +9,9 @@ produced, the conversation has to be fed anew.
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
@@ -81,25 +82,43 @@ def render(
     messages: Sequence[Message],
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Spell a conversation as text, the way Hugging Face's tokenizers do.
 
     The template comes with the checkpoint, so it runs in a sandbox: it can reach
-    neither files nor the interpreter. It can still run for ever.
+    neither files nor the interpreter, and its time and output are limited.
+
+    Args:
+      variables: others of the template, such as `enable_thinking`.
     """
+    from stree_jax.cli.template_limits import rendered
+
+    own = {
+        "messages": list(messages),
+        "add_generation_prompt": add_generation_prompt,
+        "tools": None,
+        "documents": None,
+    }
     try:
-        return _compiled(template).render(
-            **special_tokens,
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-        )
+        return rendered(_compiled(template), {**special_tokens, **variables, **own})
     except Exception as error:  # a template is a program: it can raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        line = getattr(error, "lineno", None)  # of syntax errors alone
-        where = "chat template" if line is None else f"chat template, line {line}"
-        raise ValueError(f"{where}: {reason}") from error
+        raise ValueError(_template_problem(error)) from error
+
+
+def check_template(template: str) -> None:
+    """Raises ValueError if a template has a syntax error."""
+    try:
+        _compiled(template)
+    except Exception as error:
+        raise ValueError(_template_problem(error)) from error
+
+
+def _template_problem(error: Exception) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    line = getattr(error, "lineno", None)  # of syntax errors alone
+    where = "chat template" if line is None else f"chat template, line {line}"
+    return f"{where}: {reason}"
 
 
 def plain_turn(text: str) -> str:
@@ -163,7 +182,7 @@ def _default_template(fields: ConfigFields, named: list[Any]) -> str:
     return templates["default"]
 
 
-@cache
+@lru_cache(maxsize=8)
 def _compiled(template: str) -> "Template":
     return _environment().from_string(template)
 
@@ -173,7 +192,8 @@ def _environment() -> "Environment":
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from stree_jax.cli.template_limits import LimitedEnvironment
 
     class Generation(Extension):
         """`{% generation %}` marks text to train on; here it is text like any."""
@@ -185,7 +205,7 @@ def _environment() -> "Environment":
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", Generation],

@@ -1,6 +1,7 @@
 """What commands share: options with their defaults in their help, a word on stderr."""
 
 import argparse
+import contextlib
 import sys
 from typing import Any
 
@@ -16,4 +17,7 @@ def option(
 
 
 def tell(text: str) -> None:
-    print(text, file=sys.stderr)
+    """Print a line on stderr. If nobody reads stderr any more, work goes on: the reader
+    of the output is a matter of stdout."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=sys.stderr)

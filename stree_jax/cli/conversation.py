@@ -16,6 +16,7 @@ from stree_jax.cli.chat import (
     read_special_tokens,
 )
 from stree_jax.cli.common import tell
+from stree_jax.cli.template_use import render_checked
 from stree_jax.cli.terminal import check_text, follow, load_models, options_of
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.default_tree import tree_for
@@ -142,6 +143,7 @@ def run_chat(args: argparse.Namespace) -> int:
         if speaker.template is None:
             raise ValueError(f"--system: {args.model} has no chat template")
         system = Message(role="system", content=check_text("--system", args.system))
+        check_system(speaker, system)
         conversation = Conversation(messages=(system,))
     while True:
         try:
@@ -154,6 +156,17 @@ def run_chat(args: argparse.Namespace) -> int:
         if text.strip():
             text = check_text("standard input", text)
             conversation = answer(speaker, conversation, text)
+
+
+def check_system(speaker: Speaker, system: Message) -> None:
+    """Raises ValueError if the chat template drops a system message, or refuses it."""
+    template, special_tokens = speaker.template, speaker.special_tokens
+    assert template is not None  # or there would be no system message
+    question = Message(role="user", content="?")
+    try:
+        render_checked(template, (system, question), special_tokens)
+    except ValueError as error:
+        raise ValueError(f"--system: {error}") from error
 
 
 def speaker_of(args: argparse.Namespace) -> Speaker:

@@ -1,10 +1,12 @@
 """`stree-jax serve`: its options, and what it loads."""
 
 import argparse
+import ipaddress
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -12,18 +14,23 @@ from stree_jax.bench.options import add_pair_options
 from stree_jax.cli.common import option, tell
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from stree_jax.checkpoint import Model
     from stree_jax.server.batch import Sizes
-    from stree_jax.server.service import Service, Spell
+    from stree_jax.server.protocol import Turn
+    from stree_jax.server.run import Ready
+    from stree_jax.server.service import Spell
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
 ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # where they are not named
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+MOST_BYTES = 1 << 20  # of a file of keys, or a template
 NOTES = f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
 base_url is http://HOST:PORT/v1. Where an API key is set, in {KEY_VARIABLE} or a file,
-/v1 wants it. SIGTERM and Ctrl-C end the server in order."""
+/v1 wants it. Until "ready" is printed, requests get 503 with Retry-After, and /health
+says "starting". SIGTERM and Ctrl-C end the server in order."""
 
 
 def add_serve_options(p: argparse.ArgumentParser) -> None:
@@ -57,6 +64,14 @@ def add_serve_options(p: argparse.ArgumentParser) -> None:
         p, "--api-key-file", Path, None, "keys, one a line; clients have to send one"
     )
     option(p, "--chat-template", Path, None, "a Jinja file; default: the model's own")
+    p.add_argument(
+        "--allow-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="web pages that may use the server, such as http://localhost:3000; may be "
+        "given several times; '*': any, 'none': no page; default: pages of this "
+        "machine (localhost, 127.0.0.1, [::1])",
+    )
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -66,47 +81,112 @@ def run_serve(args: argparse.Namespace) -> int:
         raise ValueError(
             f"serve: {error.name} is not installed: pip install 'stree-jax[serve]'"
         ) from error
+    from stree_jax.server.origins import origins_named, with_origins
+
+    check_options(args)
+    keys, origins = api_keys(args.api_key_file), origins_named(args.allow_origin)
+
+    def around(app: "ASGIApp") -> "ASGIApp":
+        return with_origins(app, origins, has_keys=bool(keys))
+
+    template = given_template(args.chat_template)
+    with run.bound_socket(args.host, args.port) as sock:
+        check_model(args)
+        if not keys and not is_loopback(sock.getsockname()[0]):
+            say(f"warning: {args.host} is open to others, and no API key is wanted")
+        begin = partial(ready, args, keys, template, time.perf_counter())
+        return run.run(begin, sock, say, args.grace, around)
+
+
+def is_loopback(address: str) -> bool:
+    """True if an address can be reached from this machine only."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def ready(
+    args: argparse.Namespace,
+    keys: tuple[bytes, ...],
+    template: str | None,
+    began: float,
+    say: Callable[[str], None],
+) -> "Ready":
+    """Loads the model, compiles, and returns the server.
+
+    Args:
+      template: a chat template to use in place of the model's.
+      began: when the command began, by `time.perf_counter`.
+      say: prints how far it has come.
+    """
     from stree_jax.server.app import make_app
     from stree_jax.server.batch import Batch
     from stree_jax.server.engine import Engine
     from stree_jax.server.metrics import Metrics
+    from stree_jax.server.run import Ready
     from stree_jax.server.service import Limits, Service, reader_of
 
-    began = time.perf_counter()
-    check_options(args)
-    keys = api_keys(args.api_key_file)
-    with run.bound_socket(args.host, args.port) as sock:
-        if not keys and args.host not in LOOPBACK:
-            say(f"warning: {args.host} is open to others, and no API key is wanted")
-        model, spec, sizes, spare = loaded(args)
-        batch = Batch(model, spec, sizes, spare)
-        engine = Engine(batch, args.queue)
-        service = Service(
-            engine,
-            model,
-            args.name or str(args.model),
-            reader_of(model),
-            Metrics(engine),
-            Limits(args.max_body, args.timeout),
-            spell=speller(args, model),
-            keys=keys,
-        )
-        batch.warm(say)
-        say(ready(sock.getsockname(), service, time.perf_counter() - began))
-        return run.run(make_app(service), engine, sock, say, args.grace)
-
-
-def ready(address: tuple, service: "Service", seconds: float) -> str:
-    """Where a client finds it, and what."""
-    host, port = address[:2]
-    shown = f"[{host}]" if ":" in host else host
-    sizes = service.engine.batch.sizes
+    model, spec, sizes, spare = loaded(args)
+    batch = Batch(model, spec, sizes, spare)
+    engine = Engine(batch, args.queue)
+    service = Service(
+        engine,
+        model,
+        name_of(args),
+        reader_of(model),
+        Metrics(engine),
+        Limits(args.max_body, args.timeout),
+        spell=speller(args.model, model, template),
+        keys=keys,
+    )
+    batch.warm(say)
+    seconds = time.perf_counter() - began
     what = f"model {service.name}, {sizes.rows} rows, context {sizes.context}"
-    return f"listening on http://{shown}:{port}/v1 ({what}, ready in {seconds:.1f} s)"
+    line = f"ready in {seconds:.1f} s: {what}"
+    return Ready(make_app(service), engine, line)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """Returns the model's name for clients."""
+    return args.name or str(args.model)
 
 
 def say(text: str) -> None:
     tell(f"stree-jax: {text}")
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raises ValueError for what is known to be wrong before weights are read: a path
+    that does not exist, or is no model; a model without a tokenizer, or with fewer
+    tokens than alternatives are offered; weights above --memory. Models of the hub are
+    not fetched for it."""
+    from stree_jax.byte_sizes import bytes_named
+    from stree_jax.checkpoint import resolve
+    from stree_jax.convert.tokenizer import has_tokenizer
+    from stree_jax.pair import NO_DRAFTER, pair_configs
+    from stree_jax.server.service import NO_TOKENIZER
+
+    limit = None if args.memory is None else bytes_named(args.memory)
+    if on_hub(args.model):
+        return
+    drafter = args.drafter
+    if drafter is not None and on_hub(drafter):
+        drafter = NO_DRAFTER
+    config, _ = pair_configs(args.model, drafter)
+    check_alternatives(args, config.num_tokens)
+    if not has_tokenizer(resolve(args.model)):
+        raise ValueError(NO_TOKENIZER)
+    if limit is not None:
+        check_weights(args, limit)
+
+
+def on_hub(name: str) -> bool:
+    """True if a name can only be a hub id: OWNER/NAME, and no path of this machine."""
+    path = name.startswith((".", "/", "~")) or Path(name).exists()
+    return name.count("/") == 1 and not path
+
+
+def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
+    if args.logprobs > tokens:
+        raise ValueError(f"--logprobs: there are {tokens} tokens")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -137,7 +217,8 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
     if file is None:
         own = os.environ.get(KEY_VARIABLE, "").strip()
         return (own.encode(),) if own else ()
-    keys = tuple(line.strip() for line in file.read_bytes().splitlines())
+    lines = contents("--api-key-file", file).splitlines()
+    keys = tuple(line.strip() for line in lines)
     keys = tuple(key for key in keys if key)
     if not keys:
         raise ValueError(f"--api-key-file: {file} has no key")
@@ -153,12 +234,12 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.server.fitting import fitted, smaller
 
     limit = None if args.memory is None else bytes_named(args.memory)
-    check_weights(args, limit)
+    if limit is not None:
+        check_weights(args, limit)
     with waiting(f"reading {args.model}"):
         pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
         model, drafter = load_pair(*pair)
-    if args.logprobs > model.config.num_tokens:
-        raise ValueError(f"--logprobs: there are {model.config.num_tokens} tokens")
+    check_alternatives(args, model.config.num_tokens)
     if (args.rule or "").partition("/")[0] == "typical":
         say("rule typical: answers are not the model's own text")
     wish, named = sizes_of(args)
@@ -181,16 +262,15 @@ def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
     return Sizes(**usual | named | others), list(named)
 
 
-def check_weights(args: argparse.Namespace, limit: int | None) -> None:
-    """Refuse weights that are more than all there is, before they are read."""
+def check_weights(args: argparse.Namespace, limit: int) -> None:
+    """Raises ValueError if the weights alone take more than `limit` bytes; they are not
+    read for it."""
     from stree_jax.byte_sizes import shown_bytes
     from stree_jax.convert.store import weights_named
     from stree_jax.memory import abstract_model
     from stree_jax.models.memory import size_of
     from stree_jax.pair import pair_configs
 
-    if limit is None:
-        return
     config, _ = pair_configs(args.model, args.drafter)
     size = size_of(abstract_model(replace(config, mtp=()), weights_named(args.dtype)))
     if size > limit:
@@ -200,27 +280,56 @@ def check_weights(args: argparse.Namespace, limit: int | None) -> None:
         )
 
 
-def speller(args: argparse.Namespace, model: "Model") -> "Spell | None":
-    """How conversations are spelled, where there is a chat template."""
-    from stree_jax.checkpoint import resolve
-    from stree_jax.cli.chat import (
-        Message,
-        next_turn,
-        read_chat_template,
-        read_special_tokens,
-    )
+def contents(name: str, file: Path) -> bytes:
+    """Returns the bytes of an option's file, which may be a pipe.
 
-    directory, tokenizer = resolve(args.model), model.tokenizer
-    if args.chat_template is None:
+    Raises:
+      ValueError: there are more than such a file can sensibly have.
+    """
+    with file.open("rb") as stream:
+        data = stream.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{name}: {file} has more than {MOST_BYTES} bytes")
+    return data
+
+
+def given_template(file: Path | None) -> str | None:
+    """Returns the text of --chat-template; raises ValueError if it is no template."""
+    from stree_jax.cli.chat import check_template
+
+    if file is None:
+        return None
+    try:
+        text = contents("--chat-template", file).decode("utf-8")
+        check_template(text)
+    except ValueError as error:
+        if str(error).startswith("--"):
+            raise
+        raise ValueError(f"--chat-template: {file}: {error}") from error
+    return text
+
+
+def speller(name: str, model: "Model", template: str | None = None) -> "Spell | None":
+    """Returns what spells conversations as tokens, or None without a chat template.
+
+    Args:
+      name: of the model, as of --model.
+      template: to use in place of the model's.
+    """
+    from stree_jax.checkpoint import resolve
+    from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
+    from stree_jax.cli.template_use import render_checked
+
+    directory, tokenizer = resolve(name), model.tokenizer
+    if template is None:
         template = read_chat_template(directory)
-    else:
-        template = args.chat_template.read_text("utf-8")
     if template is None or tokenizer is None:
         return None
     special = read_special_tokens(directory)
 
-    def spell(messages: Sequence[dict[str, str]]) -> list[int]:
+    def spell(messages: Sequence[dict[str, str]], turn: "Turn") -> list[int]:
         said = cast(Sequence[Message], messages)
-        return next_turn(tokenizer, template, special, said, ())[1]
+        text = render_checked(template, said, special, **vars(turn))
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
     return spell

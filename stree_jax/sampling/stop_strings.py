@@ -8,6 +8,7 @@ on bytes, because a token can end within a character. The host cuts the text aft
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,9 +73,17 @@ def token_table(
 def byte_automaton(stops: Sequence[str]) -> np.ndarray:
     """Return the state after each byte, from state 0 on: int32 [states, 256].
 
-    For `follow`, which finds stop strings on the host.
+    For `follow`, which finds stop strings on the host. The texts of one request share
+    their table, which nobody may change.
     """
-    return _automaton(_encode(stops))
+    return _kept_automaton(tuple(_encode(stops)))
+
+
+@lru_cache(maxsize=16)
+def _kept_automaton(stops: tuple[bytes, ...]) -> np.ndarray:
+    table = _automaton(stops)
+    table.flags.writeable = False
+    return table
 
 
 def follow(steps: np.ndarray, state: int, data: bytes) -> int:

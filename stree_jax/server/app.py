@@ -3,7 +3,9 @@
 import asyncio
 import hmac
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,9 +20,16 @@ from stree_jax.server.answers import chunks, closing, event, opening, whole
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Watch
 from stree_jax.server.protocol import Kind, parse
-from stree_jax.server.service import Exchange, Service, asked_of, prompt_ids
+from stree_jax.server.service import (
+    Exchange,
+    Service,
+    asked_of,
+    check_name,
+    prompt_ids,
+)
 
 JSON = "application/json"
+MOST_DIGITS = 400  # of an integer; the largest float64 has 309
 CLIENT_GONE = 499  # nobody reads it
 
 
@@ -39,7 +48,7 @@ def make_app(service: Service) -> Starlette:
 
     async def one_model(http: HTTPRequest) -> Response:
         _check_key(service, http)
-        _check_model(service, http.path_params["name"])
+        check_name(service, http.path_params["name"])
         return JSONResponse(_model(service))
 
     async def health(http: HTTPRequest) -> Response:
@@ -73,8 +82,11 @@ async def _refused(http: HTTPRequest, error: Exception) -> Response:
 
 
 async def _no_such_path(http: HTTPRequest, error: Exception) -> Response:
-    """404 and 405 of the routes, as the protocol says them."""
+    """Returns 404 and 405 of the routes in the protocol's error object, and the
+    allowed methods to OPTIONS."""
     assert isinstance(error, HTTPException)
+    if http.method == "OPTIONS" and error.status_code == 405:
+        return Response(status_code=204, headers=error.headers)
     message = f"{error.detail}: {http.method} {http.url.path}"
     refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return await _refused(http, refusal)
@@ -111,18 +123,11 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.name:
-        raise ApiError(
-            404,
-            f"The model `{name}` does not exist; this server has `{service.name}`.",
-            param="model",
-            code="model_not_found",
-        )
-
-
 async def _body(service: Service, http: HTTPRequest) -> Any:
-    """The request's JSON, which may neither be long nor take long."""
+    """Returns the request's JSON, which may neither be long nor take long to come."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding {encoding}: send the JSON as it is.")
     most, data = service.limits.body_bytes, bytearray()
     too_long = ApiError(413, f"The request's body is longer than {most} bytes.")
     length = http.headers.get("content-length", "")
@@ -137,10 +142,35 @@ async def _body(service: Service, http: HTTPRequest) -> Any:
     except TimeoutError:
         raise ApiError(408, "The request's body did not come in time.") from None
     try:
-        return json.loads(data)
+        return json.loads(
+            data,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_constant=_not_a_number,
+        )
     except (ValueError, RecursionError) as error:
         problem = "We could not parse the JSON body of your request"
         raise invalid(f"{problem}: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; of a field that is there twice one would be dropped."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        double = counts.most_common(1)[0][0]
+        raise ValueError(f"{double[:40]!a} is there more than once")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _not_a_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response:
@@ -149,7 +179,8 @@ async def _answered(service: Service, http: HTTPRequest, kind: Kind) -> Response
     try:
         _check_key(service, http)
         request = parse(kind, await _body(service, http))
-        _check_model(service, request.model)
+        check_name(service, request.model or service.name)
+        request = replace(request, model=service.name)
         ids = await asyncio.to_thread(prompt_ids, service, request)
         exchange = Exchange(service, request, ids, asked_of(service, request, ids))
         exchange.submit()

@@ -2,8 +2,8 @@
 
 Nothing is compiled after `warm`: prompts are read in a few widths, and three programs
 decode, whatever the rows ask for: greedy rows alone; with drawn ones beside them; with
-log-probabilities. Rows pass from one program to another as their neighbours change,
-which changes none of their tokens.
+log-probabilities and repetition penalties. Rows pass from one program to another as
+their neighbours change, which changes none of their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,17 @@ from stree_jax.speculation.rows import (
 from stree_jax.speculation.step import Spec
 
 GREEDY = Sampling(temperature=0)
-row_key_jit = jax.jit(row_key)
+NO_TOKEN = -1  # pads lists of stop tokens
+
+
+@jax.jit
+def seeded_key(
+    key: jax.Array, low: jax.Array, high: jax.Array, sample: jax.Array
+) -> jax.Array:
+    """Returns the key [] of a row with a 64-bit seed. Where its upper half is 0, it is
+    `row_key` of the lower one, so that small seeds have the texts of `generate`."""
+    base = jnp.where(high == 0, key, jax.random.fold_in(key, high))
+    return row_key(base, low, sample)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class Asked:
       max_new_tokens: as many as the context leaves, at most.
       sampling: with a seed; `GREEDY` for greedy text.
       sample: which of the samples of its prompt: they differ in their random numbers.
+      seed_high: the upper 32 bits of a 64-bit seed, whose lower ones `sampling` has.
+      ignore_eos: whether the model's stop tokens leave the text running.
       logprobs: whether the tokens' log-probabilities are wanted.
     """
 
@@ -80,6 +92,8 @@ class Asked:
     max_new_tokens: int
     sampling: Sampling = GREEDY
     sample: int = 0
+    seed_high: int = 0
+    ignore_eos: bool = False
     logprobs: bool = False
 
 
@@ -152,27 +166,49 @@ def requests_of(asked: Asked, stops: jax.Array, key: jax.Array) -> Requests:
       key: of the base of the random numbers.
     """
     drawn = sampling_rows([asked.sampling], filters=True)  # others' may have some
-    seed = np.uint32(asked.sampling.seed or 0)
-    own = row_key_jit(key, jnp.asarray(seed), jnp.int32(asked.sample))
+    penalty = np.float32(asked.sampling.repetition_penalty)
+    low, high = (
+        jnp.asarray(np.uint32(word))
+        for word in (asked.sampling.seed or 0, asked.seed_high)
+    )
+    own = seeded_key(key, low, high, jnp.int32(asked.sample))
+    if asked.ignore_eos:
+        stops = jnp.full_like(stops, NO_TOKEN)
     return Requests(
         max_new_tokens=jnp.asarray([asked.max_new_tokens], jnp.int32),
         min_new_tokens=None,
         stop_tokens=stops,
         stop_strings=None,
-        sampling=replace(drawn, key=own[None]),
+        sampling=replace(drawn, key=own[None], penalty=jnp.asarray([penalty])),
     )
 
 
 def as_asked(d: Decoding, drawn: bool, lists: Any) -> Decoding:
-    """A decoding as the program for its rows takes it.
+    """Returns a decoding as the program for its rows takes it.
 
     Args:
       drawn: whether any row is.
-      lists: of log-probabilities, where any row wants them.
+      lists: of log-probabilities, if any row wants them or has a penalty: one program
+        serves both.
     """
-    if not drawn:
-        d = replace(d, requests=replace(d.requests, sampling=None))
+    if lists is None:
+        own = d.requests.sampling if drawn else None
+        sampling = None if own is None else replace(own, penalty=None)
+        d = replace(d, requests=replace(d.requests, sampling=sampling), seen=None)
     return replace(d, logprobs=lists)
+
+
+def with_parts(d: Decoding, whole: Decoding) -> Decoding:
+    """Returns a decoding with the parts of `whole` that `as_asked` left out."""
+    own, sampling = d.requests.sampling, whole.requests.sampling
+    assert sampling is not None  # `requests_of` makes every part
+    if own is not None and own.penalty is None:
+        sampling = replace(own, penalty=sampling.penalty)
+    elif own is not None:
+        sampling = own
+    requests = replace(d.requests, sampling=sampling)
+    seen = whole.seen if d.seen is None else d.seen
+    return replace(d, requests=requests, seen=seen, logprobs=None)
 
 
 class Batch:
@@ -259,7 +295,7 @@ class Batch:
 
     def advance(self) -> dict[int, News]:
         """Some steps of all rows; what they added, by row. Finished rows are free."""
-        spec, kept, d = self._parts()
+        spec, d = self._parts()
         d = advance_jit(spec, d, jnp.int32(self.sizes.steps))
         wanted = {
             name: getattr(d, name)
@@ -267,10 +303,9 @@ class Batch:
         }
         host = jax.device_get(wanted)
         if d.logprobs is not None:
-            self._lists, d = d.logprobs, replace(d, logprobs=None)
-        if d.requests.sampling is None:
-            d = replace(d, requests=replace(d.requests, sampling=kept))
-        self._decoding = d
+            self._lists = d.logprobs
+        assert self._decoding is not None  # `_parts` took parts of it
+        self._decoding = with_parts(d, self._decoding)
         news = {i: _news(host, i, row) for i, row in enumerate(self.rows) if row}
         for i, new in news.items():
             if new.finish != RUNNING:
@@ -289,19 +324,18 @@ class Batch:
             past = past_jit(self._decoding, jnp.int32(i))
             self.prefixes.add(Kept(ids, past))
 
-    def _parts(self) -> tuple[Spec, Any, Decoding]:
-        """Who decodes, what is left out, and the decoding as the rows need it."""
+    def _parts(self) -> tuple[Spec, Decoding]:
+        """Returns how to decode, and the decoding as the rows need it."""
         assert self._decoding is not None  # `clear` was called
         asked = [row.asked for row in self.rows if row is not None]
-        lists = any(a.logprobs for a in asked)
+        lists = any(a.logprobs or a.sampling.repetition_penalty != 1 for a in asked)
         drawn = lists or any(a.sampling.temperature > 0 for a in asked)
-        kept = self._decoding.requests.sampling
         d = as_asked(self._decoding, drawn, self._lists if lists else None)
-        return self._specs[drawn], kept, d
+        return self._specs[drawn], d
 
     def _time_steps(self) -> None:
         """Let tree "auto" know what steps of the running rows' kind take."""
-        spec, _, d = self._parts()
+        spec, d = self._parts()
         if isinstance(spec.policy, AdaptivePolicy) and d.logprobs is None:
             drawn = d.requests.sampling is not None
             self._specs[drawn] = tuning.timed(spec, d, self.spare)
@@ -330,7 +364,7 @@ _DRAWN = Sampling(temperature=1.0, seed=0)
 _KINDS = [
     ("greedy texts", Asked([0], 1)),
     ("drawn texts", Asked([0], 1, _DRAWN)),
-    ("with log-probabilities", Asked([0], 1, _DRAWN, logprobs=True)),
+    ("with log-probabilities and penalties", Asked([0], 1, _DRAWN, logprobs=True)),
 ]
 
 

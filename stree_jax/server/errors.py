@@ -27,20 +27,28 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, headers
 
     def body(self) -> dict[str, Any]:
+        """Returns the JSON of the answer, which UTF-8 can spell whatever it quotes."""
         return {
             "error": {
-                "message": self.message,
+                "message": _whole(self.message),
                 "type": _type_of(self.status),
-                "param": self.param,
+                "param": None if self.param is None else _whole(self.param),
                 "code": self.code,
             }
         }
+
+
+def _whole(text: str) -> str:
+    """Returns a text with "?" for halves of characters, which JSON can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _type_of(status: int) -> str:
     match status:
         case 401:
             return "authentication_error"
+        case 403:
+            return "permission_error"
         case 429:
             return "rate_limit_error"
         case _ if status >= 500:
@@ -53,3 +61,9 @@ def invalid(
     message: str, param: str | None = None, code: str | None = None
 ) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a refusal, or its type if it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__

@@ -1,19 +1,27 @@
-"""Requests of the protocol, checked: what is not supported is named, never ignored.
+"""Checked requests of the protocol: unsupported fields are named, never ignored.
 
-Fields are those of OpenAI's API reference for completions and chat completions.
+The fields are those of OpenAI's API reference for completions and chat completions,
+and the sampling fields that vLLM, SGLang and llama.cpp add to them. docs/server.md
+lists what each odd value means here and at those servers.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from stree_jax.sampling.settings import Sampling
-from stree_jax.server.errors import invalid
+from stree_jax.server.errors import invalid, shown
+from stree_jax.server.messages import is_text, messages_of
 
 Kind = Literal["completion", "chat"]
-MOST_STOPS, MOST_STOP_BYTES = 4, 256
+MOST_STOPS, MOST_STOP_BYTES = 16, 256
 MOST_SAMPLES = 128
 DEFAULT_TOKENS = 16  # of completions; a chat answer may fill the context
+LEAST_PENALTY, MOST_PENALTY = 0.01, 100.0  # beyond, logits overflow or vanish
+SMALLEST = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on the device
 
 # Fields that say who asks, or how to account for it: no answer depends on them.
 WITHOUT_EFFECT = {
@@ -23,23 +31,71 @@ WITHOUT_EFFECT = {
     "prompt_cache_key",
     "prompt_cache_retention",
     "service_tier",
+    "request_id",  # vLLM
+    "priority",  # vLLM; answers are made first come, first served
+    "cache_salt",  # vLLM
+    "cache_prompt",  # llama.cpp
 }
-# Fields with the values that ask for nothing; any other value would change the answer.
+# Settings of llama.cpp's other samplers, whose switches have to be off.
+WITHOUT_EFFECT |= {
+    "dynatemp_exponent",
+    "mirostat_tau",
+    "mirostat_eta",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "xtc_threshold",
+}
+# Values that ask for nothing; any other value would change the answer.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "logit_bias": ({},),
+    "typical_p": (1,),  # llama.cpp, like all of these
+    "typ_p": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "min_keep": (0,),
+    "repeat_last_n": (-1,),  # -1 is the whole text
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "id_slot": (-1,),
+    "grammar": ("",),
+    "timings_per_token": (False,),
+    "return_progress": (False,),
+    "return_tokens": (False,),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "store": (False,),
+    "response_format": ({"type": "text"},),
 }
 NOTHING_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
-    "completion": {"echo": (False,), "suffix": ("",)},
+    "completion": {
+        "echo": (False,),
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+    },
     "chat": {
+        "echo": (False,),
+        "add_special_tokens": (False,),
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),  # of tools, and there are none
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -53,17 +109,45 @@ READ = {
     "max_tokens",
     "temperature",
     "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "repeat_penalty",
     "n",
     "stream",
     "stream_options",
     "stop",
     "seed",
     "logprobs",
+    "logit_bias",
+    "ignore_eos",
 }
 READ_OF: dict[Kind, set[str]] = {
     "completion": {"prompt", "best_of"},
-    "chat": {"messages", "max_completion_tokens", "top_logprobs"},
+    "chat": {
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+    },
 }
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a chat template spells the end of a conversation.
+
+    Attributes:
+      begins: whether the model begins a new turn (`add_generation_prompt`).
+      continues: whether it goes on with the last message instead.
+      variables: other variables of the template, such as `enable_thinking`.
+    """
+
+    begins: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,8 +159,12 @@ class Request:
       model: its name.
       prompts: texts or token ids (completions).
       messages: roles and texts (chat).
-      max_tokens: None: as many as there is room for.
-      temperature, top_p, seed: how tokens are drawn; a seed of None is nobody's.
+      turn: how a chat template spells the end of the messages.
+      max_tokens: if None, as many as the context leaves.
+      temperature, top_p, top_k, min_p, penalty: how tokens are drawn, as of
+        `Sampling`; greedy answers have the penalty alone.
+      seed: 0..2^64-1. If None, the server draws one.
+      ignore_eos: whether stop tokens of the model leave an answer running.
       n: answers to each prompt.
       stops: texts that end an answer.
       top_logprobs: None: no log-probabilities are wanted.
@@ -87,10 +175,15 @@ class Request:
     model: str
     prompts: tuple[str | tuple[int, ...], ...]
     messages: tuple[dict[str, str], ...]
+    turn: Turn
     max_tokens: int | None
     temperature: float
     top_p: float
+    top_k: int
+    min_p: float
+    penalty: float
     seed: int | None
+    ignore_eos: bool
     n: int
     stops: tuple[str, ...]
     top_logprobs: int | None
@@ -98,13 +191,32 @@ class Request:
     usage: bool
 
     def sampling(self, seed: int) -> Sampling:
-        """How answers are drawn, with a seed for those who gave none."""
-        own = self.seed if self.seed is not None else seed
-        return Sampling(self.temperature, top_p=self.top_p, seed=own)
+        """Returns how answers are drawn.
+
+        Args:
+          seed: for a request without one. Of 64-bit seeds the upper half is
+            `seed_high`, as `Sampling` takes 32 bits.
+        """
+        own = (self.seed if self.seed is not None else seed) % 2**32
+        if self.temperature == 0:
+            return Sampling(0.0, repetition_penalty=self.penalty)
+        return Sampling(
+            self.temperature,
+            repetition_penalty=self.penalty,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=own,
+        )
+
+    @property
+    def seed_high(self) -> int:
+        """The upper 32 bits of the seed."""
+        return (self.seed or 0) >> 32
 
 
 def parse(kind: Kind, body: Any) -> Request:
-    """A request from JSON; raises ApiError that names the field."""
+    """Returns the request of a JSON body; raises ApiError that names a bad field."""
     if not isinstance(body, dict):
         raise invalid(
             "We could not parse the JSON body of your request: want an object"
@@ -113,30 +225,35 @@ def parse(kind: Kind, body: Any) -> Request:
     _check_unsupported(kind, fields)
     chat = kind == "chat"
     stream = _boolean(fields, "stream")
+    temperature, top_p = _temperature(fields), _number(fields, "top_p", 1.0, 0.0, 1.0)
+    if top_p < SMALLEST:  # the likeliest token alone reaches it
+        temperature = top_p = 0.0
     request = Request(
         kind=kind,
         model=_model(fields),
         prompts=() if chat else _prompts(fields),
-        messages=_messages(fields) if chat else (),
+        messages=messages_of(fields) if chat else (),
+        turn=_turn(fields),
         max_tokens=_max_tokens(kind, fields),
-        temperature=_number(fields, "temperature", 1.0, 0.0, 2.0),
-        top_p=_number(fields, "top_p", 1.0, 0.0, 1.0),
-        seed=_integer(fields, "seed", None, 0, 2**32 - 1),
+        temperature=temperature,
+        top_p=top_p or 1.0,
+        top_k=_top_k(fields),
+        min_p=_min_p(fields),
+        penalty=_penalty(fields),
+        seed=_seed(fields),
+        ignore_eos=_boolean(fields, "ignore_eos"),
         n=_integer(fields, "n", 1, 1, MOST_SAMPLES) or 1,
         stops=_stops(fields),
         top_logprobs=_chat_logprobs(fields) if chat else _logprobs(fields),
         stream=stream,
         usage=_usage(fields, stream),
     )
+    _check_logit_bias(fields)
     best_of = _integer(fields, "best_of", request.n, 1, MOST_SAMPLES)
     if best_of != request.n:
         raise invalid(
             "best_of: only n answers are made, of which none is left out", "best_of"
         )
-    try:
-        request.sampling(0)
-    except ValueError as error:
-        raise invalid(str(error), str(error).partition(":")[0]) from error
     return request
 
 
@@ -146,8 +263,10 @@ def _check_unsupported(kind: Kind, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name in nothing:
             if not any(_same(value, allowed) for allowed in nothing[name]):
+                neutral = " or ".join(json.dumps(value) for value in nothing[name])
+                only = f", only {neutral}" if neutral else ""
                 raise invalid(
-                    f"{name}: this server does not support it",
+                    f"{name}: this server does not support it{only}",
                     name,
                     "unsupported_value",
                 )
@@ -157,31 +276,38 @@ def _check_unsupported(kind: Kind, fields: Mapping[str, Any]) -> None:
 
 
 def _same(value: Any, allowed: Any) -> bool:
-    """Equal, and not a number for a truth value."""
+    """True if a value is an allowed one. Fields of an object that are null count as
+    absent, and true and false are no numbers."""
+    if isinstance(value, dict):
+        value = {name: v for name, v in value.items() if v is not None}
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _model(fields: Mapping[str, Any]) -> str:
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise invalid("you must provide a model parameter", "model")
+    """Returns the model's name, or "" for the only one that there is."""
+    model = fields.get("model", "")
+    if not isinstance(model, str):
+        raise invalid(f"model: want a name, got {shown(model)}", "model")
     return model
 
 
-def _boolean(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name, False)
-    if not isinstance(value, bool):
-        raise invalid(f"{name}: want true or false, got {_shown(value)}", name)
-    return value
+def _boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name, default)
+    if isinstance(value, int) and value in (0, 1):  # vLLM takes 0 and 1, too
+        return bool(value)
+    raise invalid(f"{name}: want true or false, got {shown(value)}", name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _number(
     fields: Mapping[str, Any], name: str, default: float, low: float, high: float
 ) -> float:
     value = fields.get(name, default)
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not real or not low <= value <= high:  # NaN is refused, too
-        problem = f"{name}: want a number in {low:g}..{high:g}, got {_shown(value)}"
+    if not _is_number(value) or not low <= value <= high:  # NaN is refused, too
+        problem = f"{name}: want a number in {low:g}..{high:g}, got {shown(value)}"
         raise invalid(problem, name)
     return float(value)
 
@@ -189,17 +315,58 @@ def _number(
 def _integer(
     fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int
 ) -> int | None:
+    """Returns an integer field; 16.0 is one: JSON has a single kind of number."""
     value = fields.get(name, default)
     if value is None:
         return None
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    whole = _is_number(value) and isinstance(value, int)
     if not whole or not low <= value <= high:
-        problem = f"{name}: want an integer in {low}..{high}, got {_shown(value)}"
+        problem = f"{name}: want an integer in {low}..{high}, got {shown(value)}"
         raise invalid(problem, name)
     return value
 
 
+def _temperature(fields: Mapping[str, Any]) -> float:
+    value = _number(fields, "temperature", 1.0, 0.0, 2.0)
+    return value if value >= SMALLEST else 0.0
+
+
+def _top_k(fields: Mapping[str, Any]) -> int:
+    """Returns top_k, where 0 and -1 mean all tokens, as at vLLM and llama.cpp."""
+    value = _integer(fields, "top_k", 0, -1, 2**63 - 1) or 0
+    return min(max(value, 0), 2**31 - 1)
+
+
+def _min_p(fields: Mapping[str, Any]) -> float:
+    """Returns min_p. Of 1 only tokens as likely as the best one are left."""
+    below_1 = float(np.nextafter(np.float32(1), np.float32(0)))
+    return min(_number(fields, "min_p", 0.0, 0.0, 1.0), below_1)
+
+
+def _penalty(fields: Mapping[str, Any]) -> float:
+    """Returns the repetition penalty, by vLLM's or llama.cpp's name."""
+    names = [n for n in ("repetition_penalty", "repeat_penalty") if n in fields]
+    if len(names) == 2:
+        problem = f"{names[1]}: it is {names[0]} by another name: give one"
+        raise invalid(problem, names[1])
+    name = names[0] if names else "repetition_penalty"
+    return _number(fields, name, 1.0, LEAST_PENALTY, MOST_PENALTY)
+
+
+def _seed(fields: Mapping[str, Any]) -> int | None:
+    """Returns the seed as 64 bits, or None for -1, "any seed" of vLLM and llama.cpp.
+
+    Other negative numbers are the 64 bits of their two's complement, so that every
+    integer a client can spell has a text of its own.
+    """
+    value = _integer(fields, "seed", None, -(2**63), 2**64 - 1)
+    return None if value in (None, -1) else value % 2**64
+
+
 def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
+    """Returns the limit of an answer; -1 is llama.cpp's "until it ends"."""
     names = [n for n in ("max_completion_tokens", "max_tokens") if n in fields]
     if len(names) == 2:
         raise invalid(
@@ -207,27 +374,47 @@ def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
         )
     if not names:
         return DEFAULT_TOKENS if kind == "completion" else None
-    return _integer(fields, names[0], None, 1, 2**31 - 1)
+    value = _integer(fields, names[0], None, -1, 2**31 - 1)
+    return None if value == -1 else value
+
+
+def _check_logit_bias(fields: Mapping[str, Any]) -> None:
+    """Raises ApiError unless every token's bias is 0."""
+    value = fields.get("logit_bias", {})
+    if value == []:  # llama.cpp's way to give none
+        return
+    if not isinstance(value, dict) or any(v != 0 for v in value.values()):
+        problem = "logit_bias: this server does not support it"
+        raise invalid(problem, "logit_bias", "unsupported_value")
+
+
+def _turn(fields: Mapping[str, Any]) -> Turn:
+    begins = _boolean(fields, "add_generation_prompt", True)
+    continues = _boolean(fields, "continue_final_message")
+    if continues and fields.get("add_generation_prompt"):
+        name = "continue_final_message"
+        problem = f"{name}: set add_generation_prompt to false, or leave it out"
+        raise invalid(problem, name)
+    name = "chat_template_kwargs"
+    variables = fields.get(name, {})
+    own = ("messages", "tools", "documents", "add_generation_prompt")
+    if not isinstance(variables, dict) or any(key in own for key in variables):
+        raise invalid(f"{name}: want an object without {', '.join(own)}", name)
+    return Turn(begins and not continues, continues, variables)
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the stop strings; empty ones, which clients send for a field that is not
+    filled in, are left out as at llama.cpp."""
     value = fields.get("stop", [])
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS:
         raise invalid(f"stop: want a string, or a list of up to {MOST_STOPS}", "stop")
     for stop in stops:
-        if not _is_text(stop) or not 0 < len(stop.encode()) <= MOST_STOP_BYTES:
-            problem = f"stop: want texts of 1 to {MOST_STOP_BYTES} bytes"
+        if not is_text(stop) or len(stop.encode()) > MOST_STOP_BYTES:
+            problem = f"stop: want texts of up to {MOST_STOP_BYTES} bytes"
             raise invalid(problem, "stop")
-    return tuple(stops)
-
-
-def _is_text(value: Any) -> bool:
-    """A string that UTF-8 can spell: JSON may hold half a character."""
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
+    return tuple(dict.fromkeys(stop for stop in stops if stop))
 
 
 def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
@@ -237,7 +424,7 @@ def _prompts(fields: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str) or _are_ids(value):
         value = [value]
     good = isinstance(value, list) and value
-    if not good or not all(_is_text(p) or _are_ids(p) for p in value):
+    if not good or not all(is_text(p) or _are_ids(p) for p in value):
         raise invalid("prompt: want a text, token ids, or a list of either", "prompt")
     return tuple(p if isinstance(p, str) else tuple(p) for p in value)
 
@@ -250,61 +437,17 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-def _messages(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
-    value = fields.get("messages")
-    if not isinstance(value, list) or not value:
-        raise invalid("messages: want a list of at least one message", "messages")
-    return tuple(_message(i, message) for i, message in enumerate(value))
-
-
-def _message(i: int, message: Any) -> dict[str, str]:
-    where = f"messages.[{i}]"
-    if not isinstance(message, dict) or not _is_text(message.get("role")):
-        raise invalid(f"{where}: want an object with a role", where)
-    extra = {k for k, v in message.items() if v is not None} - {
-        "role",
-        "content",
-        "name",
-    }
-    extra -= {"refusal", "annotations"}  # of answers that are sent back
-    if extra:
-        name = f"{where}.{min(extra)}"
-        raise invalid(f"{name}: this server does not support it", name)
-    text = _content(f"{where}.content", message.get("content"))
-    named = message.get("name")
-    if named is not None and not _is_text(named):
-        raise invalid(f"{where}.name: want a text", f"{where}.name")
-    return {"role": message["role"], "content": text} | (
-        {} if named is None else {"name": named}
-    )
-
-
-def _content(where: str, content: Any) -> str:
-    """A text, from one or from parts of text."""
-    parts = [content] if isinstance(content, str) else content
-    if not isinstance(parts, Sequence):
-        raise invalid(f"{where}: want a text, or a list of parts", where)
-    texts: list[Any] = []
-    for part in parts:
-        if isinstance(part, dict):
-            if part.get("type") != "text":
-                problem = f"{where}: only parts of type text are supported"
-                raise invalid(problem, where)
-            part = part.get("text")
-        if not _is_text(part):
-            raise invalid(f"{where}: want texts of whole characters", where)
-        texts.append(part)
-    return "".join(texts)
-
-
 def _logprobs(fields: Mapping[str, Any]) -> int | None:
+    """Returns how many alternatives a completion wants; false wants no list."""
+    if fields.get("logprobs") is False:
+        return None
     return _integer(fields, "logprobs", None, 0, 20)
 
 
 def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
     wanted = _boolean(fields, "logprobs")
     top = _integer(fields, "top_logprobs", None, 0, 20)
-    if top is not None and not wanted:
+    if top and not wanted:
         raise invalid("top_logprobs: wants logprobs to be true", "top_logprobs")
     return (top or 0) if wanted else None
 
@@ -315,16 +458,11 @@ def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
         raise invalid("stream_options: want an object", "stream_options")
     if "stream_options" in fields and not stream:
         raise invalid("stream_options: wants stream to be true", "stream_options")
-    options = {k: v for k, v in options.items() if v is not None}
-    unknown = set(options) - {"include_usage", "include_obfuscation"}
-    if unknown or options.get("include_obfuscation"):
-        name = min(unknown, default="include_obfuscation")
+    on = {k for k, v in options.items() if v is not None and v is not False}
+    if unknown := on - {"include_usage"}:
+        name = min(unknown)
         problem = f"stream_options.{name}: this server does not support it"
         raise invalid(problem, f"stream_options.{name}")
-    return _boolean(options, "include_usage")
-
-
-def _shown(value: Any) -> str:
-    """A value in a refusal, if it is short."""
-    text = repr(value)
-    return text if len(text) <= 40 else type(value).__name__
+    return options.get("include_usage") is not None and _boolean(
+        options, "include_usage"
+    )

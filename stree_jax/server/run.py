@@ -1,15 +1,30 @@
-"""The process around the application: its socket, its signals, its end."""
+"""The process around the application: its socket, its start, its signals, its end.
+
+The server listens at once, and answers that it is starting while a thread loads the
+model and compiles. The main thread runs the event loop, so that a signal ends the
+process at any time.
+"""
 
 import asyncio
+import atexit
 import contextlib
+import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from stree_jax.server.engine import Engine
+from stree_jax.server.connection import Connection
+from stree_jax.server.starting import UntilReady
+
+if TYPE_CHECKING:
+    from stree_jax.server.engine import Engine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_S = 60.0  # that a segment may take to end
@@ -29,22 +44,116 @@ def bound_socket(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: names too long for DNS
         if sock is not None:
             sock.close()
-        problem = error.strerror or error
+        problem = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{host}:{port}: {problem}; give another --host or --port"
+            f"{host or repr(host)}:{port}: {problem}; give another --host or --port"
         ) from error
     return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Returns the base URL of clients, with brackets around an IPv6 address."""
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/v1"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A server that can answer.
+
+    Attributes:
+      app: its application.
+      engine: warm, not started.
+      line: to print; it says that the server is ready.
+    """
+
+    app: ASGIApp
+    engine: "Engine"
+    line: str
+
+
+Load = Callable[[Callable[[str], None]], Ready]
+
+
+class _Abandoned(Exception):
+    """The server stops before it is ready."""
+
+
+class _Loading(threading.Thread):
+    """The thread that loads the model, while the event loop answers 503.
+
+    Attributes:
+      ready: the result, once `front` has its application.
+      error: why there is none.
+    """
+
+    def __init__(
+        self, load: Load, front: UntilReady, say: Callable[[str], None], stop: Callable
+    ) -> None:
+        """Args:
+        stop: ends the event loop; called if loading or decoding fails for good.
+        """
+        # A daemon: a compilation cannot be interrupted, and must not delay the end.
+        super().__init__(name="loading", daemon=True)
+        self.load, self.front, self.say, self.stop = load, front, say, stop
+        self.ready: Ready | None = None
+        self.error: BaseException | None = None
+        self._lock, self._abandoned = threading.Lock(), False
+
+    def run(self) -> None:
+        try:
+            self._open(self.load(self._say))
+        except _Abandoned:
+            return
+        except BaseException as error:
+            self.error = error
+            self.stop()
+
+    def _open(self, ready: Ready) -> None:
+        with self._lock:
+            if self._abandoned:
+                return
+            self.ready = ready
+            ready.engine.on_death = lambda reason: self.stop()
+            ready.engine.start()
+            self.front.app = ready.app
+        self.say(ready.line)
+
+    def _say(self, text: str) -> None:
+        if self._abandoned:
+            raise _Abandoned
+        self.say(text)
+
+    def abandon(self) -> bool:
+        """Give up loading; returns False if it is over already."""
+        with self._lock:
+            if self.ready is None and self.error is None:
+                self._abandoned = True
+        return self._abandoned
 
 
 class _Server(uvicorn.Server):
     """Ends in order on the first signal, and at once on the second."""
 
-    def __init__(self, config: uvicorn.Config, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        say: Callable[[str], None],
+        listening: Callable[[], None],
+    ) -> None:
+        """Args:
+        listening: called once the socket accepts connections.
+        """
         super().__init__(config)
-        self.say = say
+        self.say, self.listening = say, listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,42 +176,73 @@ class _Server(uvicorn.Server):
 
 
 def run(
-    app: Any,
-    engine: Engine,
+    load: Load,
     sock: socket.socket,
     say: Callable[[str], None],
     grace_s: int,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> int:
-    """Serve until a signal, or until the engine dies.
+    """Listen, load, and serve until a signal, or until the engine dies.
 
     Args:
-      engine: warm, not started.
-      grace_s: that texts have to end in, once the server is to stop.
+      load: returns what to serve; called in a thread, with a function to say how far
+        it has come.
+      sock: a socket of `bound_socket`, which is closed at the end.
+      grace_s: seconds for the texts that are running once the server is to stop.
+      around: adds middleware, also to the answers before the server is ready.
 
     Returns:
-      the exit code: 1 where the engine died.
+      the exit code: 1 if the engine died.
+
+    Raises:
+      whatever `load` raised.
     """
+    front = UntilReady()
     config = uvicorn.Config(
-        app,
+        around(front),
+        http=Connection,
+        ws="none",
         log_config=None,  # warnings and errors go where the process has them go
         access_log=False,
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=grace_s,
     )
-    server = _Server(config, say)
 
-    def end(reason: str) -> None:
+    def stop() -> None:
         server.should_exit = True
 
-    engine.on_death = end
-    engine.start()
+    def listening() -> None:
+        say(f"listening on {url_of(sock)} (loading; 503 until it is ready)")
+        loading.start()
+
+    server, loading = _Server(config, say, listening), _Loading(load, front, say, stop)
     try:
         server.run(sockets=[sock])
     finally:
-        ended = engine.stop(STOP_S)
-    if engine.dead is not None:
-        say(f"stopped: {engine.dead}")
+        sock.close()
+        abandoned, ready = loading.abandon(), loading.ready
+        ended = ready is None or ready.engine.stop(STOP_S)
+    if abandoned:
+        atexit.register(_leave, loading)
+        say("stopped before it was ready")
+        return 0
+    if loading.error is not None:
+        raise loading.error
+    assert ready is not None
+    if ready.engine.dead is not None:
+        say(f"stopped: {ready.engine.dead}")
         return 1
     say("stopped" if ended else "stopped in the midst of a segment")
     return 0
+
+
+def _leave(loading: threading.Thread) -> None:
+    """End the process at its exit if a program is still being compiled: XLA's own
+    cleanup would wait for it, or crash. Only a server that was asked to stop gets here,
+    and its exit code is 0."""
+    if loading.is_alive():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)

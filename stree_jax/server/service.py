@@ -12,14 +12,15 @@ from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import token_bytes
 from stree_jax.server.answers import empty_answer
-from stree_jax.server.batch import GREEDY, Asked
+from stree_jax.server.batch import Asked
 from stree_jax.server.engine import Closed, Engine, Failed, Job, QueueFull
 from stree_jax.server.errors import ApiError, invalid
 from stree_jax.server.metrics import Metrics
-from stree_jax.server.protocol import Request
+from stree_jax.server.protocol import Request, Turn
 from stree_jax.server.texts import Piece, Reader, Writer
 
-Spell = Callable[[Sequence[dict[str, str]]], list[int]]
+Spell = Callable[[Sequence[dict[str, str]], Turn], list[int]]
+NO_TOKENIZER = "this model has no tokenizer.json, so it cannot read text"
 RETRY_S = 1  # what a client is told to wait where the queue is full
 
 
@@ -42,8 +43,8 @@ class Service:
 
     Attributes:
       name: of the model, for clients.
-      spell: a conversation's tokens, up to the answer; None: the model has no chat
-        template.
+      spell: returns the tokens of a conversation, up to the answer. If None, the
+        model has no chat template.
       keys: who has one of these may ask; none: everybody may.
       created: seconds since 1970, when the server was started.
     """
@@ -66,7 +67,7 @@ class Service:
 def reader_of(model: Model) -> Reader:
     """How a model's tokens are read; raises ValueError without a tokenizer."""
     if model.tokenizer is None:
-        raise ValueError("this model has no tokenizer.json, so it cannot read text")
+        raise ValueError(NO_TOKENIZER)
     try:
         return Reader(model.tokenizer, token_bytes(model.tokenizer))
     except ValueError:  # a kind that only stop strings want to know more of
@@ -97,16 +98,27 @@ def prompt_ids(service: Service, request: Request) -> list[list[int]]:
 def _spelled(service: Service, spell: Spell, request: Request) -> list[int]:
     """Returns the tokens of a conversation; raises ValueError for unknown ids."""
     with encoding("messages"):
-        ids = spell(request.messages)
+        ids = spell(request.messages, request.turn)
     num_tokens = service.model.config.num_tokens
     check_text_ids("messages", service.reader.tokenizer, ids, num_tokens)
     return ids
 
 
+def check_name(service: Service, name: str) -> None:
+    """Raises ApiError (404) for the name of another model."""
+    if name != service.name:
+        raise ApiError(
+            404,
+            f"The model `{name}` does not exist; this server has `{service.name}`.",
+            param="model",
+            code="model_not_found",
+        )
+
+
 def asked_of(
     service: Service, request: Request, prompts: Sequence[Sequence[int]]
 ) -> list[Asked]:
-    """What the device is asked for, text by text.
+    """Returns what the device is asked for, text by text; nothing for `max_tokens` 0.
 
     Raises:
       ApiError: more than the context or the queue has room for, or what this model or
@@ -114,7 +126,8 @@ def asked_of(
     """
     sizes, chat = service.engine.batch.sizes, request.kind == "chat"
     if len(prompts) * request.n > service.engine.most:
-        raise invalid(f"n: at most {service.engine.most} texts a request", "n")
+        name = "n" if request.n > 1 else "prompt"
+        raise invalid(f"{name}: at most {service.engine.most} texts a request", name)
     if (request.top_logprobs or 0) > sizes.top_logprobs:
         name = "top_logprobs" if chat else "logprobs"
         raise invalid(f"{name}: at most {sizes.top_logprobs} here", name)
@@ -122,18 +135,22 @@ def asked_of(
         problem = "stop: wants a byte-level or sentencepiece tokenizer"
         raise invalid(problem, "stop")
     seed = secrets.randbelow(2**32)
-    asked = []
+    asked: list[Asked] = []
     for ids in prompts:
         new = _room(service, request, len(ids))
         sampling = request.sampling(seed)
+        if request.max_tokens == 0:
+            continue
         for sample in range(request.n):
             greedy = sampling.temperature == 0
             asked.append(
                 Asked(
                     ids=ids,
                     max_new_tokens=new,
-                    sampling=GREEDY if greedy else sampling,
+                    sampling=sampling,
                     sample=0 if greedy else sample,
+                    seed_high=0 if greedy else request.seed_high,
+                    ignore_eos=request.ignore_eos,
                     logprobs=request.top_logprobs is not None,
                 )
             )
@@ -171,7 +188,8 @@ class Exchange:
         asked: Sequence[Asked],
     ) -> None:
         self.service = service
-        self.answer = empty_answer(request, sum(map(len, prompts)), len(asked))
+        texts = len(prompts) * request.n
+        self.answer = empty_answer(request, sum(map(len, prompts)), texts)
         self._queue: asyncio.Queue[tuple[int, Piece | Failed]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         reader, top = service.reader, request.top_logprobs or 0
@@ -180,6 +198,9 @@ class Exchange:
         for i, one in enumerate(asked):  # prompt by prompt, n texts each
             writer = Writer(reader, request.stops, top, decoders[i // request.n])
             self.jobs.append(Job(one, writer, self._teller(i)))
+        if request.max_tokens == 0:
+            for i in range(texts):
+                self._queue.put_nowait((i, Piece("", 0, (), "length")))
 
     def _teller(self, index: int) -> Callable[[Piece | Failed], None]:
         def tell(news: Piece | Failed) -> None:
@@ -191,7 +212,7 @@ class Exchange:
         return tell
 
     def submit(self) -> None:
-        """Raises ApiError where there is no room, or nobody to do it."""
+        """Queue the texts; raises ApiError if the queue is full or the engine ended."""
         try:
             self.service.engine.submit(self.jobs)
         except QueueFull:

@@ -8,6 +8,7 @@ import pytest
 
 from stree_jax.cli import main as cli
 from stree_jax.cli import serve
+from stree_jax.server.protocol import Turn
 
 LOADED = serve.loaded
 
@@ -89,12 +90,10 @@ def test_a_template_spells_a_conversation(tmp_path):
     file.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    args = argparse.Namespace(model="demo", chat_template=file)
-    spell = serve.speller(args, model)
-    ids = spell([{"role": "user", "content": "import os"}])
+    spell = serve.speller("demo", model, serve.given_template(file))
+    ids = spell([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids) == "user: import os\n"
-    args.chat_template = None
-    assert serve.speller(args, model) is None  # the bundled model has none of its own
+    assert serve.speller("demo", model) is None  # the bundled model has none of its own
 
 
 @pytest.mark.parametrize(

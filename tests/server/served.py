@@ -35,7 +35,7 @@ def tiny_model():
 def spell(model):
     """A chat template's work, in letters that the tokenizer has."""
 
-    def spelled(messages):
+    def spelled(messages, turn):
         text = "".join(f"{m['role'][0]}. {m['content']}\n" for m in messages)
         return model.tokenizer.encode(text + "a.").ids
 

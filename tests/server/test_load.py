@@ -126,10 +126,13 @@ def test_an_engine_that_only_fails_ends_the_process_and_says_why(service):
     app = make_app(replace(service, engine=engine))
     batch.advance = failing
     try:
-        code = run.run(app, engine, run.bound_socket("127.0.0.1", 0), said.append, 1)
+        loaded = run.Ready(app, engine, "ready")
+        sock = run.bound_socket("127.0.0.1", 0)
+        code = run.run(lambda say: loaded, sock, said.append, 1)
     finally:
         del batch.advance
-    assert code == 1 and said == ["stopped: decoding failed: for good"]
+    assert code == 1 and said[0].startswith("listening on http://127.0.0.1:")
+    assert said[1:] == ["ready", "stopped: decoding failed: for good"]
     assert len(told) == len(jobs) and all(isinstance(t, Failed) for t in told)
     assert ask(replace(service, engine=engine), "/health")[0] == 503
     with pytest.raises(Closed, match="for good"):

@@ -14,9 +14,13 @@ KEY = "a key of nobody"
 
 
 class Process:
-    """A server that listens, and the lines that it says."""
+    """A server that is ready, and the lines that it says.
 
-    def __init__(self, *options):
+    Args:
+      ready: whether to wait for that, and not only until it listens.
+    """
+
+    def __init__(self, *options, ready=True):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "stree_jax", "serve", "--port", "0", *options],
             cwd=ROOT,
@@ -30,8 +34,10 @@ class Process:
             self.lines.append(line)
             if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)/v1", line):
                 self.port = int(found[1])
+            if self.port and (not ready or line.startswith("stree-jax: ready in")):
                 break
-        assert self.port is not None, "".join(self.lines)
+        else:
+            raise AssertionError("".join(self.lines))
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 

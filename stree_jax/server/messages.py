@@ -1,0 +1,66 @@
+"""Checked messages of a chat: no part of one is dropped without a word."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stree_jax.server.errors import invalid
+
+# Fields of answers that clients send back; they hold no text.
+OF_ANSWERS = {"refusal", "annotations", "audio", "tool_calls", "function_call"}
+TEXTS_OF_MESSAGES = ("name", "reasoning_content")  # the template has to use them
+
+
+def messages_of(fields: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+    value = fields.get("messages")
+    if not isinstance(value, list) or not value:
+        raise invalid("messages: want a list of at least one message", "messages")
+    return tuple(_message(i, message) for i, message in enumerate(value))
+
+
+def _message(i: int, message: Any) -> dict[str, str]:
+    where = f"messages.[{i}]"
+    if not isinstance(message, dict) or not is_text(message.get("role")):
+        raise invalid(f"{where}: want an object with a role", where)
+    known = {"role", "content", *TEXTS_OF_MESSAGES}
+    known |= {name for name in OF_ANSWERS if not message.get(name)}
+    extra = {name for name, v in message.items() if v is not None} - known
+    if extra:
+        name = f"{where}.{min(extra)}"
+        raise invalid(f"{name}: this server does not support it", name)
+    found = {
+        "role": message["role"],
+        "content": _content(f"{where}.content", message.get("content")),
+    }
+    for name in TEXTS_OF_MESSAGES:
+        text = message.get(name)
+        if text is not None and not is_text(text):
+            raise invalid(f"{where}.{name}: want a text", f"{where}.{name}")
+        if text:
+            found[name] = text
+    return found
+
+
+def _content(where: str, content: Any) -> str:
+    """A text, from one or from parts of text."""
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, Sequence):
+        raise invalid(f"{where}: want a text, or a list of parts", where)
+    texts: list[Any] = []
+    for part in parts:
+        if isinstance(part, dict):
+            if part.get("type") != "text":
+                problem = f"{where}: only parts of type text are supported"
+                raise invalid(problem, where)
+            part = part.get("text")
+        if not is_text(part):
+            raise invalid(f"{where}: want texts of whole characters", where)
+        texts.append(part)
+    return "".join(texts)
+
+
+def is_text(value: Any) -> bool:
+    """True for a string that UTF-8 can spell: JSON may hold half a character."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False

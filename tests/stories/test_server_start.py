@@ -1,0 +1,215 @@
+"""Story 12: a server that is asked in the next line, while it loads and compiles."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx2
+import pytest
+
+from stree_jax.server import run
+from tests.support.server_process import ROOT, Process
+from tests.support.table_server import write_table
+
+TINY = ["--drafter", "none", "--rows", "1", "--context", "32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_table(tmp_path_factory.mktemp("start") / "model"))
+
+
+def is_closed(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_once_it_says_so_and_a_signal_ends_it(model, number):
+    """3 of 3 connections were refused here. The signal comes while it compiles."""
+    server = Process("--model", model, *TINY, ready=False)
+    try:
+        for path, starting in [
+            ("/v1/completions", "code"),
+            ("/v1/models", "code"),
+            ("/health", "status"),
+        ]:
+            answer = httpx2.get(server.root_url + path)
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+            body = answer.json()
+            assert body.get("error", body)[starting] == "starting"
+        server.process.send_signal(number)
+        assert server.ended() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert is_closed(server.port)
+    assert "Traceback" not in "".join(server.lines)
+    assert server.lines[-1] == "stree-jax: stopped before it was ready\n"
+
+
+class Engine:
+    """Stands for an engine: nothing is decoded."""
+
+    dead = None
+
+    def __init__(self):
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def stop(self, seconds):
+        self.calls.append("stop")
+        return True
+
+
+async def fine(scope, receive, send):
+    start = {"type": "http.response.start", "status": 200, "headers": []}
+    await send(start)
+    await send({"type": "http.response.body", "body": b"fine"})
+
+
+def served(load, client):
+    """Runs a server in this thread, and `client(url)` in another; returns the exit code
+    and the printed lines."""
+    said = []
+    sock = run.bound_socket("127.0.0.1", 0)
+    url = run.url_of(sock).removesuffix("/v1")
+
+    def asks():
+        while not said:
+            time.sleep(0.01)
+        client(url)
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    try:
+        return run.run(load, sock, said.append, 5), said
+    finally:
+        thread.join()
+        assert is_closed(int(url.rpartition(":")[2]))
+
+
+def test_starting_then_ready_then_stopped():
+    loaded, engine, seen = threading.Event(), Engine(), []
+
+    def load(say):
+        say("compiling")
+        assert loaded.wait(30)
+        return run.Ready(fine, engine, "ready in 1 s")
+
+    def client(url):
+        seen.append(httpx2.get(url + "/health").json())
+        loaded.set()
+        while httpx2.get(url + "/health").status_code != 200:
+            time.sleep(0.01)
+        seen.append(httpx2.get(url + "/v1/models").text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    code, said = served(load, client)
+    assert code == 0 and engine.calls == ["start", "stop"]
+    assert seen == [{"status": "starting"}, "fine"]
+    assert said[0].startswith("listening on http://127.0.0.1:")
+    assert said[1:3] == ["compiling", "ready in 1 s"] and said[-1] == "stopped"
+
+
+def test_a_failure_to_load_ends_the_server():
+    """The command then prints one line, and exits with code 2."""
+
+    def load(say):
+        raise ValueError("the weights are damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        served(load, lambda url: None)
+
+
+def test_a_stopped_start_loads_nothing_more():
+    go, engine, ended = threading.Event(), Engine(), threading.Event()
+
+    def load(say):
+        try:
+            assert go.wait(30)
+            say("compiling the next program")
+            return run.Ready(fine, engine, "ready")
+        finally:
+            ended.set()
+
+    code, said = served(load, lambda url: os.kill(os.getpid(), signal.SIGINT))
+    go.set()
+    assert code == 0 and said[-1] == "stopped before it was ready"
+    assert ended.wait(30) and engine.calls == []
+    assert "compiling the next program" not in said
+
+
+def test_what_is_known_to_be_wrong_is_refused_before_it_listens(model, tmp_path):
+    """As one line with exit code 2."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    template = ["--model", model, "--chat-template"]
+    for options, word in [
+        (["--model", str(tmp_path / "missing")], "no such directory"),
+        (["--model", str(tmp_path / "none")], "config.json"),
+        ([*template, str(tmp_path / "x.jinja")], "x.jinja"),
+        ([*template, str(tmp_path / "bad.jinja")], "bad.jinja: chat template, line 1"),
+        ([*template, "/dev/zero"], "--chat-template: /dev/zero has more than"),
+        (["--api-key-file", "/dev/zero"], "--api-key-file: /dev/zero has more than"),
+        (["--model", model, "--memory", "1MB"], "weights alone"),
+        (["--model", model, "--logprobs", "9999"], "--logprobs"),
+        (["--port", str(taken.getsockname()[1])], "Address already in use"),
+        (["--port", "70000"], "--port"),
+        (["--host", "nowhere.invalid"], "nowhere.invalid"),
+        (["--host", "a" * 300], "give another --host"),
+        (["--allow-origin", "localhost"], "--allow-origin"),
+    ]:
+        code, said = in_process(["serve", "--port", "0", *options])
+        assert code == 2 and said.count("\n") == 1, said
+        assert word in said and "listening" not in said
+    taken.close()
+
+
+def in_process(argv):
+    import contextlib
+    import io
+
+    from stree_jax.cli.main import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(argv), said.getvalue()
+
+
+def test_addresses_in_urls():
+    for host, shown in [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")]:
+        name = host, 8000, 0, 0
+        sock = SimpleNamespace(getsockname=lambda name=name: name)
+        assert run.url_of(sock) == f"http://{shown}:8000/v1"
+
+
+def test_a_log_that_nobody_reads_ends_nothing(model):
+    """As `stree-jax serve 2>&1 | head -1`."""
+    command = [sys.executable, "-m", "stree_jax", "serve", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--model", model, *TINY],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        line = process.stderr.readline()
+        process.stderr.close()
+        url = line.split("listening on ")[1].split("/v1")[0]
+        for _ in range(3):
+            time.sleep(0.3)
+            assert httpx2.get(url + "/health").status_code in (200, 503)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
