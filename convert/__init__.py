@@ -37,7 +37,7 @@ from stree_jax.convert.tensors import (
     parts_are_read,
     read_param,
     rows_of,
-    settle_ties,
+    settle_names,
 )
 from stree_jax.convert.tokenizer import (
     copy_tokenizer,
@@ -93,7 +93,7 @@ def find(
     """Reads the headers of a directory in another format than ours, or a GGUF file.
 
     Of tensors that the config ties and the file has twice it reads the numbers, to see
-    whether they are equal (`tensors.settle_ties`).
+    whether they are equal (`tensors.settle_names`).
 
     Args:
       dt_floor, warn, mtp: see `configs.read_config`.
@@ -108,7 +108,7 @@ def find(
         return Found(source, f"gguf {name}", architecture.names, config)
     source = logical(open_source(path))
     format, config = read_config(path, source.tensors, dt_floor, warn, mtp)
-    names, config = settle_ties(source, NAMES[format], config, warn)
+    names, config = settle_names(source, NAMES[format], config, warn)
     return Found(source, format, names, config)
 
 

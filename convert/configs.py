@@ -154,7 +154,8 @@ def export_format(config: ModelConfig) -> str:
     falcon_h1: parallel layers; nemotron_h: MLPs or experts without gates, in any order;
     all others want mixers and gated MLPs in turns: qwen3, qwen2 and llama attention and
     no multipliers, with norms of q and k, with biases of q, k and v alone, and else;
-    bamba an MLP bias or a part of each head rotating; granitemoehybrid what is left.
+    bamba an MLP bias or a part of each head rotating; granitemoe attention and experts
+    without an MLP beside them; granitemoehybrid what is left.
 
     Raises:
       CheckpointError: no class has them.
@@ -174,7 +175,10 @@ def export_format(config: ModelConfig) -> str:
     if not kinds & {"parallel", "shared"} and not any(gates):
         return "nemotron_h"
     if not turns or not mixers <= {"mamba", "attention"} or not all(gates):
-        raise CheckpointError(f"layers {layers}: no Hugging Face class has them")
+        raise CheckpointError(
+            f"layers {layers}: no Hugging Face class has them; `save` and "
+            "`stree-jax convert` write any model in our own format"
+        )
     scales = (
         config.embedding_multiplier,
         config.residual_multiplier,
@@ -185,6 +189,8 @@ def export_format(config: ModelConfig) -> str:
             return _dense_format(config)
         if mlp.bias or _partial(c):
             return "bamba"
+    if config.moe is not None and config.moe.shared is None and "mamba" not in mixers:
+        return "granitemoe"
     return "granitemoehybrid"
 
 

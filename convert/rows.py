@@ -278,6 +278,15 @@ class Names:
     one_each: bool = False
 
 
+def bare(names: Names) -> Names:
+    """Names without the first part, as transformers saves a model without its head
+    ("embed_tokens" for "model.embed_tokens")."""
+    embedding, norm, layer = (
+        name.partition(".")[2] for name in (names.embedding, names.norm, names.layer)
+    )
+    return replace(names, embedding=embedding, norm=norm, layer=layer)
+
+
 def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     """Rows of all parameters that options may switch on."""
     yield Row(("embedding",), (f"{names.embedding}.weight",))

@@ -36,6 +36,14 @@ FAMILIES = (
     Family(
         "mistral", "MistralForCausalLM without a sliding window", THEIRS, "as llama"
     ),
+    Family("granite", "Granite 3, dense", THEIRS, "as granitemoehybrid"),
+    Family("granitemoe", "Granite 3 with experts", THEIRS, YES),
+    Family(
+        "granitemoeshared",
+        "Granite 3 with experts beside an MLP",
+        THEIRS,
+        "as granitemoehybrid",
+    ),
     Family(
         "granitemoehybrid",
         "Granite 4: hybrid, attention only, rotary or none, with experts or without",

@@ -13,6 +13,7 @@ from stree_jax.convert.rows import (
     Names,
     Piece,
     Row,
+    bare,
     can_be_cut,
     candidates,
     join,
@@ -30,7 +31,9 @@ UNTIED = (
     '; if the embedding is the head, set "tie_word_embeddings" to true in config.json'
 )
 
-_SHARED_TENSOR = re.compile(r"(model\.layers\.)(\d{1,6})(\.shared_transformer\..*)")
+_SHARED_TENSOR = re.compile(
+    r"((?:model\.)?layers\.)(\d{1,6})(\.shared_transformer\..*)"
+)
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
@@ -45,7 +48,7 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
     """Every tensor is there, has its shape and a float dtype, and none is left over.
 
     Args:
-      config: of `settle_ties`, so that a tied head is a copy.
+      config: of `settle_names`, so that a tied head is a copy.
     """
     shapes, where = param_shapes(config), source.directory
     expected: dict[str, tuple[int, ...]] = {}
@@ -74,17 +77,22 @@ def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
         # A block that is not shared still has the adapters of layers it does not serve.
         adapter = config.shared is not None and "_adapter_list." in name
         if not unused and not adapter:
-            raise CheckpointError(f"{present[name].file}: unexpected tensor {name}")
+            raise CheckpointError(
+                f"{present[name].file}: unexpected tensor {name}; {source.said_by} "
+                "describes a model without it: correct that, or save the weights "
+                "without this tensor"
+            )
 
 
-def settle_ties(
+def settle_names(
     source: Source, names: Names, config: ModelConfig, warn: Warn | None
 ) -> tuple[Names, ModelConfig]:
-    """Ties what the config ties only where the file agrees, as transformers does.
+    """Fits names and ties to the tensors of a file, as transformers does.
 
-    The file may hold both tensors of a tied pair. If they are equal, one is a copy; if
-    they differ, they were trained apart, and the model keeps both. A file that has only
-    the head of a tied pair has the embedding by that name.
+    A model that was saved without its head lacks the first part of all names. A file
+    may hold both tensors of a tied pair: if they are equal, one is a copy; if they
+    differ, they were trained apart, and the model keeps both. If it has the head of a
+    tied pair alone, that is the embedding.
 
     Args:
       warn: called with one line for each kind of tie that is given up.
@@ -92,6 +100,8 @@ def settle_ties(
     Returns:
       The names of the tensors, and the architecture that the tensors have.
     """
+    if f"{bare(names).embedding}.weight" in source.tensors:
+        names = bare(names)
     embedding = f"{names.embedding}.weight"
     if config.tie_embeddings and HEAD in source.tensors:
         if embedding not in source.tensors:

@@ -5,7 +5,7 @@ import math
 import reprlib
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from stree_jax.models.config import ModelConfig, Rope
+from stree_jax.models.config import AttentionConfig, ModelConfig, Rope
 
 MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
 MAX_LAYERS = 1024
@@ -48,14 +48,19 @@ def _check_numbers(config: ModelConfig) -> None:
         raise ValueError(f"model.norm_eps: {config.norm_eps} does not fit")
     if not 0 < abs(config.logits_divisor) < math.inf:
         raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
-    if config.attention is not None and config.attention.rope is not None:
-        _check_rope(config.attention.rope)
-    eps = config.attention and config.attention.qk_norm_eps
-    if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"model.attention.qk_norm_eps: {eps} does not fit")
+    if config.attention is not None:
+        _check_attention(config.attention)
     low, high = config.mamba.dt_limit if config.mamba else (0.0, math.inf)
     if not 0 <= low <= high:
         raise ValueError(f"model.mamba.dt_limit: want 0 <= low <= high: {low}, {high}")
+
+
+def _check_attention(c: AttentionConfig) -> None:
+    eps = c.qk_norm_eps
+    if eps is not None and not 0 < eps < math.inf:
+        raise ValueError(f"model.attention.qk_norm_eps: {eps} does not fit")
+    if c.rope is not None:
+        _check_rope(c.rope)
 
 
 def _check_rope(rope: Rope) -> None:

@@ -86,11 +86,13 @@ def _check_directory(src: Path) -> str:
     if source.quantized:
         raise CheckpointError(
             f"{src}: --verify compares with transformers, "
-            "which does not read these quantized weights as plain ones"
+            "which does not read these quantized weights as plain ones; "
+            "leave --verify out"
         )
     if format in ("native", "mambainllama"):
         raise CheckpointError(
-            f"{src}: transformers has no class for {format} checkpoints to verify with"
+            f"{src}: transformers has no class for {format} checkpoints to verify "
+            "with; leave --verify out"
         )
     return format
 

@@ -7,6 +7,8 @@ from stree_jax.convert.families import (
     bamba,
     falcon_h1,
     granite,
+    granite3,
+    granitemoe,
     llama,
     mamba2,
     mambainllama,
@@ -23,12 +25,17 @@ from stree_jax.models import ModelConfig
 
 _ONLY_READ = {"native": native, "mambainllama": mambainllama}
 # Their models are written as another family that computes the same.
-_WRITTEN_AS_OTHERS = {"mistral": mistral}
+_WRITTEN_AS_OTHERS = {
+    "mistral": mistral,
+    "granite": granite3,
+    "granitemoeshared": granitemoe,
+}
 _WRITTEN = {
     "mamba2": mamba2,
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "granitemoe": granitemoe,
     "granitemoehybrid": granite,
     "nemotron_h": nemotron_h,
     "falcon_h1": falcon_h1,

@@ -9,7 +9,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Names
+from stree_jax.convert.rows import Names, bare
 from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
 from stree_jax.models.config import LayerKind, Rope, Yarn, given
@@ -68,11 +68,11 @@ def write_model(
 
 def vocabulary(source: ConfigFields, *names: Names) -> tuple[int, int]:
     """Rows of the embedding, and how many of them are real tokens."""
-    known = [f"{n.embedding}.weight" for n in names]
+    known = [f"{n.embedding}.weight" for n in (*names, *map(bare, names))]
     heads = [f"{n.head}.weight" for n in names]  # all that some tied files have
     found = next((name for name in known + heads if name in source.tensors), None)
     if found is None:
-        raise _no_embedding(source, known)
+        raise _no_embedding(source, known[: len(names)])
     file, shape = source.tensors[found].file, source.tensors[found].shape
     if len(shape) != 2 or not 0 < shape[0] <= MAX_SIZE:
         raise CheckpointError(f"{file}: {found}: want shape [V, d], got {list(shape)}")

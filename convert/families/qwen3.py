@@ -26,7 +26,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 def export(config: ModelConfig) -> dict[str, Any]:
     eps = given(config.attention).qk_norm_eps
-    require(FORMAT, {"norms of q and k": eps == config.norm_eps})
+    require(FORMAT, {"attention norms of q and k": eps == config.norm_eps})
     values = llama.export_dense(FORMAT, config, ATTENTION, MLP, ("qk_norm_eps",))
     return {
         "architectures": ["Qwen3ForCausalLM"],

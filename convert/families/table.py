@@ -15,7 +15,7 @@ _WORDS = {
     (ModelConfig, "norm"): "norm 'layer'",
     (ModelConfig, "mtp"): "MTP layers",
     (MambaConfig, "norm"): "norm order",
-    (AttentionConfig, "qk_norm_eps"): "norms of q and k",
+    (AttentionConfig, "qk_norm_eps"): "attention norms of q and k",
     (MLPConfig, "activation"): "activation",
     (MLPConfig, "gated"): "MLP without a gate",
 }

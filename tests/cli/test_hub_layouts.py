@@ -10,7 +10,7 @@ import pytest
 from stree_jax.checkpoint import load
 from stree_jax.cli import main as cli
 from stree_jax.training.corpus import train_tokenizer
-from tests.support.hf_checkpoints import granite, nemotron
+from tests.support.hf_checkpoints import granite, mistral, nemotron, qwen3
 from tests.support.native_checkpoints import write_native
 
 TEMPLATE = (
@@ -74,9 +74,9 @@ def published(directory, model, tokenizer):
         (directory / name).write_text("")
 
 
-@pytest.mark.parametrize("family", [granite, nemotron])
+@pytest.mark.parametrize("family", [granite, nemotron, qwen3, mistral])
 def test_published_hybrids(family, tmp_path, tokenizer, capsys, monkeypatch):
-    """Granite 4 and Nemotron-H: generate and chat from the directory as it is."""
+    """Granite 4, Nemotron-H, Qwen3, Mistral: generate and chat from the directory."""
     published(tmp_path / "model", family(vocab_size=280), tokenizer)
     assert load(tmp_path / "model").tokenizer is not None
     report = generated(capsys, tmp_path / "model", "--drafter", "lookup")

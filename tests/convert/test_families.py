@@ -107,6 +107,8 @@ def exported(config, directory):
 COMES_BACK = {
     "mamba2": "tie_embeddings stop_tokens mamba.d_state mamba.dt_limit",
     "llama": "norm_eps attention.rope.theta attention.num_kv_heads tie_embeddings",
+    "qwen2": "norm_eps attention.num_kv_heads attention.rope.theta mlp.d_hidden",
+    "qwen3": "attention.num_kv_heads attention.rope.theta tie_embeddings",
     "granite": "embedding_multiplier residual_multiplier logits_divisor "
     "tie_embeddings attention.scale attention.rope.theta",
     "granite-moe": "moe.num_experts moe.top_k moe.d_hidden",

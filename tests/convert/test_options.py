@@ -96,6 +96,7 @@ CHANGES = {
         "activation": part("mlp", activation="silu"),
         "norm eps of the blocks": whole(norm_eps=1e-2),
     },
+    "qwen3": {"norms of q and k": part("attention", qk_norm_eps=0.1)},
     "granite-moe": {
         **LIMITED,
         "top k": part("moe", top_k=3),

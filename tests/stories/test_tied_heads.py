@@ -155,6 +155,16 @@ def test_a_file_of_torch_with_both_names(tmp_path):
     assert len(said) == 1 and not model.config.tie_embeddings
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba2", "zamba2"])
+def test_a_model_saved_without_its_head(tmp_path, family):
+    """By AutoModel: without the first part of all names, and without the head."""
+    other = FAMILIES[family](**TIED)
+    other.base_model.save_pretrained(tmp_path / "model")
+    model, said = load(tmp_path / "model")
+    assert said == [] and model.config.tie_embeddings
+    close(tmp_path / "model", model)
+
+
 def test_no_head_and_no_tie_says_what_to_do(tmp_path, capsys):
     """transformers draws such a head at random."""
     src = write(tmp_path / "src", hf.llama, lambda tensors: None)

@@ -8,8 +8,14 @@ from transformers import (
     BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -133,6 +139,30 @@ def mistral(**options):
     return dense((MistralConfig, MistralForCausalLM), plain | options)
 
 
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.2,
+}
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
+
+
+def granite3(**options):
+    return dense((GraniteConfig, GraniteForCausalLM), MULTIPLIERS | options)
+
+
+def granitemoe(**options):
+    classes = (GraniteMoeConfig, GraniteMoeForCausalLM)
+    return dense(classes, MULTIPLIERS | EXPERTS | options)
+
+
+def granitemoeshared(**options):
+    classes = (GraniteMoeSharedConfig, GraniteMoeSharedForCausalLM)
+    shared = {"shared_intermediate_size": 28}
+    return dense(classes, MULTIPLIERS | EXPERTS | shared | options)
+
+
 def granite(**options):
     defaults = {
         "hidden_size": 32,
@@ -154,10 +184,7 @@ def granite(**options):
         "mamba_d_conv": 5,
         "mamba_proj_bias": True,
         "mamba_conv_bias": False,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 2.0,
-        "attention_multiplier": 0.2,
+        **MULTIPLIERS,
         "tie_word_embeddings": True,
         "time_step_limit": (0.05, 0.9),
     }
@@ -293,11 +320,7 @@ NEMOTRON_MOE = {
     "routed_scaling_factor": 1.7,
     "mlp_bias": False,
 }
-GRANITE_MOE = {
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 20,
-}
+GRANITE_MOE = EXPERTS
 
 HF_CASES = {
     "mamba2": mamba2,
@@ -321,6 +344,8 @@ HF_CASES = {
     "qwen2": qwen2,
     "qwen3": lambda: qwen3(attention_bias=True, tie_word_embeddings=True),
     "mistral": lambda: mistral(head_dim=10),
+    "granite-3": lambda: granite3(attention_bias=True, tie_word_embeddings=True),
+    "granite-3-moe": granitemoe,
     "granite": granite,
     "granite-nope": lambda: granite(
         position_embedding_type="nope",

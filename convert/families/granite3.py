@@ -1,0 +1,33 @@
+"""GraniteForCausalLM (Granite 3): llama with Granite's multipliers.
+
+Its models are exported as granitemoehybrid without Mamba layers, which computes the
+same.
+"""
+
+from dataclasses import replace
+
+from stree_jax.convert.families import granite, llama
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.table import read_fields
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
+
+NAMES = llama.NAMES
+ATTENTION = (*granite.ATTENTION, hf.HEAD_DIM)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    attention = read_attention(fields)
+    hf.check_silu(fields)
+    return ModelConfig(
+        **hf.read_model(granite.MODEL, fields, NAMES),
+        layers=("attention", "mlp") * fields.size("num_hidden_layers", 32),
+        attention=attention,
+        mlp=MLPConfig(**read_fields(llama.MLP, fields)),
+    )
+
+
+def read_attention(fields: ConfigFields) -> AttentionConfig:
+    """Reads attention whose heads rotate, as it does in all of Granite 3."""
+    c = AttentionConfig(**read_fields(ATTENTION, fields))
+    return replace(c, rope=hf.rope(fields, c.head_dim))

@@ -1,0 +1,44 @@
+"""GraniteMoeForCausalLM and GraniteMoeSharedForCausalLM (Granite 3 with experts)."""
+
+from typing import Any
+
+from stree_jax.convert.families import granite, granite3, read
+from stree_jax.convert.families import huggingface as hf
+from stree_jax.convert.families.table import Field, read_fields, require, write_fields
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
+from stree_jax.models.config import given
+
+FORMAT = "granitemoe"
+NAMES = granite.NAMES
+SHARED = Field("shared_intermediate_size", "d_hidden", read.count, 0)
+
+
+def parse(fields: ConfigFields) -> ModelConfig:
+    attention = granite3.read_attention(fields)
+    hf.check_silu(fields)
+    width = SHARED.value(fields)
+    shared = MLPConfig(width) if width else None
+    return ModelConfig(
+        **hf.read_model(granite.MODEL, fields, NAMES),
+        layers=("attention", "moe") * fields.size("num_hidden_layers", 32),
+        attention=attention,
+        moe=MoEConfig(**read_fields(granite.MOE, fields), shared=shared),
+    )
+
+
+def export(config: ModelConfig) -> dict[str, Any]:
+    """Writes a model without an MLP beside its experts; others are granitemoehybrid."""
+    c, moe = given(config.attention), given(config.moe)
+    require(FORMAT, {"lack of rotary": c.rope is not None})
+    require(FORMAT, {"attention scale": c.scale is not None})
+    hf.check_width(FORMAT, config, c)
+    return {
+        "architectures": ["GraniteMoeForCausalLM"],
+        **hf.write_model(FORMAT, granite.MODEL, config),
+        "num_hidden_layers": len(config.layers) // 2,
+        **write_fields(FORMAT, granite.ATTENTION, c, ("rope",)),
+        **hf.rope_fields(FORMAT, c),
+        **write_fields(FORMAT, granite.MOE, moe),
+        "hidden_act": "silu",
+    }
