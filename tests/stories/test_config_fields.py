@@ -94,6 +94,22 @@ CASES = {
         ({"sliding_window": 4096}, NO_EFFECT),
         ({"num_key_value_heads": None}, "num_key_value_heads|want shape"),
     ],
+    "qwen2": [
+        ({"rope_scaling": YARN}, EQUAL),
+        ({"attention_bias": False}, NO_EFFECT),  # q, k and v always have one
+        ({"is_causal": False}, "is_causal"),
+    ],
+    "qwen3": [
+        ({"rope_scaling": YARN}, EQUAL),
+        ({"attention_bias": False}, f"attention_bias: {BIAS}"),
+    ],
+    "mistral": [
+        ({"rope_scaling": YARN}, EQUAL),
+        ({"sliding_window": 4}, "sliding_window: attention to the last 4 tokens"),
+    ],
+    "granite-3": [
+        ({"logits_scaling": GONE}, EQUAL),
+    ],
     "granite": [
         ({"attention_multiplier": None}, EQUAL),  # head_dim ** -0.5, not 1
         ({"attention_multiplier": GONE}, EQUAL),
@@ -103,6 +119,8 @@ CASES = {
         ({"residual_multiplier": GONE}, EQUAL),
         ({"mamba_proj_bias": None}, f"mamba_proj_bias: {BIAS}"),
         ({"mamba_chunk_size": 16}, NO_EFFECT),
+        ({"layers_block_type": ["attention", "mamba", "mamba"]}, "layers_block_type"),
+        ({"layers_block_type": ["mamba", "attention", "mamba"]}, NO_EFFECT),
     ],
     "falcon-h1": [
         ({"mamba_norm_before_gate": None}, EQUAL),
@@ -136,11 +154,14 @@ CASES = {
         ({"routed_scaling_factor": GONE}, EQUAL),
         ({"topk_group": 1}, EQUAL),
         ({"rescale_prenorm_residual": False}, NO_EFFECT),
+        ({"layer_types": ["mamba", "moe", "attention"]}, "layer_types: lists other"),
+        ({"hybrid_override_pattern": "ME*E"}, NO_EFFECT),
         ({"sliding_window": 4}, NO_EFFECT),
     ],
     "zamba2": [
         ({"hybrid_layer_ids": [3, 2, 1]}, "hybrid_layer_ids: want"),
         ({"hybrid_layer_ids": [1, 2, 3]}, NO_EFFECT),
+        ({"layer_types": ["mamba", "hybrid", "hybrid", "mamba"]}, "layer_types: lists"),
         ({"add_bias_linear": False}, f"add_bias_linear: {BIAS}"),
         ({"use_mem_rope": False}, EQUAL),
         ({"use_long_context": True}, NO_EFFECT),
@@ -279,7 +300,7 @@ def others(name, value):
             return ["gelu", "relu", "relu2", "gelu_pytorch_tanh", "swish"]
         case str():
             return ["nope", "rope", "other"]
-        case [float(), *_]:
+        case [*numbers] if numbers and all(isinstance(n, float) for n in numbers):
             return [[1.3 * number for number in value], value[::-1]]
         case list():
             return [value[::-1], value[:-1]]
