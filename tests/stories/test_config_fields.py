@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 import stree_jax
 from stree_jax.checkpoint import Model
 from stree_jax.convert import CheckpointError, open_checkpoint
+from stree_jax.convert.configs import hf_config
+from stree_jax.models.config_json import from_json, to_json
 from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
 
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 37)
@@ -271,6 +273,32 @@ def test_what_transformers_misreads_is_warned_of(edited):
     said = []
     open_checkpoint(source.directory, warn=said.append)
     assert len(said) == 1 and "rescale_prenorm_residual" in said[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_scaled_rotary_embeddings_are_exported_and_saved(edited, family):
+    source = edited(family)
+    linear = {"rope_type": "linear", "factor": 2.5}
+    for rope in (linear, YARN, {**YARN, "truncate": False, "attention_factor": 0.7}):
+        source.edit({"rope_parameters": {"rope_theta": 77.0, **rope}})
+        config = source.opened().config
+        assert from_json(to_json(config)) == config
+        exported = json.dumps(hf_config(config, "float32"))
+        (source.directory / "config.json").write_text(exported)
+        assert source.opened().config == config
+
+
+def test_greedy_text_with_yarn(edited):
+    """Step by step, each token is transformers' choice after those before it."""
+    source = edited("llama")
+    source.edit({"rope_parameters": {"rope_theta": 77.0, **YARN}})
+    model, prompt = stree_jax.load(source.directory), TOKENS[:9].tolist()
+    options = {"max_new_tokens": 24, "stop_tokens": ()}
+    tokens = stree_jax.generate(model, [prompt], **options).tokens[0]
+    other = AutoModelForCausalLM.from_pretrained(source.directory, dtype="float32")
+    with torch.no_grad():
+        rows = other.eval()(torch.tensor([prompt + tokens])).logits[0]
+    assert tokens == rows[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 # --- all fields, which takes longer ---------------------------------------------------
