@@ -149,6 +149,11 @@ class ConfigFields:
             )
         return value
 
+    def only(self, known: str) -> None:
+        """Refuses fields other than these, whose names are separated by spaces."""
+        for name in self.values.keys() - set(known.split()):
+            raise self.error(name, "is not a field that is read here")
+
     def object(self, name: str) -> "ConfigFields":
         value = self.get(name, {})
         if not isinstance(value, dict):

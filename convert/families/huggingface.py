@@ -130,6 +130,26 @@ def named_layers(
     return tuple(kinds[kind] for kind in plan)
 
 
+def layers_field(
+    source: ConfigFields, kinds: Mapping[str, LayerKind], *names: str
+) -> str:
+    """Returns the first of these fields that the config has, or the first name.
+
+    transformers takes one for another name of the other, so that a config may have
+    several; two that list other layers are refused.
+    """
+    found = [name for name in names if source.get(name, None) is not None]
+    plans = []
+    for name in found:
+        plan = source.get(name)
+        if not isinstance(plan, str | list) or not plan:
+            raise source.wants(name, "a list of layer types or a pattern", plan)
+        plans.append(named_layers(source, name, kinds, plan))
+        if plans[-1] != plans[0]:
+            raise source.error(name, f"lists other layers than {found[0]}; want one")
+    return found[0] if found else names[0]
+
+
 def counted_layers(
     source: ConfigFields,
     name: str,
@@ -146,8 +166,7 @@ def counted_layers(
 
 def mixers(source: ConfigFields, count: int, default: list[str]) -> Layers:
     """From `layer_types` or its older name `layers_block_type`."""
-    newer = source.get("layer_types", None) is not None
-    name = "layer_types" if newer else "layers_block_type"
+    name = layers_field(source, MIXERS, "layer_types", "layers_block_type")
     return counted_layers(source, name, MIXERS, count, default)
 
 

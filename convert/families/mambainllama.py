@@ -22,9 +22,9 @@ MAMBA = (
     Field("d_conv", "d_conv", read.size, 4),
     Field("dt_limit", "dt_limit", read.limits, read.NO_LIMITS),
     Field("D_has_hdim", "D_per_channel", read.flag, False),
-    Field("", "proj_in_bias", read.tensor("mamba.in_proj.bias")),
-    Field("", "proj_out_bias", read.tensor("mamba.out_proj.bias")),
-    Field("", "conv_bias", read.tensor("conv1d.bias")),
+    Field("bias", "proj_in_bias", read.bias("mamba.in_proj.bias"), False),
+    Field("bias", "proj_out_bias", read.bias("mamba.out_proj.bias"), False),
+    Field("conv_bias", "conv_bias", read.bias("conv1d.bias"), True),
 )
 
 
@@ -38,6 +38,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         )
     _check_alike(fields, mixer)
     ssm = mixer.object("ssm_cfg")
+    ssm.only(f"{native.SSM_FIELDS} repeat_kv_before_conv")
     if ssm.flag("repeat_kv_before_conv", False):
         raise ssm.error("repeat_kv_before_conv", "true is not supported")
     options = read_fields(MAMBA, ssm)

@@ -47,6 +47,16 @@ MAMBA = (
     Field("D_has_hdim", "D_per_channel", read.flag, False),
     Field("dt_limit", "dt_limit", read.limits, read.NO_LIMITS),
 )
+# What mamba_ssm's classes take; what is not read has no part in the computation.
+SSM_FIELDS = (
+    "layer d_state d_conv conv_init expand headdim d_ssm ngroups A_init_range "
+    "D_has_hdim rmsnorm norm_before_gate dt_min dt_max dt_init_floor dt_limit bias "
+    "conv_bias chunk_size use_mem_eff_path process_group sequence_parallel"
+)
+ATTENTION_FIELDS = (
+    "num_heads num_heads_kv head_dim mlp_dim qkv_proj_bias out_proj_bias softmax_scale "
+    "causal d_conv rotary_emb_dim rotary_emb_base rotary_emb_interleaved"
+)
 HEADS = Field("num_heads", "num_heads", read.size)
 ATTENTION = (HEADS, Field("num_heads_kv", "num_kv_heads", read.divisor(HEADS)))
 
@@ -77,6 +87,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def _mamba(fields: ConfigFields, d_model: int, layer: str) -> MambaConfig:
     """The mixers, of which `layer` has one; eps is 1e-5 everywhere."""
     ssm = fields.object("ssm_cfg")
+    ssm.only(SSM_FIELDS)
     kind = ssm.get("layer", "Mamba1")
     if kind != "Mamba2":
         problem = f"{reprlib.repr(kind)} is not supported (want 'Mamba2')"
@@ -94,9 +105,9 @@ def _mamba(fields: ConfigFields, d_model: int, layer: str) -> MambaConfig:
         d_mlp=widened - d_ssm,
         norm=norm_order(ssm),
         norm_groups=options["n_groups"],
-        proj_in_bias=ssm.has_tensor("in_proj.bias", layer),
-        proj_out_bias=ssm.has_tensor("out_proj.bias", layer),
-        conv_bias=ssm.has_tensor("conv1d.bias", layer),
+        proj_in_bias=read.has_bias(ssm, "bias", False, "in_proj.bias", layer),
+        proj_out_bias=read.has_bias(ssm, "bias", False, "out_proj.bias", layer),
+        conv_bias=read.has_bias(ssm, "conv_bias", True, "conv1d.bias", layer),
     )
 
 
@@ -110,6 +121,7 @@ def norm_order(ssm: ConfigFields) -> Literal["gate_first", "norm_first"] | None:
 def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfig:
     """mamba_ssm's MHA: perhaps a convolution over q, k, v and an MLP beside it."""
     c = fields.object("attn_cfg")
+    c.only(ATTENTION_FIELDS)
     if not c.flag("causal", False):
         raise c.error("causal", "attention that looks ahead is not supported")
     if c.flag("rotary_emb_interleaved", False):
@@ -125,13 +137,14 @@ def _attention(fields: ConfigFields, layer: int, d_model: int) -> AttentionConfi
     base = c.positive("rotary_emb_base", 10000.0)
     mlp = read.count(c, "mlp_dim", 0)
     mlp += -mlp % 256
+    part = f"layers.{layer}."
     return AttentionConfig(
         **options,
         head_dim=head_dim,
         rope=Rope(base, rotary) if rotary else None,
         scale=read.positive(c, "softmax_scale", head_dim**-0.5),
-        qkv_bias=c.has_tensor("in_proj.bias", f"layers.{layer}."),
-        out_bias=c.has_tensor("out_proj.bias", f"layers.{layer}."),
+        qkv_bias=read.has_bias(c, "qkv_proj_bias", True, "in_proj.bias", part),
+        out_bias=read.has_bias(c, "out_proj_bias", True, "out_proj.bias", part),
         d_conv=read.count(c, "d_conv", 0),
         d_mlp=mlp // 2,
     )

@@ -196,10 +196,8 @@ LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 
 def _layers(fields: ConfigFields, names: Sequence[str], *default: Any) -> hf.Layers:
     """From the first of these fields that there is: a list, or letters."""
-    named = next((n for n in names if fields.get(n, None) is not None), names[0])
+    named = hf.layers_field(fields, KINDS, *names)
     plan = fields.get(named, *default)
-    if not isinstance(plan, str | list) or not plan:
-        raise fields.wants(named, "a list of layer types or a pattern", plan)
     return hf.named_layers(fields, named, KINDS, plan)
 
 

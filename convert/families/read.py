@@ -22,6 +22,17 @@ def tensor(ending: str) -> Read:
 
 
 def bias(ending: str, says: str = "") -> Read:
+    """True if there is a tensor with that ending; see `has_bias`.
+
+    Args:
+      says: the field that promises a bias, if it is not the row's own.
+    """
+    return lambda source, name, default: has_bias(source, says or name, default, ending)
+
+
+def has_bias(
+    source: ConfigFields, name: str, default: bool, ending: str, part: str = ""
+) -> bool:
     """True if there is a tensor with that ending.
 
     A bias that the config promises and the file lacks is zero, as in transformers. One
@@ -29,21 +40,17 @@ def bias(ending: str, says: str = "") -> Read:
     refused, because the two computations differ.
 
     Args:
-      says: the field that promises a bias, if it is not the row's own.
+      name: the field that promises a bias.
+      part: of the model that counts, as of `ConfigFields.tensor_named`.
     """
-
-    def read(source: ConfigFields, name: str, default: Any) -> bool:
-        found = source.tensor_named(ending)
-        field = says or name
-        if found is not None and not source.truth(field, default):
-            raise source.error(
-                field,
-                f"says that there is no bias, but the weights have {found} "
-                "(set it to true to use the bias, or delete the tensor)",
-            )
-        return found is not None
-
-    return read
+    found = source.tensor_named(ending, part)
+    if found is not None and not source.truth(name, default):
+        raise source.error(
+            name,
+            f"says that there is no bias, but the weights have {found} "
+            "(set it to true to use the bias, or delete the tensor)",
+        )
+    return found is not None
 
 
 def kv_heads(of: Field) -> Read:

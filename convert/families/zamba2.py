@@ -113,7 +113,8 @@ SHARED = (
 def parse(fields: ConfigFields) -> ModelConfig:
     model = hf.read_model(MODEL, fields, NAMES)
     count = fields.size("num_hidden_layers", 54)
-    layers = hf.counted_layers(fields, "layers_block_type", KINDS, count)
+    named = hf.layers_field(fields, KINDS, "layers_block_type", "layer_types")
+    layers = hf.counted_layers(fields, named, KINDS, count)
     attention = mlp = shared = None
     _check_hybrid_ids(fields, layers)
     if "shared" in layers:
