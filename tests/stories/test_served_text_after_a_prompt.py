@@ -30,7 +30,7 @@ def service(tmp_path_factory):
     batch = Batch(model, spec_for(model, None, None, None, None), sizes)
     batch.clear()
 
-    def spell(messages):
+    def spell(messages, turn):
         return model.tokenizer.encode(" ".join(m["content"] for m in messages)).ids
 
     service = service_of(batch, spell=spell)

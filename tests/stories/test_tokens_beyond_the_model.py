@@ -76,7 +76,7 @@ def test_commands_refuse_it_in_a_line(path, command, capsys, monkeypatch):
 def test_server_refuses_it_for_one_client(model):
     batch = Batch(model, spec_for(model, None, None, None, None), Sizes(1, 64, 1))
 
-    def spell(messages):
+    def spell(messages, turn):
         return model.tokenizer.encode(messages[0]["content"]).ids
 
     service = service_of(batch, spell=spell)
