@@ -21,6 +21,7 @@ LIBRARY = {
     "stree_jax.models",
     "stree_jax.convert",
     "stree_jax.checkpoint",
+    "stree_jax.checks",
     "stree_jax.sampling",
     "stree_jax.speculation",
     "stree_jax.training",
@@ -31,17 +32,28 @@ LIBRARY = {
 # `stree_jax` is the modules at its top: generation, scoring, result and so on.
 MAY_IMPORT = {
     "stree_jax.version": set(),
+    "stree_jax.checks": set(),
     "stree_jax.cpu_kernels": set(),
     "stree_jax.pallas_kernels": {"stree_jax.cpu_kernels"},
-    "stree_jax.models": {"stree_jax.pallas_kernels", "stree_jax.cpu_kernels"},
+    "stree_jax.models": {
+        "stree_jax.pallas_kernels",
+        "stree_jax.cpu_kernels",
+        "stree_jax.checks",
+    },
     "stree_jax.convert": {"stree_jax.models"},
     "stree_jax.checkpoint": {
         "stree_jax.models",
         "stree_jax.convert",
         "stree_jax.cpu_kernels",
+        "stree_jax.checks",
     },
-    "stree_jax.sampling": {"stree_jax.models", "stree_jax.cpu_kernels"},
+    "stree_jax.sampling": {
+        "stree_jax.models",
+        "stree_jax.cpu_kernels",
+        "stree_jax.checks",
+    },
     "stree_jax.speculation": {
+        "stree_jax.checks",
         "stree_jax.models",
         "stree_jax.sampling",
         "stree_jax.cpu_kernels",

@@ -402,6 +402,12 @@ def accept_path(
     """
     assert dist.sampling is not None  # `Rule.accept` asks
     layout, q, (batch, T) = draft.layout, draft.q, draft.tokens.shape
+    if rule.needs_q and q is None and T > 1:
+        raise ValueError(
+            f"rule: {rule.acceptance} tests drafts by the probabilities that they were "
+            "drawn with, and this drafter gives none (Draft.q); take 'naive', or give "
+            "them"
+        )
     b = jnp.arange(batch, dtype=jnp.int32)
     greedy = dist.sampling.greedy
 

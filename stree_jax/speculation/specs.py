@@ -104,6 +104,11 @@ def make_spec(
             beam = isinstance(tree, Beam)
             own = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
         case _:
+            if isinstance(tree, Beam):
+                raise ValueError(
+                    "tree: a custom drafter fills a fixed tree, such as 'E' or "
+                    "'chain:4'; beams want a model"
+                )
             own = drafter
     return Spec(target, own, FixedTree(tree), rule)
 
@@ -128,7 +133,10 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
         case str():
             pass
         case _:
-            raise ValueError("tree: 'auto' wants a model, heads or 'lookup' to draft")
+            raise ValueError(
+                "tree: 'auto' wants a model, heads or 'lookup' to draft; a custom "
+                "drafter fills a fixed tree, such as 'E' or 'chain:4'"
+            )
     return AdaptiveDrafter(
         guesser,
         width=min(width, target.config.num_tokens),
