@@ -23,7 +23,7 @@ from stree_jax.speculation.medusa import LastHidden
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.mtp_drafter import Heard
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP, bare
+from stree_jax.speculation.specs import LOOKUP, MTP, bare, is_custom
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
 from stree_jax.speculation.tree import DEEPEST
 
@@ -44,7 +44,7 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
     known = not isinstance(tokens, jax.core.Tracer)
     try:
         table = np.asarray(tokens) if known else tokens
-    except ValueError:  # rows of different lengths
+    except (TypeError, ValueError):  # rows of different lengths, or no numbers
         raise ValueError(f"{name}: want integers with {ndim} axes") from None
     if table.size == 0:
         table = table.astype(np.int32)
@@ -134,11 +134,6 @@ def check_drafter(target: Model, drafter: Any) -> None:
         )
     check_model("drafter", drafter)
     _check_vocabulary(target, "drafter", drafter.config.num_tokens)
-
-
-def is_custom(drafter: Any) -> bool:
-    """True if an object has the methods of the `Drafter` protocol."""
-    return all(hasattr(drafter, name) for name in ("init", "propose", "commit"))
 
 
 def _check_heads(target: Model, heads: Heads) -> None:
@@ -261,7 +256,8 @@ def continued(
         raise ValueError("past: of a model on other devices")
     _check_state("past: of another target", model, past.target, len(new))
     _check_drafter_past(drafter, past.drafter, len(new))
-    if drafter == MTP and isinstance(past.drafter, Heard):
+    mtp = isinstance(drafter, str) and drafter == MTP
+    if mtp and isinstance(past.drafter, Heard):
         layers = models.mtp_model(model)
         _check_state("past: of other MTP layers", layers, past.drafter.state, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]

@@ -244,12 +244,8 @@ def decimal(text: str) -> int | None:
 def as_real(value: Any) -> float | None:
     """Returns a float from a number of Python or NumPy or an array of one number
     without axes; None for anything else, a bool included."""
-    dtype = getattr(value, "dtype", None)
-    if isinstance(value, bool) or _axes(value):
-        return None
-    if dtype is None and not isinstance(value, int | float):
-        return None
-    if dtype is not None and dtype.kind not in "iufV":  # V: bfloat16 and the like
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    if not kind.startswith(("int", "uint", "float", "bfloat")) or _axes(value):
         return None
     try:
         return float(value)

@@ -14,7 +14,7 @@ from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.adaptive_policy import StepTimes
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP, make_spec, picked_tree
+from stree_jax.speculation.specs import LOOKUP, MTP, check_times, make_spec, picked_tree
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
@@ -47,12 +47,7 @@ def spec_for(
     if drafter is not None:
         check_drafter(model, drafter)
         shape = tree_for(drafter, tree, rule)
-    if times is not None and not isinstance(times, StepTimes):
-        hint = "; give its .on_device()" if hasattr(times, "on_device") else ""
-        raise ValueError(
-            f"times: want StepTimes, as tune(...).on_device() makes them, got "
-            f"{shown(times)}{hint}"
-        )
+    check_times(times)
     if times is not None and not isinstance(shape, Auto):
         raise ValueError("times: only tree 'auto' asks for them")
     if rule is None:

@@ -21,7 +21,6 @@ from stree_jax.arguments import (
     continued,
     counts_by_row,
     encode_prompts,
-    is_custom,
     listed_prompts,
     lists_by_row,
     stop_token_table,
@@ -51,7 +50,7 @@ from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.specs import LOOKUP, is_custom
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
@@ -372,6 +371,7 @@ def tune(
       ValueError: as `generate`; a tree other than "auto".
     """
     batch = integer("batch", batch, 1, 2**16, f"1..{2**16} rows")
+    sampled = flag("sampled", sampled)
     context = integer("context", context, 1, MOST_TOKENS, f"1..{MOST_TOKENS} tokens")
     if not isinstance(resolve_tree(tree), Auto):
         raise ValueError(f"tree: only 'auto' is tuned, got {tree!r}")

@@ -280,7 +280,8 @@ def _options(
     acceptance: Acceptance | None,
 ) -> list[_Option]:
     """All candidates of a dtype, the fastest by expectation first."""
-    own_layers = config.mtp if drafter == MTP else ()
+    mtp = isinstance(drafter, str) and drafter == MTP
+    own_layers = config.mtp if mtp else ()
     target = abstract_model(replace(config, mtp=own_layers), dtype)
     drafting: Any = drafter
     match drafter:
@@ -288,9 +289,11 @@ def _options(
             drafting = abstract_model(replace(drafter, mtp=()), dtype)
         case HeadsConfig():
             drafting = abstract_heads(drafter, dtype)
-        case "mtp" if not config.mtp:
+        case str() if mtp and not config.mtp:
             raise ValueError("drafter: 'mtp', but the model has no MTP layers")
-        case NGrams() | "mtp" | "lookup" | None:
+        case str() if drafter in (LOOKUP, MTP):
+            pass
+        case NGrams() | None:
             pass
         case _:
             raise ValueError(

@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "stree_jax.cpu_kernels",
         "stree_jax.checks",
     },
-    "stree_jax.convert": {"stree_jax.models"},
+    "stree_jax.convert": {"stree_jax.models", "stree_jax.checks"},
     "stree_jax.checkpoint": {
         "stree_jax.models",
         "stree_jax.convert",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.checks import as_integer, as_real, integer, shown
+from stree_jax.checks import as_integer, as_real, flag, integer, shown
 
 _FLOAT32 = np.finfo(np.float32)
 LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # smaller ones are 0 there
@@ -143,15 +143,17 @@ def sampling_rows(
     Raises:
       ValueError: a key whose random numbers would depend on a row's place.
     """
-    if isinstance(settings, Sampling) or not isinstance(settings, Sequence):
+    texts = isinstance(settings, str | bytes)
+    if texts or not isinstance(settings, Sequence):
         raise ValueError(f"settings: want a list of Sampling, got {shown(settings)}")
     for i, one in enumerate(settings):
         if not isinstance(one, Sampling):
             raise ValueError(f"settings[{i}]: want a Sampling, got {shown(one)}")
+    filters = flag("filters", filters)
     samples = integer("samples", samples, 1, 2**16, "at least 1 row per prompt")
     key = jax.random.key(0) if key is None else key
     if not isinstance(key, jax.Array):
-        raise ValueError(f"key: want a key of jax.random.key, got {key!r}")
+        raise ValueError(f"key: want a key of jax.random.key, got {shown(key)}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.shape != () or str(jax.random.key_impl(key)) != "threefry2x32":

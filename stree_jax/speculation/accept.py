@@ -23,6 +23,8 @@ One more promises nothing: its text is not the target's, and only who names it g
   after it comes the most probable token.
 """
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -33,6 +35,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax import cpu_kernels
+from stree_jax.checks import as_real, shown
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
@@ -40,7 +43,7 @@ from stree_jax.sampling.distribution import (
     top2_margin,
 )
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.tree import Auto, Beam, Budget, Topology
+from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
 
 Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
 Promise = Literal["tokens", "distribution", "nothing"]
@@ -75,6 +78,7 @@ ACCEPTANCES = {
     "recursive": Acceptance(("without_replacement",), uses_up=True),
     "typical": Acceptance(("top_k",), "nothing", needs_q=False),
 }
+DRAFTINGS = ACCEPTANCES["naive"].unbiased  # which takes any
 BEAM_RULE = "naive", "top_k"
 WHY_BIASED = {
     "top_k": "accepting with p/q wants drafts drawn from q, and the most probable "
@@ -96,8 +100,11 @@ class Typical:
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: want 0..1, got {getattr(self, name)}")
+            number = as_real(getattr(self, name))
+            if number is None or not 0 <= number <= 1:
+                got = shown(getattr(self, name))
+                raise ValueError(f"{name}: want 0..1, got {got}")
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,21 @@ class Rule:
     acceptance: str
     drafting: Drafting
     typical: Typical = Typical()
+
+    def __post_init__(self) -> None:
+        acceptance, drafting = self.acceptance, self.drafting
+        if not isinstance(acceptance, str) or acceptance not in ACCEPTANCES:
+            raise ValueError(
+                f"rule: unknown acceptance {shown(acceptance)}; "
+                f"{_known(acceptance, ACCEPTANCES)}"
+            )
+        if not isinstance(drafting, str) or drafting not in DRAFTINGS:
+            raise ValueError(
+                f"rule: unknown drafting {shown(drafting)}; "
+                f"{_known(drafting, DRAFTINGS)}"
+            )
+        if not isinstance(self.typical, Typical):
+            raise ValueError(f"typical: want Typical(...), got {shown(self.typical)}")
 
     @property
     def promise(self) -> Promise:
@@ -151,18 +173,16 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     if isinstance(rule, Rule):
         rule = f"{rule.acceptance}/{rule.drafting}"
     if not isinstance(rule, str):
-        raise ValueError(f"rule: want a name such as 'mss' or a Rule, got {rule!r}")
-    acceptance, _, named = rule.partition("/")
-    if acceptance not in ACCEPTANCES:
         raise ValueError(
-            f"rule: unknown acceptance {acceptance!r}; known: {', '.join(ACCEPTANCES)}"
+            f"rule: want a name such as 'mss' or a Rule, got {shown(rule)}"
         )
-    known = ACCEPTANCES["naive"].unbiased  # which takes any
-    drafting = next((d for d in known if d == named), None)
-    if named and drafting is None:
-        raise ValueError(f"rule: unknown drafting {named!r}; known: {', '.join(known)}")
-    unbiased = ACCEPTANCES[acceptance].unbiased
-    drafting = drafting or unbiased[0]
+    tree = resolve_tree(tree)
+    acceptance, slash, named = rule.partition("/")
+    unbiased = DRAFTINGS
+    if acceptance in ACCEPTANCES:
+        unbiased = ACCEPTANCES[acceptance].unbiased
+    found: Any = named if slash else unbiased[0]
+    drafting = Rule(acceptance, found).drafting  # which checks the names
     if drafting not in unbiased:
         if acceptance == "typical":
             raise ValueError(f"rule: typical takes drafts by top_k, not {drafting}")
@@ -184,6 +204,13 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
             f"{tree.children} children a node; take 'mss' or 'recursive'"
         )
     return Rule(acceptance, drafting, typical)
+
+
+def _known(name: Any, names: Iterable[str]) -> str:
+    """What to write in place of an unknown name."""
+    known = f"known: {', '.join(names)}"
+    close = difflib.get_close_matches(str(name).strip().casefold(), names, 1)
+    return f"{known}; did you mean {close[0]!r}?" if close else known
 
 
 def _check_choosing(acceptance: str, drafting: Drafting) -> None:

@@ -370,17 +370,21 @@ def _stop_table(target: Model, stop_tokens: Any) -> jax.Array:
     """Returns stop tokens [1, n] int32; the target's own if None are given."""
     if stop_tokens is None:
         stop_tokens = target.config.stop_tokens
+    known = not isinstance(stop_tokens, jax.core.Tracer)
     try:
-        stops = jnp.asarray(stop_tokens)
-    except (TypeError, ValueError):
-        stops = jnp.zeros((0,), bool)  # a type that has no array
-    if stops.size == 0 and stops.dtype != bool:
-        stops = stops.astype(jnp.int32)
+        stops = np.asarray(stop_tokens) if known else stop_tokens
+    except (TypeError, ValueError):  # rows of different lengths, or values inside jit
+        stops = np.asarray(None)
+    V = target.config.num_tokens
+    if known and stops.size == 0:
+        stops = stops.astype(np.int32)
     if stops.ndim > 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
         raise ValueError(
             f"stop_tokens: want token ids [n] or one of them, got {shown(stop_tokens)}"
         )
-    return stops.astype(jnp.int32).reshape(1, -1)
+    if known and stops.size and not 0 <= stops.min() <= stops.max() < V:
+        raise ValueError(f"stop_tokens: {stops.tolist()} are not all in 0..{V - 1}")
+    return jnp.asarray(stops, jnp.int32).reshape(1, -1)
 
 
 def _check_sampling(sampling: Any, batch: int) -> None:

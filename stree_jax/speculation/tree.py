@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class Beam:
     depth: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        sizes = _integers("beam", "integers as width and depth", self.width, self.depth)
+        sizes = _integers("beam", width=self.width, depth=self.depth)
         if min(sizes) < 1:
             raise ValueError(
                 f"beam: want width and depth >= 1, got {self.width} and {self.depth}"
@@ -125,9 +126,12 @@ class Auto:
     sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 8, 16))
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.sizes, list | tuple | np.ndarray)
-        given = self.sizes if listed and np.ndim(self.sizes) == 1 else (None,)
-        sizes = _integers("auto", "a tuple of integers, as (1, 4, 8)", *given)
+        listed = isinstance(self.sizes, list | tuple)
+        found = [as_integer(n) for n in self.sizes] if listed else [None]
+        sizes = tuple(n for n in found if n is not None)
+        if len(sizes) < len(found):
+            got = shown(self.sizes)
+            raise ValueError(f"auto: sizes: want integers, as (1, 4, 8), got {got}")
         object.__setattr__(self, "sizes", sizes)  # of a list, too: it is hashed
         growing = all(a < b for a, b in pairwise(self.sizes))
         if self.sizes[:1] != (1,) or len(self.sizes) < 2 or not growing:
@@ -200,12 +204,15 @@ def _shared(tree: Topology, rows: int) -> int:
     return room if rows * room <= MOST_ROOM else 0
 
 
-def _integers(what: str, want: str, *values: object) -> tuple[int, ...]:
-    """Returns the values as ints; raises ValueError where one is not an integer."""
-    found = tuple(n for n in map(as_integer, values) if n is not None)
-    if len(found) != len(values):
-        odd = next(v for v in values if as_integer(v) is None)
-        raise ValueError(f"{what}: want {want}, got {shown(odd)}")
+def _integers(what: str, **values: object) -> list[int]:
+    """Returns arguments of a tree as ints; raises ValueError naming the first that is
+    not an integer."""
+    found = []
+    for name, value in values.items():
+        number = as_integer(value)
+        if number is None:
+            raise ValueError(f"{what}: {name}: want an integer, got {shown(value)}")
+        found.append(number)
     return found
 
 
@@ -262,7 +269,7 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
 
 def chain(n: int) -> Tree:
     """n drafted tokens in a row: n + 1 nodes (vanilla speculation)."""
-    (n,) = _integers("chain", "an integer", n)
+    (n,) = _integers("chain", n=n)
     if n < 0:
         raise ValueError(f"chain: want n >= 0 drafted tokens, got {n}")
     _check_size("chain", n + 1)
@@ -271,18 +278,20 @@ def chain(n: int) -> Tree:
 
 def full_tree(branching: int, depth: int) -> Tree:
     """Every node above `depth` has `branching` children."""
-    branching, depth = _integers("full_tree", "integers", branching, depth)
+    branching, depth = _integers("full_tree", branching=branching, depth=depth)
     if branching < 1 or depth < 0:
         raise ValueError(
             f"full_tree: want branching >= 1 and depth >= 0, got {branching}, {depth}"
         )
+    _check_size("full_tree", 1 + depth)  # at least: a longer loop would not end
     return _branching("full_tree", repeat(branching, depth))
 
 
 def cartesian(*branching: int) -> Tree:
     """Every node at depth d has `branching[d]` children: all combinations of as many
     guesses a place (Medusa, section 2.1)."""
-    branching = _integers("cartesian", "an integer a level", *branching)
+    for i, count in enumerate(branching):
+        _integers("cartesian", **{f"branching[{i}]": count})
     if not branching or min(branching) < 1:
         raise ValueError(f"cartesian: want guesses >= 1 a level, got {branching}")
     return _branching("cartesian", branching)
@@ -323,7 +332,7 @@ def layered(width: int, depth: int) -> Tree:
     The root has `width` children; in each layer the first node (the drafter's best
     guess) gets all but one of the next layer's nodes and the second node the last.
     """
-    width, depth = _integers("layered", "integers", width, depth)
+    width, depth = _integers("layered", width=width, depth=depth)
     if width < 1 or depth < 1:
         raise ValueError(f"layered: want width and depth >= 1, got {width} and {depth}")
     _check_size("layered", 1 + width * depth)
@@ -353,8 +362,11 @@ def pruned(
     Raises:
       ValueError: fewer than 1 child or level; nodes or leaves that cannot be.
     """
-    given = [n for n in (children, levels, nodes, leaves) if n is not None]
-    _integers("pruned", "integers", *given)
+    children, levels = _integers("pruned", children=children, levels=levels)
+    if nodes is not None:
+        (nodes,) = _integers("pruned", nodes=nodes)
+    if leaves is not None:
+        (leaves,) = _integers("pruned", leaves=leaves)
     if children < 1 or levels < 1:
         raise ValueError(f"pruned: want k and l >= 1, got {children} and {levels}")
     _check_size("pruned", max(1 + children * levels, nodes or 1))
@@ -463,13 +475,22 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
     """
     if isinstance(tree, Topology):
         return tree
-    if not isinstance(tree, str):
-        listed = isinstance(tree, Sequence | np.ndarray | jax.Array)
-        if not listed or isinstance(tree, bytes) or not getattr(tree, "ndim", 1):
-            raise ValueError(
-                f"tree: want a tree, a name or a list of parents, got {shown(tree)}"
-            )
-        return make_tree(tree)
+    try:
+        return _named(tree) if isinstance(tree, str) else _of_parents(tree)
+    except ValueError as error:
+        raise ValueError(f"tree: {error}") from None
+
+
+def _of_parents(tree: Any) -> Tree:
+    """`make_tree` of anything that may be a list of parents."""
+    listed = isinstance(tree, Sequence | np.ndarray | jax.Array)
+    if not listed or isinstance(tree, bytes) or not getattr(tree, "ndim", 1):
+        raise ValueError(f"want a tree, a name or a list of parents, got {shown(tree)}")
+    return make_tree(tree)
+
+
+def _named(tree: str) -> Topology:
+    """`resolve_tree` of a name."""
     if tree in NAMED_TREES:
         return NAMED_TREES[tree]
     if tree == "auto":
@@ -494,7 +515,7 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
                 return make_tree([-1, *numbers])
             case "auto", _:
                 return Auto(tuple(numbers))
-    raise ValueError(f"tree: unknown name {shown(tree)}; {_known_names(tree)}")
+    raise ValueError(f"unknown name {shown(tree)}; {_known_names(tree)}")
 
 
 def _known_names(tree: str) -> str:
