@@ -64,7 +64,7 @@ ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 ga
       const int64_t at = b * room + j;
       float& least = to_margin->typed_data()[b];
       const float found = margins.typed_data()[at];
-      // As in jnp.minimum, a NaN stays: std::min would lose it, or not, by its place.
+      // A NaN stays, as with jnp.minimum; std::min would drop it.
       if (least == least && !(least <= found)) least = found;
       if (before + j >= O) continue;
       const int32_t after = j + 1 < room ? path.typed_data()[at + 1] : 0;  // 0: no draft

@@ -238,7 +238,8 @@ class Accepted:
       length: [B] int32, how many they are, at least 1.
       tokens: [B, M + 1] int32, the token after each of them, `length` of which count.
       margin: [B, M + 1] float32, by how much scores would have to change for another
-        token to be chosen; infinity where it was not chosen by an argmax.
+        token to be chosen; infinity where it was not chosen by an argmax, NaN where
+        logits were NaN.
     """
 
     path: jax.Array
@@ -329,7 +330,8 @@ def accept_typical(
     tokens = jnp.where(place < length[:, None] - 1, drafted, along(best, path))
     # No filter chooses for a greedy row, so that none may hide the second best.
     margin = top2_margin(along(edges.unfiltered, path), along(best, path))
-    margin = jnp.where(greedy, margin, jnp.inf)  # else tests decided, not only argmaxes
+    # Else tests decided, not only argmaxes; a NaN stays, so that it is seen.
+    margin = jnp.where(greedy | jnp.isnan(margin), margin, jnp.inf)
     return Accepted(path, length, tokens, margin)
 
 
@@ -458,7 +460,7 @@ def accept_path(
             passed, left = by_probability(rule, dist, here, q[b, node], *tried, depth)
             taken = jnp.where(greedy, taken, passed)
             token = jnp.where(greedy, token, left)
-            margin = jnp.where(greedy, margin, jnp.inf)
+            margin = jnp.where(greedy | jnp.isnan(margin), margin, jnp.inf)
 
         child = jnp.maximum(taken, 0)[:, None]
         drafted = jnp.take_along_axis(drafts, child, axis=1)[:, 0]
