@@ -252,7 +252,10 @@ def continued(
     if len(past.tokens) != len(new):
         raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
     check_not_taken(past)
-    if _several(model.mesh) != _several(_mesh_of(past.target.length)):
+    leaves = jax.tree.leaves(past.target)
+    everywhere = model.mesh is None and all(x.is_fully_replicated for x in leaves)
+    placed = None if everywhere else _several(_mesh_of(past.target.length))
+    if _several(model.mesh) != placed:
         raise ValueError("past: of a model on other devices")
     _check_state("past: of another target", model, past.target, len(new))
     _check_drafter_past(drafter, past.drafter, len(new))

@@ -46,7 +46,12 @@ from stree_jax.speculation.drafter import (
     News,
     Prompts,
 )
-from stree_jax.speculation.on_mesh import advanced_on, begun_on, committed_on
+from stree_jax.speculation.on_mesh import (
+    advanced_on,
+    begun_on,
+    committed_on,
+    on_one_device,
+)
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
@@ -106,7 +111,7 @@ def init_decoding(
     begin = partial(_begin, (max_new_tokens, capacity, samples, top_logprobs))
     texts, mesh = (token_ids, lengths, requests), spec.target.mesh
     if mesh is None:
-        return begin(spec, *texts, past)
+        return on_one_device(begin, spec, *texts, past)
     return begun_on(mesh, begin, spec, texts, past)
 
 
@@ -199,7 +204,7 @@ def advance(
     """
     go, mesh = partial(_advance, verify), spec.target.mesh
     if mesh is None:
-        return go(spec, decoding, max_steps)
+        return on_one_device(go, spec, decoding, max_steps)
     return advanced_on(mesh, go, spec, decoding, max_steps)
 
 
@@ -421,5 +426,5 @@ def commit_jit(
 ) -> State:
     """`commit`, of a model on a mesh or on one device."""
     if mesh is None:
-        return commit(state, records, path, length)
+        return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)
