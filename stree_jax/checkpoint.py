@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from stree_jax import models
-from stree_jax.checks import as_path, flag, shown, with_hints
+from stree_jax.checks import as_path, check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import find, open_checkpoint, source_dtype
 from stree_jax.convert.configs import check_mtp
@@ -138,7 +138,9 @@ def load(
         weight is read.
     """
     level()  # not the fault of a file, which it would be told of
+    check_not_forked()
     dt_floor, mtp = flag("dt_floor", dt_floor), flag("mtp", mtp)
+    whole = flag("whole", whole)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
     if dtype is not None:

@@ -7,6 +7,7 @@ import difflib
 import inspect
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
@@ -161,6 +162,36 @@ HINTS |= {
         for name in ("max_model_len", "n_ctx", "context_length", "max_seq_len")
     },
 }
+
+
+class _Fork:
+    """Whether this process was forked from one in which JAX had started."""
+
+    parent_had_started = False  # noted before each fork, in the parent
+    broken = False
+
+
+def _before_fork() -> None:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    _Fork.parent_had_started = bool(getattr(bridge, "backends_are_initialized", bool)())
+
+
+def _after_fork() -> None:
+    _Fork.broken = _Fork.broken or _Fork.parent_had_started
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def check_not_forked() -> None:
+    """Raises RuntimeError in a forked process in which a program would hang: JAX's
+    threads stay in the parent."""
+    if _Fork.broken:
+        raise RuntimeError(
+            "this process was forked after JAX had started in its parent, and would "
+            "hang; start it with multiprocessing.get_context('spawn') or 'forkserver'"
+        )
 
 
 def with_hints(function: Callable[P, R]) -> Callable[P, R]:

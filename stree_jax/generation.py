@@ -32,6 +32,7 @@ from stree_jax.checkpoint import Model
 from stree_jax.checks import (
     DEFAULT_NEW_TOKENS,
     check_keywords,
+    check_not_forked,
     flag,
     integer,
     with_hints,
@@ -113,6 +114,7 @@ def checked(
       what the generation begins with, the decoder that reads the prompts, and what is
       needed on the host.
     """
+    check_not_forked()
     model = as_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
@@ -224,6 +226,9 @@ def _stop_strings(
     return pieces, StopAutomata(*map(jax.device_put, arrays))
 
 
+KNOWN = tuple(inspect.signature(checked).parameters)
+
+
 def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:
     """Text of the target, several tokens a pass when a drafter is given.
 
@@ -274,7 +279,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       ValueError: before anything is run, naming the argument that is wrong.
       TypeError: an option that does not exist, with what to write instead.
     """
-    check_keywords("generate", options, Options.__annotations__)
+    check_keywords("generate", options, KNOWN)
     (result,) = stream(model, prompts, steps=FOREVER, **options)
     return result
 
@@ -293,7 +298,7 @@ def stream(
     Raises:
       ValueError, TypeError: as `generate`.
     """
-    check_keywords("stream", options, [*Options.__annotations__, "steps"])
+    check_keywords("stream", options, [*KNOWN, "steps"])
     steps = integer("steps", steps, 1, FOREVER, "at least 1")
     began = time.perf_counter()
     with no_collection():

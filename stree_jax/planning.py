@@ -213,7 +213,11 @@ def plan(
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:
     """Raises ValueError for arguments of `plan` of a wrong type."""
-    if isinstance(dtypes, str) or not isinstance(dtypes, Sequence) or not dtypes:
+    if (
+        isinstance(dtypes, str | bytes | bytearray)
+        or not isinstance(dtypes, Sequence)
+        or not dtypes
+    ):
         raise ValueError(
             f"dtypes: want a list such as ['float32', 'bfloat16'], got {shown(dtypes)}"
         )

@@ -11,7 +11,7 @@ from jax import lax
 from stree_jax import models
 from stree_jax.arguments import check_model, checked_tokens
 from stree_jax.checkpoint import Model
-from stree_jax.checks import with_hints
+from stree_jax.checks import check_not_forked, with_hints
 from stree_jax.models import (
     PREFILL_CHUNK,
     State,
@@ -59,6 +59,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     Raises:
       ValueError: tokens of another shape, or ids outside the vocabulary.
     """
+    check_not_forked()
     check_model("model", model)
     tokens = jnp.asarray(checked_tokens("tokens", tokens, model.config, 2))
     T = tokens.shape[1]
@@ -143,6 +144,7 @@ def score_tree(
     Raises:
       ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
     """
+    check_not_forked()
     check_model("model", model)
     prefix = jnp.asarray(checked_tokens("prefix", prefix, model.config, 1))
     tokens = jnp.asarray(checked_tokens("tokens", tokens, model.config, 1))

@@ -6,6 +6,7 @@ Letters: as `loop`.
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from stree_jax.checks import shown
@@ -129,6 +130,7 @@ def make_spec(
                     "drafter: want a model, heads, n-grams, 'lookup', 'mtp' or an "
                     f"instance of a custom drafter, got {shown(drafter)}"
                 )
+            _check_pytree(drafter)
             if isinstance(tree, Beam):
                 raise ValueError(
                     "tree: a custom drafter fills a fixed tree, such as 'E' or "
@@ -136,6 +138,17 @@ def make_spec(
                 )
             own = drafter
     return Spec(target, own, FixedTree(tree), rule)
+
+
+def _check_pytree(drafter: Any) -> None:
+    """Raises ValueError for a custom drafter that jax.jit does not take."""
+    for leaf in jax.tree.leaves(drafter):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise ValueError(
+                f"drafter: {type(drafter).__name__} is not a pytree of arrays; make "
+                "its class a flax.struct.dataclass, with fields that are not arrays "
+                "as struct.field(pytree_node=False)"
+            )
 
 
 def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:
