@@ -529,4 +529,4 @@ def _known_names(tree: str) -> str:
     known = f"known: {', '.join([*plain, *forms])}"
     kinds = {form.partition(":")[0]: form for form in forms}
     close = difflib.get_close_matches(tree.partition(":")[0].casefold(), kinds, 1)
-    return f"did you mean {kinds[close[0]]}? {known}" if close else known
+    return f"{known}; did you mean {kinds[close[0]]}?" if close else known
