@@ -1,7 +1,7 @@
 """The arguments of `generate`, checked and by row; nothing here touches a device."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -402,6 +402,14 @@ def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
     """Stop tokens [rows, n] int32, padded with -1."""
     if stop_tokens is None:
         stop_tokens = model.config.stop_tokens
+    if isinstance(stop_tokens, Iterator):
+        stop_tokens = list(stop_tokens)
+    one_text = isinstance(stop_tokens, str)
+    if one_text or any(isinstance(t, str) for t in _items(stop_tokens, sets=True)):
+        raise ValueError(
+            f"stop_tokens: want token ids, got {shown(stop_tokens)}; give "
+            "model.tokenizer.token_to_id(...) of each, or stop_strings= for texts"
+        )
     lists = lists_by_row("stop_tokens", stop_tokens, rows, int)
     V = model.config.num_tokens
     for ids in lists:

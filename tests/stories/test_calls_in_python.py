@@ -58,6 +58,13 @@ def test_counts_of_many_types(model, four):
     assert text == "bcde"
 
 
+@pytest.mark.parametrize("kind", [list, set, iter, np.array, tuple])
+def test_stop_tokens_of_many_types(model, kind):
+    stops = kind([model.tokenizer.token_to_id(c) for c in "ez"])
+    result = stree_jax.generate(model, "a", max_new_tokens=9, stop_tokens=stops)
+    assert result.texts == ["bcde"]
+
+
 def test_wrong_arguments_of_a_stream_are_told_at_once(model):
     with pytest.raises(TypeError, match=r"^stream\(\) got an unexpected"):
         stree_jax.stream(model, "a", temperature=1.0)

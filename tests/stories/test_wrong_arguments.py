@@ -262,5 +262,11 @@ def test_results_and_paths_in_wrong_places():
         stree_jax.generate(model, [[8]], drafter=pathlib.Path("demo-drafter"))
     with pytest.raises(ValueError, match=r"^prompts\[0\].* give a list of it"):
         stree_jax.generate(model, np.array([8, 9]))
+    for stops in ("</s>", ["</s>"]):
+        with pytest.raises(ValueError, match="^stop_tokens: .* stop_strings= for text"):
+            stree_jax.generate(model, [[8]], stop_tokens=stops)
+    result = stree_jax.generate(model, [[8]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="^past: .*; give its .past"):
+        stree_jax.generate(model, [[8]], past=result)
     with pytest.raises(ValueError, match=r"^tree: unknown name 'e'; did you mean 'E'"):
         stree_jax.generate(model, [[8]], drafter="lookup", tree="e")
