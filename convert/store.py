@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
+from stree_jax.checks import shown
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.restore import restored
@@ -60,11 +61,16 @@ def dtype_named(dtype: Any) -> np.dtype:
 
 def weights_named(dtype: Any, wanted: str = "float32, bfloat16 or int8") -> np.dtype:
     """Of weights in memory, from a name or a dtype."""
-    try:
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-        return (DTYPES | {INT8.name: INT8})[name]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"dtype: want {wanted}, got {dtype!r}") from error
+    name = ""
+    if isinstance(dtype, str):
+        name = dtype
+    elif isinstance(dtype, type | np.dtype):  # no array, of which NumPy has a dtype too
+        with suppress(TypeError):
+            name = np.dtype(dtype).name
+    found = (DTYPES | {INT8.name: INT8}).get(name)
+    if found is None:
+        raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
+    return found
 
 
 @contextmanager

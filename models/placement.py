@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from stree_jax.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, weights_dtype
 from stree_jax.models.params import (
@@ -168,6 +169,7 @@ def _assembled(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
+@with_hints
 def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     """The same model on the devices of a mesh.
 
@@ -183,8 +185,15 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     Raises:
       ValueError: other axes; nothing of the model divides; it is on a mesh already.
     """
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"model: want a model of stree_jax.load, got {shown(type(model))}"
+        )
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
     if model.mesh is not None:
         raise ValueError("model: it is on a mesh already; load it again")
+    whole = flag("whole", whole)
     dtype = weights_dtype(model.params)
     cut = cut_for(model.config, mesh, dtype, whole)
 

@@ -1,6 +1,7 @@
 """The arguments of `generate`, checked and by row; nothing here touches a device."""
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoint import Model
+from stree_jax.checks import as_integer, integer, shown
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, init_state
@@ -17,20 +19,21 @@ from stree_jax.models.parts import part_config
 from stree_jax.models.placement import axis_size
 from stree_jax.models.shards import MODEL
 from stree_jax.models.state import over_parts
-from stree_jax.result import Past
+from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import encode_continuation
+from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS
 from stree_jax.speculation.medusa import LastHidden
 from stree_jax.speculation.model_drafter import model_state
 from stree_jax.speculation.mtp_drafter import Heard
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP, bare
+from stree_jax.speculation.specs import LOOKUP, MTP, bare, is_custom
 from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
 from stree_jax.speculation.tree import DEEPEST
 from stree_jax.vocabularies import warn_of_other_tokens
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
-INTEGERS = (int, np.integer)
-MOST_TOKENS = 2**24  # of a text: beyond any model's, and its buffers fit int32
+ROWLESS = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)  # not by row
+INSIDE_JIT = "call stree_jax.generate_tokens there"
 STOP_TOKEN_BUCKET = 8  # up to so many stop tokens share a program
 
 
@@ -45,7 +48,7 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
     known = not isinstance(tokens, jax.core.Tracer)
     try:
         table = np.asarray(tokens) if known else tokens
-    except ValueError:  # rows of different lengths
+    except (TypeError, ValueError):  # rows of different lengths, or no numbers
         raise ValueError(f"{name}: want integers with {ndim} axes") from None
     if table.size == 0:
         table = table.astype(np.int32)
@@ -62,11 +65,30 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
 
 
 def check_model(name: str, model: Any) -> None:
-    """Raises ValueError; a path is a likely mistake."""
-    if isinstance(model, str):
-        raise ValueError(f"{name}: got a string; give stree_jax.load({model!r})")
+    """Raises ValueError for what is not a model; a path is a likely mistake."""
+    if isinstance(model, str | os.PathLike):
+        what = "string" if isinstance(model, str) else "path"
+        path = shown(os.fspath(model))
+        raise ValueError(f"{name}: got a {what}; give stree_jax.load({path})")
     if not isinstance(model, models.Model):
-        raise ValueError(f"{name}: want a model of stree_jax.load, got {type(model)}")
+        raise ValueError(
+            f"{name}: want a model of stree_jax.load, got {shown(type(model))}"
+        )
+
+
+def as_loaded(model: Any) -> Model:
+    """Returns the model as `load` makes one: without a tokenizer if it has no place
+    for one.
+
+    Raises:
+      ValueError: it is not a model, or its parameters are values inside `jax.jit`.
+    """
+    check_model("model", model)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model.params)):
+        raise ValueError(f"model: is an argument of jax.jit; {INSIDE_JIT}")
+    if isinstance(model, Model):
+        return model
+    return Model(model.params, model.config, mesh=model.mesh, cut=model.cut)
 
 
 def check_mesh(model: Model, drafter: Any, limit: int | None) -> None:
@@ -102,14 +124,18 @@ def check_drafter(target: Model, drafter: Any) -> None:
     if isinstance(drafter, Heads):
         _check_heads(target, drafter)
         return
-    if all(hasattr(drafter, name) for name in ("init", "propose", "commit")):
-        return  # a `Drafter` that knows its business
-    if drafter in (LOOKUP, MTP):
+    if isinstance(drafter, type):
+        raise ValueError(
+            f"drafter: got the class {drafter.__name__}; give an instance of it"
+        )
+    if is_custom(drafter):
         return
     if isinstance(drafter, str):
+        if drafter in (LOOKUP, MTP):
+            return
         raise ValueError(
-            f"drafter: got a string; give stree_jax.load({drafter!r}), 'lookup' or "
-            "'mtp'"
+            f"drafter: got a string; give stree_jax.load({shown(drafter)}), 'lookup' "
+            "or 'mtp'"
         )
     check_model("drafter", drafter)
     tokenizer = getattr(drafter, "tokenizer", None)
@@ -128,6 +154,49 @@ def _check_heads(target: Model, heads: Heads) -> None:
             f"heads: {own.vocab_size} tokens, the target has {c.num_tokens}; heads "
             "belong to the model that they were trained on"
         )
+
+
+def listed_prompts(prompts: Any) -> list[Any]:
+    """Returns the prompts as a list, one entry each, not yet encoded.
+
+    Raises:
+      ValueError: it is not a text or a list of prompts; the way on is named for what
+        users of other libraries give.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, jax.core.Tracer):
+        raise ValueError(f"prompts: is a value inside jax.jit; {INSIDE_JIT}")
+    if isinstance(prompts, Mapping) or hasattr(prompts, "columns"):
+        raise ValueError(
+            f"prompts: want a text or a list of prompts, got {type(prompts).__name__}; "
+            "give one of its columns, such as prompts['input_ids']"
+        )
+    if not isinstance(prompts, Iterable) or isinstance(prompts, ROWLESS):
+        raise ValueError(
+            f"prompts: want a text or a list of prompts, got {shown(prompts)}"
+        )
+    if not getattr(prompts, "ndim", 1):
+        raise ValueError("prompts: want a list of prompts, got an array without axes")
+    batch = list(prompts)
+    for i, prompt in enumerate(batch):
+        if as_integer(prompt) is not None:
+            raise ValueError(
+                f"prompts[{i}]: want integers with 1 axes, got {shown(prompt)}; for "
+                "one prompt of token ids give a list of it, [[1, 2, 3]]"
+            )
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise ValueError(
+                f"prompts[{i}]: want a text or token ids, got {type(prompt).__name__}; "
+                "give its .decode()"
+            )
+        if isinstance(prompt, Mapping | set | frozenset):
+            raise ValueError(
+                f"prompts[{i}]: want a text or token ids, got {type(prompt).__name__}"
+            )
+        if isinstance(prompt, jax.core.Tracer):
+            raise ValueError(f"prompts[{i}]: is a value inside jax.jit; {INSIDE_JIT}")
+    return batch
 
 
 def encode_prompts(
@@ -188,23 +257,34 @@ def continued(
       ValueError: another number of rows, or a past of another model.
     """
     if not isinstance(past, Past):
-        raise ValueError(f"past: want the past of an earlier result, got {past!r}")
+        hint = "; give its .past" if isinstance(past, Generation) else ""
+        kind = shown(type(past) if hint else past)
+        raise ValueError(f"past: want the past of an earlier result, got {kind}{hint}")
     if len(past.tokens) != len(new):
         raise ValueError(f"past: {len(past.tokens)} rows, but {len(new)} prompts")
-    if past.target.length.is_deleted():
-        raise ValueError(
-            "past: was taken over (take_past=True); go on with the later result's past"
-        )
-    if _several(model.mesh) != _several(_mesh_of(past.target.length)):
+    check_not_taken(past)
+    leaves = jax.tree.leaves(past.target)
+    everywhere = model.mesh is None and all(x.is_fully_replicated for x in leaves)
+    placed = None if everywhere else _several(_mesh_of(past.target.length))
+    if _several(model.mesh) != placed:
         raise ValueError("past: of a model on other devices")
     _check_state("past: of another target", model, past.target, len(new))
     for row in past.tokens:
         checked_tokens("past: its tokens", row, model.config, 1)
     _check_drafter_past(drafter, past.drafter, len(new))
-    if drafter == MTP and isinstance(past.drafter, Heard):
+    mtp = isinstance(drafter, str) and drafter == MTP
+    if mtp and isinstance(past.drafter, Heard):
         layers = models.mtp_model(model)
         _check_state("past: of other MTP layers", layers, past.drafter.state, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]
+
+
+def check_not_taken(past: Past) -> None:
+    """Raises ValueError for a past whose arrays have become a later state's."""
+    if past.target.length.is_deleted():
+        raise ValueError(
+            "past: was taken over (take_past=True); go on with the later result's past"
+        )
 
 
 def _mesh_of(x: jax.Array) -> Any:
@@ -257,44 +337,73 @@ def _check_state(name: str, model: models.Model, state: Any, batch: int) -> None
 
 
 def by_row(name: str, value: Any, rows: int, one: Any) -> list:
-    """A list of `rows` values from one value, or from a sequence of one per row."""
-    if isinstance(value, one):
-        return [value] * rows
-    values = list(value) if isinstance(value, Iterable) else []
-    if len(values) != rows or not all(isinstance(v, one) for v in values):
+    """Returns `rows` values from one value, or from a sequence of one for each row.
+
+    Args:
+      one: type of a value; `int` takes what `as_integer` takes.
+    """
+    if (only := _as(one, value)) is not None:
+        return [only] * rows
+    values = [_as(one, v) for v in _items(value)]
+    if len(values) != rows or None in values:
         raise ValueError(
             f"{name}: want one {_noun(one)} for all prompts or a list of one for each "
-            f"of the {rows}, got {value!r}"
+            f"of the {rows}, got {shown(value)}"
         )
     return values
 
 
 def lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
-    """Lists of `rows` rows from one list for all, or from one list per row."""
-    if isinstance(value, one):
-        return [[value]] * rows
-    values = list(value) if isinstance(value, Iterable) else [value]
-    if all(isinstance(v, one) for v in values):
-        return [values] * rows
-    nested = all(isinstance(v, Iterable) and not isinstance(v, one) for v in values)
-    lists = [list(v) for v in values] if nested else []
-    if len(lists) != rows or not all(isinstance(v, one) for row in lists for v in row):
+    """Returns `rows` lists from one list for all rows, or from one list for each.
+
+    Args:
+      one: as of `by_row`. Sets are lists, too: the order of stops is of no account.
+    """
+    if (only := _as(one, value)) is not None:
+        return [[only]] * rows
+    values = [value] if isinstance(value, Mapping) else _items(value, sets=True)
+    whole = [_as(one, v) for v in values]
+    if None not in whole and _is_list(value):
+        return [whole] * rows
+    nested = all(_is_list(v) for v in values)
+    lists = [[_as(one, v) for v in _items(row, sets=True)] for row in values]
+    if not nested or len(lists) != rows or any(None in row for row in lists):
         raise ValueError(
             f"{name}: want one list of {_noun(one)}s for all prompts or a list of one "
-            f"for each of the {rows}, got {value!r}"
+            f"for each of the {rows}, got {shown(value)}"
         )
     return lists
 
 
+def _as(one: Any, value: Any) -> Any:
+    """Returns the value as one of a type, or None."""
+    if one is int:
+        return as_integer(value)
+    return value if isinstance(value, one) else None
+
+
+def _is_list(value: Any) -> bool:
+    """True for sequences, arrays with axes, sets and generators of values."""
+    unordered = isinstance(value, set | frozenset)
+    texts = isinstance(value, ROWLESS) and not unordered
+    return isinstance(value, Iterable) and not texts and getattr(value, "ndim", 1) > 0
+
+
+def _items(value: Any, *, sets: bool = False) -> list:
+    """Returns the items of a list as of `_is_list`, or nothing for other values."""
+    unordered = isinstance(value, set | frozenset)
+    return list(value) if _is_list(value) and (sets or not unordered) else []
+
+
 def _noun(kind: Any) -> str:
-    """What a value of one kind is called."""
-    nouns = {INTEGERS: "integer", str: "string"}
+    """Returns what a value of one type is called."""
+    nouns = {int: "integer", str: "string"}
     return nouns[kind] if kind in nouns else str(kind.__name__)
 
 
 def counts_by_row(name: str, value: Any, rows: int, least: int) -> list[int]:
-    """Numbers of tokens, `least` .. MOST_TOKENS, by row."""
-    counts = [int(n) for n in by_row(name, value, rows, INTEGERS)]
+    """Returns numbers of tokens, `least` .. MOST_TOKENS, by row."""
+    counts = by_row(name, value, rows, int)
     for n in counts:
         if not least <= n <= MOST_TOKENS:
             bound = f"least {least}" if n < least else f"most {MOST_TOKENS}"
@@ -306,7 +415,15 @@ def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
     """Stop tokens [rows, n] int32, padded with -1."""
     if stop_tokens is None:
         stop_tokens = model.config.stop_tokens
-    lists = lists_by_row("stop_tokens", stop_tokens, rows, INTEGERS)
+    if isinstance(stop_tokens, Iterator):
+        stop_tokens = list(stop_tokens)
+    one_text = isinstance(stop_tokens, str)
+    if one_text or any(isinstance(t, str) for t in _items(stop_tokens, sets=True)):
+        raise ValueError(
+            f"stop_tokens: want token ids, got {shown(stop_tokens)}; give "
+            "model.tokenizer.token_to_id(...) of each, or stop_strings= for texts"
+        )
+    lists = lists_by_row("stop_tokens", stop_tokens, rows, int)
     V = model.config.num_tokens
     for ids in lists:
         if any(not 0 <= i < V for i in ids):
@@ -325,11 +442,3 @@ def check_min_new_tokens(
     for n, ids in zip(least, stop_tokens, strict=True):
         if n and len(set(ids.tolist()) - {-1}) >= num_tokens:
             raise ValueError(f"min_new_tokens: {n}, but every token is a stop token")
-
-
-def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
-    """An int in low .. high, from an int of Python or NumPy."""
-    whole = isinstance(value, INTEGERS) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:
-        raise ValueError(f"{name}: want {what}, got {value!r}")
-    return int(value)

@@ -1,6 +1,11 @@
 """Numbers of bytes as people write them."""
 
+import math
 import re
+
+from stree_jax.checks import as_real, shown
+
+MOST_BYTES = 1e18
 
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{infix}B": base**power
@@ -9,20 +14,29 @@ UNITS = {"": 1, "B": 1} | {
 }
 
 
-def bytes_named(text: str | int) -> int:
-    """A number of bytes: 8GB (of 10^9), 8GiB (of 2^30), 512MB, 8.5 GB, or an int.
+def bytes_named(text: str | int | float) -> int:
+    """Returns a number of bytes from 8GB (of 10^9), 8GiB (of 2^30), 512MB, 8.5 GB, or a
+    number.
 
     Raises:
-      ValueError: anything else, or less than one byte.
+      ValueError: anything else, less than one byte, or more than any machine has.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    units = {name.lower(): factor for name, factor in UNITS.items()}
-    if isinstance(text, bool) or not found or found[2].lower() not in units:
-        raise ValueError(f"memory: want bytes such as 8GB, 8GiB or 512MB, got {text!r}")
-    size = int(float(found[1]) * units[found[2].lower()])
-    if size < 1:
-        raise ValueError(f"memory: want at least 1 byte, got {text!r}")
-    return size
+    wrong = f"memory: want bytes such as 8GB, 8GiB or 512MB, got {shown(text)}"
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+        units = {name.lower(): factor for name, factor in UNITS.items()}
+        if not found or found[2].lower() not in units:
+            raise ValueError(wrong)
+        size = float(found[1]) * units[found[2].lower()]
+    else:
+        number = as_real(text)
+        if number is None or math.isnan(number):
+            raise ValueError(wrong)
+        size = number
+    if not 1 <= size < MOST_BYTES:
+        bound = "least 1 byte" if size < 1 else f"most {MOST_BYTES:.0e} bytes"
+        raise ValueError(f"memory: want at {bound}, got {shown(text)}")
+    return int(size)
 
 
 def shown_bytes(size: int) -> str:

@@ -15,6 +15,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from stree_jax import models
+from stree_jax.checks import as_path, check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import find, open_checkpoint, source_dtype
 from stree_jax.convert.configs import check_mtp
@@ -72,12 +73,13 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
     Raises:
       CheckpointError: it is nowhere to be found, or the hub cannot be reached.
     """
+    try:
+        path = as_path("path_or_hub_id", path_or_hub_id)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     name = str(path_or_hub_id)
-    if not name:
-        raise CheckpointError("want a path or a hub id, got an empty name")
     if name in BUNDLED:
         return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
-    path = Path(path_or_hub_id)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         if path.is_file() and is_gguf(path):
             return path
@@ -101,6 +103,7 @@ def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
         ) from error
 
 
+@with_hints
 def load(
     path_or_hub_id: str | Path,
     dtype: Any = None,
@@ -136,6 +139,13 @@ def load(
         weight is read.
     """
     level()  # not the fault of a file, which it would be told of
+    check_not_forked()
+    dt_floor, mtp = flag("dt_floor", dt_floor), flag("mtp", mtp)
+    whole = flag("whole", whole)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
+    if dtype is not None:
+        weights_named(dtype)
     directory = resolve(path_or_hub_id)
     cut = WHOLE
     if is_ours(directory):
@@ -171,11 +181,13 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         )
     if model.mesh is not None:
         raise CheckpointError("save: the model is cut over a mesh; load it without one")
-    if not isinstance(dst, str | PathLike):
-        raise CheckpointError(f"save: want a path, got {type(dst).__name__}")
+    try:
+        path = as_path("dst", dst)
+    except ValueError as error:
+        raise CheckpointError(f"save: {error}") from error
     dtype = dtype_named(weights_dtype(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
-    with atomic_directory(Path(dst)) as temporary:
+    with atomic_directory(path) as temporary:
         if tokenizer is not None:  # before its checksum is taken
             whole = for_whole_texts(tokenizer)
             whole.save(str(temporary / "tokenizer.json"))

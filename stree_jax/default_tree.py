@@ -7,13 +7,14 @@ import numpy as np
 from stree_jax import models
 from stree_jax.arguments import check_drafter
 from stree_jax.checkpoint import Model
+from stree_jax.checks import decimal, shown
 from stree_jax.cost import Acceptance, greedy_tree
 from stree_jax.models.heads import Heads
 from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.adaptive_policy import StepTimes
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP, make_spec, picked_tree
+from stree_jax.speculation.specs import LOOKUP, MTP, check_times, make_spec, picked_tree
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
@@ -39,18 +40,19 @@ def spec_for(
     rule: Rule | str | None,
     times: StepTimes | None,
 ) -> Spec:
-    """Who decodes; raises ValueError for what does not go together."""
+    """Returns how to decode; raises ValueError for what does not go together."""
     if drafter is None and tree is not None:
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
     shape: Topology = chain(0)
     if drafter is not None:
         check_drafter(model, drafter)
         shape = tree_for(drafter, tree, rule)
+    check_times(times)
     if times is not None and not isinstance(shape, Auto):
         raise ValueError("times: only tree 'auto' asks for them")
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
-    lookup = drafter == LOOKUP
+    lookup = isinstance(drafter, str) and drafter == LOOKUP
     if lookup and isinstance(shape, Beam):
         raise ValueError(
             "tree: a beam is searched by a model; give one, or take 'auto'"
@@ -96,9 +98,11 @@ def tree_for(
 def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
     """The tree of so many nodes that gains most by the heads' accuracies; see
     `cost.greedy_tree`."""
-    size = int(nodes) if str(nodes).isdecimal() else 0
+    size = decimal(str(nodes)) or 0
     if not 1 < size <= MAX_NODES:
-        raise ValueError(f"tree: sparse:N wants N in 2..{MAX_NODES}, got {nodes!r}")
+        raise ValueError(
+            f"tree: sparse:N wants N in 2..{MAX_NODES}, got {shown(nodes)}"
+        )
     return greedy_tree(Acceptance(np.array(accuracy_of(heads))), size)
 
 

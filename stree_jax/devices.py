@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from stree_jax.checks import decimal, shown, with_hints
 from stree_jax.models.shards import DATA, MODEL
 
 PATIENCE_S = 90  # that processes wait for each other at the start
@@ -19,19 +20,25 @@ def axes_named(text: str) -> dict[str, int]:
       ValueError: it names something else.
     """
     axes: dict[str, int] = {}
+    if not isinstance(text, str):
+        raise ValueError(
+            f"mesh: want a text such as '{DATA}=2,{MODEL}=4', got {shown(text)}"
+        )
     for word in text.split(","):
         name, _, size = word.partition("=")
-        if name not in (DATA, MODEL) or name in axes or not size.isdecimal():
+        count = decimal(size)
+        if name not in (DATA, MODEL) or name in axes or count is None:
             raise ValueError(
                 f"mesh: want {DATA}=N, {MODEL}=N or both with a comma between, got "
-                f"{text!r}"
+                f"{shown(text)}"
             )
-        axes[name] = int(size)
+        axes[name] = count
     if 0 in axes.values():
         raise ValueError(f"mesh: want at least 1 device an axis, got {text!r}")
     return axes
 
 
+@with_hints
 def make_mesh(text: str) -> Mesh:
     """A mesh of this machine's first devices, or of all processes' devices.
 

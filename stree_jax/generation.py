@@ -13,14 +13,15 @@ from stree_jax import models, tuning
 from stree_jax.arguments import (
     MOST_TOKENS,
     Prompts,
+    as_loaded,
     by_row,
     check_mesh,
     check_min_new_tokens,
-    check_model,
+    check_not_taken,
     continued,
     counts_by_row,
     encode_prompts,
-    integer,
+    listed_prompts,
     lists_by_row,
     stop_token_table,
 )
@@ -28,6 +29,14 @@ from stree_jax.buckets import bucket
 from stree_jax.budget import fitted
 from stree_jax.byte_sizes import bytes_named
 from stree_jax.checkpoint import Model
+from stree_jax.checks import (
+    DEFAULT_NEW_TOKENS,
+    check_keywords,
+    check_not_forked,
+    flag,
+    integer,
+    with_hints,
+)
 from stree_jax.default_tree import spec_for
 from stree_jax.devices import check_agreed
 from stree_jax.models import PREFILL_CHUNK
@@ -41,10 +50,11 @@ from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive_policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.loop import FOREVER, advance_jit
+from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.specs import LOOKUP, is_custom
 from stree_jax.speculation.staged_drafter import Staged
+from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     Auto,
     Topology,
@@ -77,11 +87,11 @@ class Options(TypedDict, total=False):
     memory: str | int | None
 
 
-def begin(
+def checked(
     model: Model,
     prompts: Prompts,
     *,
-    max_new_tokens: int | Sequence[int],
+    max_new_tokens: int | Sequence[int] = DEFAULT_NEW_TOKENS,
     drafter: models.Model | Heads | Drafter | str | None = None,
     tree: Topology | str | Sequence[int] | None = None,
     times: StepTimes | None = None,
@@ -98,12 +108,19 @@ def begin(
     capacity: int = 0,
     take_past: bool = False,
     memory: str | int | None = None,
-) -> tuple[Decoding, Plan]:
-    """Check the arguments of `generate`, and read the prompts."""
+) -> tuple[Start, Spec, Plan]:
+    """Checks the arguments of `generate`, before any text is read.
+
+    Returns:
+      what the generation begins with, the decoder that reads the prompts, and what is
+      needed on the host.
+    """
+    check_not_forked()
     if getattr(jax.config, "jax_debug_infs", False):
         problem = "masks hold -inf, so every step would stop there; unset it"
         raise ValueError(f"jax_debug_infs: {problem} (jax_debug_nans works)")
-    check_model("model", model)
+    model = as_loaded(model)
+    keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
     check_mesh(model, drafter, limit)
     spec = spec_for(model, drafter, tree, rule, times)
@@ -112,7 +129,8 @@ def begin(
     V = model.config.num_tokens
     if logprobs is not None:
         logprobs = integer("logprobs", logprobs, 0, V, f"0..{V} best tokens")
-    text = encode_prompts(model, prompts, resumed=past is not None)
+    listed = listed_prompts(prompts)
+    text = encode_prompts(model, listed, resumed=past is not None)
     if past is not None:
         text = continued(model, drafter, past, text)
     count = len(text)
@@ -162,17 +180,38 @@ def begin(
     if times is None and model.mesh is None:
         sizes = start.rows, start.text_room(spec), sampling is not None
         at_first = tuning.with_known(spec, *sizes)
-    return start.begun(at_first), Plan(
-        model=model,
-        spec=spec,
-        text=[row for row in text for _ in range(n)],
-        continuations=_continuations(model, text, n),
-        stop_strings=[row for row in strings for _ in range(n)],
-        min_new_tokens=[row for row in least for _ in range(n)],
-        pieces=pieces,
-        keep_past=keep_past,
-        spare=spare,
+    if is_custom(drafter) and spec.rule.needs_q and rows is not None:
+        _trace_step(at_first, start)
+    return (
+        start,
+        at_first,
+        Plan(
+            model=model,
+            spec=spec,
+            text=[row for row in text for _ in range(n)],
+            continuations=_continuations(model, text, n),
+            stop_strings=[row for row in strings for _ in range(n)],
+            min_new_tokens=[row for row in least for _ in range(n)],
+            pieces=pieces,
+            keep_past=keep_past,
+            spare=spare,
+        ),
     )
+
+
+def _trace_step(spec: Spec, start: Start) -> None:
+    """Traces one step, so that a custom drafter that does not fit the rule is refused
+    before any text is read; nothing is run."""
+    if spec.target.mesh is None:
+        jax.eval_shape(advance, spec, start.shapes(spec), np.int32(1))
+
+
+def begin(
+    model: Model, prompts: Prompts, **options: Unpack[Options]
+) -> tuple[Decoding, Plan]:
+    """Checks the arguments of `generate` and reads the prompts."""
+    start, spec, plan = checked(model, prompts, **options)
+    return start.begun(spec), plan
 
 
 def _continuations(
@@ -188,7 +227,8 @@ def _continuations(
 def _stop_strings(
     model: Model, lists: list[list[str]], n: int
 ) -> tuple[list[bytes] | None, StopAutomata | None]:
-    """The tokens' bytes and the automata of all rows, if any row has stop strings."""
+    """Returns the tokens' bytes and the automata of all rows, if any row has stop
+    strings."""
     if not any(lists):
         return None, None
     if model.tokenizer is None:
@@ -199,6 +239,9 @@ def _stop_strings(
     automaton = [sets.index(tuple(strings)) for strings in lists for _ in range(n)]
     arrays = table, np.array(automaton, np.int32)
     return pieces, StopAutomata(*map(jax.device_put, arrays))
+
+
+KNOWN = tuple(inspect.signature(checked).parameters)
 
 
 def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:
@@ -213,7 +256,7 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
     Args:
       model: the target.
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
-      max_new_tokens: most new tokens per prompt; by row.
+      max_new_tokens: most new tokens per prompt, by default 128; by row.
       drafter: a model with the same tokenizer that fills the tree; "lookup", which
         drafts what stood in the text before and needs no model; `Heads` of the target
         (`load_heads`); "mtp", layers that the target was loaded with
@@ -251,7 +294,9 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
 
     Raises:
       ValueError: before anything is run, naming the argument that is wrong.
+      TypeError: an option that does not exist, with what to write instead.
     """
+    check_keywords("generate", options, KNOWN)
     (result,) = stream(model, prompts, steps=FOREVER, **options)
     return result
 
@@ -259,15 +304,46 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
 def stream(
     model: Model, prompts: Prompts, *, steps: int = 8, **options: Unpack[Options]
 ) -> Iterator[Generation]:
-    """`generate`, yielding all there is so far after every `steps` passes of the loop.
+    """Returns an iterator over `generate`'s result as it grows: all there is so far,
+    after every `steps` passes of the loop.
 
     The `new_texts` of a row put together are its text: characters are whole, and what
     may turn out to begin a stop string is held back. The last item is the result.
+    Arguments are checked when this is called; prompts are read when the first item is
+    asked for. The iterator may be closed at any time.
+
+    Raises:
+      ValueError, TypeError: as `generate`.
     """
+    check_keywords("stream", options, [*KNOWN, "steps"])
     steps = integer("steps", steps, 1, FOREVER, "at least 1")
     began = time.perf_counter()
     with no_collection():
-        decoding, plan = begin(model, prompts, **options)
+        call = checked(model, prompts, **options)
+    return _growing(*call, steps, options, time.perf_counter() - began)
+
+
+def _growing(
+    start: Start,
+    at_first: Spec,
+    plan: Plan,
+    steps: int,
+    options: Options,
+    checked_s: float,
+) -> Iterator[Generation]:
+    """Yields the results of `stream`.
+
+    Args:
+      start, at_first, plan: as of `checked`.
+      options: of `generate`.
+      checked_s: seconds that the checks took, which count as prefill.
+    """
+    began = time.perf_counter() - checked_s
+    past = options.get("past")
+    if past is not None:
+        check_not_taken(past)  # another stream may have taken it meanwhile
+    with no_collection():
+        decoding = start.begun(at_first)
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
     auto = isinstance(plan.spec.policy, AdaptivePolicy)
@@ -291,6 +367,7 @@ def stream(
         yield result
 
 
+@with_hints
 def tune(
     model: Model,
     drafter: models.Model | Heads | Staged | str = LOOKUP,
@@ -316,6 +393,7 @@ def tune(
       ValueError: as `generate`; a tree other than "auto".
     """
     batch = integer("batch", batch, 1, 2**16, f"1..{2**16} rows")
+    sampled = flag("sampled", sampled)
     context = integer("context", context, 1, MOST_TOKENS, f"1..{MOST_TOKENS} tokens")
     if not isinstance(resolve_tree(tree), Auto):
         raise ValueError(f"tree: only 'auto' is tuned, got {tree!r}")
@@ -336,8 +414,8 @@ def tune(
 
 
 def _show_options(function: Any, *more: inspect.Parameter) -> None:
-    """Let `help` and editors see every option with its default, written in `begin`."""
-    options = inspect.signature(begin)
+    """Lets `help` and editors see every option and default, as `checked` has them."""
+    options = inspect.signature(checked)
     shown = [*options.parameters.values(), *more]
     returns = inspect.signature(function).return_annotation
     function.__signature__ = options.replace(
@@ -345,5 +423,6 @@ def _show_options(function: Any, *more: inspect.Parameter) -> None:
     )
 
 
+_show_options(begin)
 _show_options(generate)
 _show_options(stream, inspect.signature(stream).parameters["steps"])

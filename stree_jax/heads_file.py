@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checkpoint import resolve
+from stree_jax.checks import as_path, with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.source import (
     Source,
@@ -53,6 +54,7 @@ def is_heads(directory: Path) -> bool:
     return fields.get("model_type") == "medusa" or "medusa_num_heads" in fields
 
 
+@with_hints
 def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     """Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
@@ -63,6 +65,8 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     Raises:
       CheckpointError: one line saying what is wrong and where.
     """
+    if dtype is not None:
+        weights_named(dtype)
     source, names, config = _opened(path_or_hub_id)
     kept = weights_named(_usual(source) if dtype is None else dtype)
     params = {
@@ -196,6 +200,7 @@ def public_name(path: Path_, blocks: int) -> str:
     return f"{k}.{part.removeprefix('block_')}.linear.{kind}"
 
 
+@with_hints
 def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
     """Write heads in the public layout, atomically; dst must not exist.
 
@@ -207,6 +212,14 @@ def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
     """
     from safetensors.numpy import save_file
 
+    if not isinstance(heads, Heads):
+        raise CheckpointError(f"heads: want Heads, got {type(heads).__name__}")
+    if not isinstance(base, str):
+        raise CheckpointError(f"base: want a text, got {type(base).__name__}")
+    try:
+        path = as_path("dst", dst)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     c = heads.config
     dtype_named(heads_dtype(heads.params))
     tensors = {
@@ -223,7 +236,7 @@ def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
     }
     if c.accuracy:
         fields[ACCURACY] = c.accuracy
-    with atomic_directory(Path(dst)) as temporary:
+    with atomic_directory(path) as temporary:
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
         text = json.dumps(fields, indent=2) + "\n"
         (temporary / "config.json").write_text(text, encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.checks import as_path, with_hints
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.speculation.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
 from stree_jax.whole_file import write_whole
@@ -20,6 +21,7 @@ MOST_HEADER = 2**20  # bytes
 FIELDS = ("contexts", "tokens", "log_prob", "back_off")
 
 
+@with_hints
 def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
     """Write a table, atomically; dst must not exist.
 
@@ -28,7 +30,9 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
     """
     from safetensors.numpy import save
 
-    dst = Path(dst)
+    if not isinstance(ngrams, NGrams):
+        raise CheckpointError(f"ngrams: want NGrams, got {type(ngrams).__name__}")
+    dst = _path("dst", dst)
     check_new(dst)
     arrays = {"unigram": ngrams.unigram}
     for c, table in enumerate(ngrams.tables, start=1):
@@ -48,6 +52,14 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
 
 
+def _path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Returns the path; raises CheckpointError for what no file system takes."""
+    try:
+        return as_path(name, path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def check_new(dst: Path) -> None:
     """A file can be made there; told before hours of work.
 
@@ -65,6 +77,7 @@ def check_new(dst: Path) -> None:
         raise CheckpointError(f"{dst.absolute().parent}: no such directory")
 
 
+@with_hints
 def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     """A table from a file that `save_ngrams` or `stree-jax ngrams` wrote.
 
@@ -74,7 +87,7 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    path = Path(path)
+    path = _path("path", path)
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")

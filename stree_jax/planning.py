@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from stree_jax import models
-from stree_jax.arguments import MOST_TOKENS, integer
+from stree_jax.arguments import MOST_TOKENS, check_model
 from stree_jax.buckets import bucket
 from stree_jax.byte_sizes import bytes_named, shown_bytes
 from stree_jax.candidates import Candidate, by_speed, way
+from stree_jax.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.store import weights_named
 from stree_jax.cost import Acceptance
 from stree_jax.memory import (
@@ -55,15 +56,19 @@ class Request:
     batch: int = 1
     context: int = 2048
     queries: int = 1
-    max_new_tokens: int = 128
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
 
     def __post_init__(self) -> None:
-        integer("batch", self.batch, 1, 2**16, "at least 1 row")
-        integer("queries", self.queries, 1, 2**16, "at least 1")
-        integer("context", self.context, 2, MOST_TOKENS, "at least 2 tokens")
-        most = self.context - 1
+        def check(name: str, low: int, high: int, what: str) -> int:
+            number = integer(name, getattr(self, name), low, high, what)
+            object.__setattr__(self, name, number)
+            return number
+
+        check("batch", 1, 2**16, "at least 1 row")
+        check("queries", 1, 2**16, "at least 1")
+        most = check("context", 2, MOST_TOKENS, f"2..{MOST_TOKENS} tokens") - 1
         what = f"1..{most} tokens, which leave room for a prompt"
-        integer("max_new_tokens", self.max_new_tokens, 1, most, what)
+        check("max_new_tokens", 1, most, what)
 
     def room(self, depth: int) -> Room:
         """The smallest caches that serve it with trees so deep, whether the text comes
@@ -148,6 +153,7 @@ class Planned:
         return {"limit": self.limit, **asdict(self.request), "choices": choices}
 
 
+@with_hints
 def plan(
     model: ModelConfig | models.Model,
     memory: str | int,
@@ -156,7 +162,7 @@ def plan(
     batch: int = 1,
     context: int = 2048,
     queries: int = 1,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     acceptance: Acceptance | None = None,
     check: bool = False,
@@ -183,6 +189,10 @@ def plan(
     """
     limit = bytes_named(memory)
     request = Request(batch, context, queries, max_new_tokens)
+    if not isinstance(model, ModelConfig):
+        check_model("model", model)
+    _check_plan(dtypes, acceptance)
+    check = flag("check", check)
     config = model if isinstance(model, ModelConfig) else model.config
     if isinstance(drafter, models.Model | Heads):
         drafter = drafter.config
@@ -199,6 +209,24 @@ def plan(
             return Planned(request, limit, fitting)
     smallest = min(least, key=lambda option: option.bytes_of(request))
     raise ValueError(_refusal(smallest, request, limit))
+
+
+def _check_plan(dtypes: Any, acceptance: Any) -> None:
+    """Raises ValueError for arguments of `plan` of a wrong type."""
+    if (
+        isinstance(dtypes, str | bytes | bytearray)
+        or not isinstance(dtypes, Sequence)
+        or not dtypes
+    ):
+        raise ValueError(
+            f"dtypes: want a list such as ['float32', 'bfloat16'], got {shown(dtypes)}"
+        )
+    for dtype in dtypes:
+        weights_named(dtype)
+    if acceptance is not None and not isinstance(acceptance, Acceptance):
+        raise ValueError(
+            f"acceptance: want stree_jax.cost.Acceptance, got {shown(acceptance)}"
+        )
 
 
 def _fitting(
@@ -256,7 +284,8 @@ def _options(
     acceptance: Acceptance | None,
 ) -> list[_Option]:
     """All candidates of a dtype, the fastest by expectation first."""
-    own_layers = config.mtp if drafter == MTP else ()
+    mtp = isinstance(drafter, str) and drafter == MTP
+    own_layers = config.mtp if mtp else ()
     target = abstract_model(replace(config, mtp=own_layers), dtype)
     drafting: Any = drafter
     match drafter:
@@ -264,14 +293,16 @@ def _options(
             drafting = abstract_model(replace(drafter, mtp=()), dtype)
         case HeadsConfig():
             drafting = abstract_heads(drafter, dtype)
-        case "mtp" if not config.mtp:
+        case str() if mtp and not config.mtp:
             raise ValueError("drafter: 'mtp', but the model has no MTP layers")
-        case NGrams() | "mtp" | "lookup" | None:
+        case str() if drafter in (LOOKUP, MTP):
+            pass
+        case NGrams() | None:
             pass
         case _:
             raise ValueError(
                 f"drafter: want a model, heads, n-grams, 'lookup' or 'mtp', "
-                f"got {drafter!r}"
+                f"got {shown(drafter)}"
             )
     room = request.room(Auto().depth)
     ways = by_speed(target, drafting, room, acceptance)

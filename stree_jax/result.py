@@ -79,7 +79,7 @@ class Generation:
         token at any choice: the gap between the two best, or to the edge of top-k,
         top-p or min-p. Where it is within rounding (about 1e-4 in float32, 0.1 in
         bfloat16), plain decoding may have taken the other token. Infinity where p/q
-        tests decided.
+        tests decided, NaN where the target's logits were NaN.
       promise: what of the text is plain decoding's: its "tokens" (greedy, or a naive
         rule), their "distribution", or "nothing" (rule typical).
       traffic: bytes that the target and who drafted for it read and wrote, all rows

@@ -11,6 +11,7 @@ from jax import lax
 from stree_jax import models
 from stree_jax.arguments import check_model, checked_tokens
 from stree_jax.checkpoint import Model
+from stree_jax.checks import check_not_forked, with_hints
 from stree_jax.models import (
     PREFILL_CHUNK,
     State,
@@ -45,6 +46,7 @@ def _score_chunks(model: models.Model, tokens: jax.Array) -> jax.Array:
     return logits.swapaxes(0, 1).reshape(batch, T, -1)
 
 
+@with_hints
 def score(model: Model, tokens: Any) -> jax.Array:
     """Logits after every token of plain sequences.
 
@@ -57,6 +59,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     Raises:
       ValueError: tokens of another shape, or ids outside the vocabulary.
     """
+    check_not_forked()
     check_model("model", model)
     tokens = jnp.asarray(checked_tokens("tokens", tokens, model.config, 2))
     T = tokens.shape[1]
@@ -66,6 +69,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
     return _score(base_model(model), padded)[:, :T]
 
 
+@with_hints
 def first_difference(
     model: Model, prompt: Sequence[int], tokens: Sequence[int], others: Sequence[int]
 ) -> tuple[int, float] | None:
@@ -76,17 +80,27 @@ def first_difference(
 
     Returns:
       None if they are equal, else the position of the first difference and the gap
-      between the two tokens' logits.
+      between the two tokens' logits; infinity where one begins with all of the other.
+
+    Raises:
+      ValueError: ids that are not those of one text each; an empty prompt.
     """
-    if list(tokens) == list(others):
+    check_model("model", model)
+    read, ours, theirs = (
+        np.asarray(checked_tokens(name, ids, model.config, 1)).tolist()
+        for name, ids in (("prompt", prompt), ("tokens", tokens), ("others", others))
+    )
+    if not read:
+        raise ValueError("prompt: want at least one token, got none")
+    if ours == theirs:
         return None
-    pairs = zip(tokens, others, strict=False)
+    pairs = zip(ours, theirs, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:  # one is the beginning of the other
-        return min(len(tokens), len(others)), float("inf")
-    text = [*prompt, *tokens[:place]]
+        return min(len(ours), len(theirs)), float("inf")
+    text = [*read, *ours[:place]]
     logits = np.asarray(score(model, [text]))[0, -1]
-    return place, float(abs(logits[tokens[place]] - logits[others[place]]))
+    return place, float(abs(logits[ours[place]] - logits[theirs[place]]))
 
 
 @jax.jit
@@ -113,6 +127,7 @@ def _score_nodes(
     return forward_tree(model, state, tokens, nodes)[0][0]
 
 
+@with_hints
 def score_tree(
     model: Model, prefix: Any, tokens: Any, parents: Sequence[int]
 ) -> jax.Array:
@@ -129,6 +144,7 @@ def score_tree(
     Raises:
       ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
     """
+    check_not_forked()
     check_model("model", model)
     prefix = jnp.asarray(checked_tokens("prefix", prefix, model.config, 1))
     tokens = jnp.asarray(checked_tokens("tokens", tokens, model.config, 1))

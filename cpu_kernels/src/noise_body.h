@@ -51,6 +51,29 @@ TARGET inline void noise_row(const uint32_t* key, const int32_t* numbers, int64_
   gumbel(own, begin, end, out);
 }
 
+TARGET inline bool any(const Lanes::I& marks) {
+  int32_t found = 0;
+  for (int i = 0; i < Lanes::W; i++) found |= marks[i];
+  return found != 0;
+}
+
+// `best_row` of scores with NaN among them, which come before all numbers, as in
+// jnp.argmax and lax.top_k.
+TARGET inline void best_row_with_nan(const float* scores, int64_t size, int64_t W,
+                                     float* best, int32_t* place, float* total) {
+  const auto above = [](float x, float y) { return x > y || (x != x && y == y); };
+  int64_t found = 0;
+  for (int64_t i = 0; i < size; i++) {
+    const float x = scores[i];
+    if (found == W && !above(x, best[W - 1])) continue;
+    int64_t at = found < W ? found++ : W - 1;
+    for (; at > 0 && above(x, best[at - 1]); at--)
+      best[at] = best[at - 1], place[at] = place[at - 1];
+    best[at] = x, place[at] = static_cast<int32_t>(i);
+  }
+  *total = __builtin_nanf("");
+}
+
 // The W largest of `size` scores, best first, of equals the first, and where they are; and
 // the logarithm of the sum of all exponentials.
 TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float* best,
@@ -58,14 +81,20 @@ TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float*
   using V = Lanes;
   constexpr float NONE = -__builtin_inff();
   V::F top = V::F{} + NONE;
+  V::I nan{};
   for (int64_t i = 0; i < size; i += V::W) {
     if (size - i < V::W) {  // what is past the end counts as 0 elsewhere
-      for (int64_t j = i; j < size; j++) top[0] = scores[j] > top[0] ? scores[j] : top[0];
+      for (int64_t j = i; j < size; j++) {
+        top[0] = scores[j] > top[0] ? scores[j] : top[0];
+        if (scores[j] != scores[j]) nan[0] = -1;
+      }
       break;
     }
     const V::F z = V::load(scores + i, V::W);
     top = z > top ? z : top;
+    nan |= z != z;
   }
+  if (any(nan)) return best_row_with_nan(scores, size, W, best, place, total);
   float most = NONE;
   for (int i = 0; i < V::W; i++) most = top[i] > most ? top[i] : most;
   const float from = most > NONE ? most : 0.0f;
@@ -89,23 +118,31 @@ TARGET inline void best_row(const float* scores, int64_t size, int64_t W, float*
       best[at] = x, place[at] = static_cast<int32_t>(i + j);
     }
   }
-  *total = most > NONE ? V::log(V::F{} + V::sum(sums))[0] + from : most;
+  const bool finite = most > NONE && most < -NONE;
+  *total = finite ? V::log(V::F{} + V::sum(sums))[0] + from : most;
 }
 
-// Logits below the largest, by a temperature, and noise; 0 is greedy, and has none.
+// Logits below the largest, by a temperature, and noise; 0 is greedy, and has none. One
+// NaN makes all of them NaN, as it does the largest in JAX.
 TARGET inline void drawn_row(const float* logits, int64_t size, float temperature,
                              const float* noise, float* scores) {
   using V = Lanes;
   constexpr float NONE = -__builtin_inff();
   V::F top = V::F{} + NONE;
+  V::I nan{};
   int64_t i = 0;
   for (; i + V::W <= size; i += V::W) {
     const V::F z = V::load(logits + i, V::W);
     top = z > top ? z : top;
+    nan |= z != z;
   }
-  for (; i < size; i++) top[0] = logits[i] > top[0] ? logits[i] : top[0];
+  for (; i < size; i++) {
+    top[0] = logits[i] > top[0] ? logits[i] : top[0];
+    if (logits[i] != logits[i]) nan[0] = -1;
+  }
   float most = NONE;
   for (int lane = 0; lane < V::W; lane++) most = top[lane] > most ? top[lane] : most;
+  if (any(nan)) most = __builtin_nanf("");
   const bool greedy = temperature == 0.0f;
   const float scale = greedy ? 1.0f : 1.0f / temperature;
   for (i = 0; i < size; i += V::W) {

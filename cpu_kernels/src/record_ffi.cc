@@ -63,7 +63,9 @@ ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 ga
     for (int64_t j = 0; j < count; j++) {
       const int64_t at = b * room + j;
       float& least = to_margin->typed_data()[b];
-      least = std::min(least, margins.typed_data()[at]);
+      const float found = margins.typed_data()[at];
+      // A NaN stays, as with jnp.minimum; std::min would drop it.
+      if (least == least && !(least <= found)) least = found;
       if (before + j >= O) continue;
       const int32_t after = j + 1 < room ? path.typed_data()[at + 1] : 0;  // 0: no draft
       to_tokens->typed_data()[b * O + before + j] = new_tokens.typed_data()[at];

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stree_jax.bench.options import add_bench_parsers, add_pair_options
+from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_asked
@@ -168,7 +169,7 @@ def add_paths(p: argparse.ArgumentParser, src: str) -> None:
 
 def add_text_options(p: argparse.ArgumentParser) -> None:
     """How text is drawn and where it ends."""
-    option(p, "--max-new-tokens", int, 128, "most tokens to make")
+    option(p, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, "most tokens to make")
     option(p, "--min-new-tokens", int, 0, "tokens before which nothing ends the text")
     option(p, "--temperature", float, 0.0, "of sampling; 0 is greedy")
     for name, kind, text in (

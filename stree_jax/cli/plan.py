@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stree_jax.checks import DEFAULT_NEW_TOKENS
+
 if TYPE_CHECKING:
     from stree_jax.planning import Planned
 
@@ -46,7 +48,7 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
         ("--batch", 1, "rows decoded together"),
         ("--context", 2048, "tokens of a query, its prompt and its answer"),
         ("--queries", 1, "that a row's caches keep, one after another"),
-        ("--max-new-tokens", 128, "of an answer"),
+        ("--max-new-tokens", DEFAULT_NEW_TOKENS, "of an answer"),
     ):
         text = f"{text}; default %(default)s"
         p.add_argument(name, type=int, default=default, help=text)

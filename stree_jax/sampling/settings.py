@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.checks import as_integer, as_real, flag, integer, shown
 from stree_jax.models.keys import key_of
 from stree_jax.sampling.threefry import as_threefry
 
 _FLOAT32 = np.finfo(np.float32)
+LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # smaller ones are 0 there
+RANGE = f"{LEAST:.2g}..{MOST:.2g} (float32)"
 
 
 @dataclass(frozen=True)
@@ -39,22 +42,28 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        def check(name: str, kinds: tuple, good: Any, want: str) -> None:
+        def check(name: str, kind: Any, good: Any, want: str) -> None:
             value = getattr(self, name)
-            right = isinstance(value, kinds) and not isinstance(value, bool)
-            if not (right and good(value)):
-                raise ValueError(f"{name}: want {want}, got {value!r}")
+            number = kind(value)
+            if number is None or not good(number):
+                raise ValueError(f"{name}: want {want}, got {shown(value)}")
+            object.__setattr__(self, name, number)
 
-        # What float32 can hold: smaller numbers are 0 on the device.
-        least, most = float(_FLOAT32.tiny), float(_FLOAT32.max)
-        real, whole = (int, float, np.number), (int, np.integer)
-        check("temperature", real, lambda t: t == 0 or least <= t <= most, "0 or more")
-        check("top_k", whole, lambda k: 0 <= k < 2**31, "an integer >= 0 (0 is off)")
-        check("top_p", real, lambda p: least <= p <= 1, "a number in (0, 1]")
-        check("min_p", real, lambda p: 0 <= p < 1, "a number in [0, 1)")
-        check("repetition_penalty", real, lambda r: least <= r <= most, "a number > 0")
+        def in_range(x: float) -> bool:
+            return LEAST <= x <= MOST
+
+        greedy = f"0 (greedy) or a number in {RANGE}"
+        check("temperature", as_real, lambda t: t == 0 or in_range(t), greedy)
+        whole = "an integer >= 0 (0 is off) and below 2^31"
+        check("top_k", as_integer, lambda k: 0 <= k < 2**31, whole)
+        check(
+            "top_p", as_real, lambda p: LEAST <= p <= 1, f"a number in {LEAST:.2g}..1"
+        )
+        check("min_p", as_real, lambda p: 0 <= p < 1, "a number in [0, 1)")
+        check("repetition_penalty", as_real, in_range, f"a number in {RANGE}")
         if self.seed is not None:
-            check("seed", whole, lambda s: 0 <= s < 2**32, "an integer in [0, 2^32)")
+            of_32_bits = "an integer in [0, 2^32)"
+            check("seed", as_integer, lambda s: 0 <= s < 2**32, of_32_bits)
 
 
 @struct.dataclass
@@ -137,6 +146,14 @@ def sampling_rows(
     Raises:
       ValueError: `key` is no key, or several.
     """
+    texts = isinstance(settings, str | bytes)
+    if texts or not isinstance(settings, Sequence):
+        raise ValueError(f"settings: want a list of Sampling, got {shown(settings)}")
+    for i, one in enumerate(settings):
+        if not isinstance(one, Sampling):
+            raise ValueError(f"settings[{i}]: want a Sampling, got {shown(one)}")
+    filters = flag("filters", filters)
+    samples = integer("samples", samples, 1, 2**16, "at least 1 row per prompt")
     # Always Threefry: other generators give a row other numbers in another batch.
     key = key_of(0) if key is None else as_threefry(key)
     seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]

@@ -23,6 +23,8 @@ One more promises nothing: its text is not the target's, and only who names it g
   after it comes the most probable token.
 """
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -33,6 +35,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax import cpu_kernels
+from stree_jax.checks import as_real, shown
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
@@ -41,7 +44,7 @@ from stree_jax.sampling.distribution import (
 )
 from stree_jax.sampling.threefry import uniform
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.tree import Auto, Beam, Budget, Topology
+from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
 
 Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
 Promise = Literal["tokens", "distribution", "nothing"]
@@ -76,6 +79,7 @@ ACCEPTANCES = {
     "recursive": Acceptance(("without_replacement",), uses_up=True),
     "typical": Acceptance(("top_k",), "nothing", needs_q=False),
 }
+DRAFTINGS = ACCEPTANCES["naive"].unbiased  # which takes any
 BEAM_RULE = "naive", "top_k"
 WHY_BIASED = {
     "top_k": "accepting with p/q wants drafts drawn from q, and the most probable "
@@ -97,8 +101,11 @@ class Typical:
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: want 0..1, got {getattr(self, name)}")
+            number = as_real(getattr(self, name))
+            if number is None or not 0 <= number <= 1:
+                got = shown(getattr(self, name))
+                raise ValueError(f"{name}: want 0..1, got {got}")
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,21 @@ class Rule:
     acceptance: str
     drafting: Drafting
     typical: Typical = Typical()
+
+    def __post_init__(self) -> None:
+        acceptance, drafting = self.acceptance, self.drafting
+        if not isinstance(acceptance, str) or acceptance not in ACCEPTANCES:
+            raise ValueError(
+                f"rule: unknown acceptance {shown(acceptance)}; "
+                f"{_known(acceptance, ACCEPTANCES)}"
+            )
+        if not isinstance(drafting, str) or drafting not in DRAFTINGS:
+            raise ValueError(
+                f"rule: unknown drafting {shown(drafting)}; "
+                f"{_known(drafting, DRAFTINGS)}"
+            )
+        if not isinstance(self.typical, Typical):
+            raise ValueError(f"typical: want Typical(...), got {shown(self.typical)}")
 
     @property
     def promise(self) -> Promise:
@@ -152,18 +174,16 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     if isinstance(rule, Rule):
         rule = f"{rule.acceptance}/{rule.drafting}"
     if not isinstance(rule, str):
-        raise ValueError(f"rule: want a name such as 'mss' or a Rule, got {rule!r}")
-    acceptance, _, named = rule.partition("/")
-    if acceptance not in ACCEPTANCES:
         raise ValueError(
-            f"rule: unknown acceptance {acceptance!r}; known: {', '.join(ACCEPTANCES)}"
+            f"rule: want a name such as 'mss' or a Rule, got {shown(rule)}"
         )
-    known = ACCEPTANCES["naive"].unbiased  # which takes any
-    drafting = next((d for d in known if d == named), None)
-    if named and drafting is None:
-        raise ValueError(f"rule: unknown drafting {named!r}; known: {', '.join(known)}")
-    unbiased = ACCEPTANCES[acceptance].unbiased
-    drafting = drafting or unbiased[0]
+    tree = resolve_tree(tree)
+    acceptance, slash, named = rule.partition("/")
+    unbiased = DRAFTINGS
+    if acceptance in ACCEPTANCES:
+        unbiased = ACCEPTANCES[acceptance].unbiased
+    found: Any = named if slash else unbiased[0]
+    drafting = Rule(acceptance, found).drafting  # which checks the names
     if drafting not in unbiased:
         if acceptance == "typical":
             raise ValueError(f"rule: typical takes drafts by top_k, not {drafting}")
@@ -185,6 +205,13 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
             f"{tree.children} children a node; take 'mss' or 'recursive'"
         )
     return Rule(acceptance, drafting, typical)
+
+
+def _known(name: Any, names: Iterable[str]) -> str:
+    """What to write in place of an unknown name."""
+    known = f"known: {', '.join(names)}"
+    close = difflib.get_close_matches(str(name).strip().casefold(), names, 1)
+    return f"{known}; did you mean {close[0]!r}?" if close else known
 
 
 def _check_choosing(acceptance: str, drafting: Drafting) -> None:
@@ -212,7 +239,8 @@ class Accepted:
       length: [B] int32, how many they are, at least 1.
       tokens: [B, M + 1] int32, the token after each of them, `length` of which count.
       margin: [B, M + 1] float32, by how much scores would have to change for another
-        token to be chosen; infinity where it was not chosen by an argmax.
+        token to be chosen; infinity where it was not chosen by an argmax, NaN where
+        logits were NaN.
     """
 
     path: jax.Array
@@ -303,7 +331,8 @@ def accept_typical(
     tokens = jnp.where(place < length[:, None] - 1, drafted, along(best, path))
     # No filter chooses for a greedy row, so that none may hide the second best.
     margin = top2_margin(along(edges.unfiltered, path), along(best, path))
-    margin = jnp.where(greedy, margin, jnp.inf)  # else tests decided, not only argmaxes
+    # Else tests decided, not only argmaxes; a NaN stays, so that it is seen.
+    margin = jnp.where(greedy | jnp.isnan(margin), margin, jnp.inf)
     return Accepted(path, length, tokens, margin)
 
 
@@ -404,6 +433,12 @@ def accept_path(
     """
     assert dist.sampling is not None  # `Rule.accept` asks
     layout, q, (batch, T) = draft.layout, draft.q, draft.tokens.shape
+    if rule.needs_q and q is None and T > 1:
+        raise ValueError(
+            f"rule: {rule.acceptance} tests drafts by the probabilities that they were "
+            "drawn with, and this drafter gives none (Draft.q); take 'naive', or give "
+            "them"
+        )
     b = jnp.arange(batch, dtype=jnp.int32)
     greedy = dist.sampling.greedy
 
@@ -427,7 +462,7 @@ def accept_path(
             passed, left = by_probability(rule, dist, here, q[b, node], *tried, depth)
             taken = jnp.where(greedy, taken, passed)
             token = jnp.where(greedy, token, left)
-            margin = jnp.where(greedy, margin, jnp.inf)
+            margin = jnp.where(greedy | jnp.isnan(margin), margin, jnp.inf)
 
         child = jnp.maximum(taken, 0)[:, None]
         drafted = jnp.take_along_axis(drafts, child, axis=1)[:, 0]

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from stree_jax.checks import integer, shown, with_hints
 from stree_jax.models import (
     Model,
     Pending,
@@ -45,13 +46,19 @@ from stree_jax.speculation.drafter import (
     News,
     Prompts,
 )
-from stree_jax.speculation.on_mesh import advanced_on, begun_on, committed_on
+from stree_jax.speculation.on_mesh import (
+    advanced_on,
+    begun_on,
+    committed_on,
+    on_one_device,
+)
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
 FOREVER = 2**31 - 1  # steps
+MOST_TOKENS = 2**24  # of a text: beyond any model's, and its buffers fit int32
 
 
 def cache_capacity(
@@ -104,7 +111,7 @@ def init_decoding(
     begin = partial(_begin, (max_new_tokens, capacity, samples, top_logprobs))
     texts, mesh = (token_ids, lengths, requests), spec.target.mesh
     if mesh is None:
-        return begin(spec, *texts, past)
+        return on_one_device(begin, spec, *texts, past)
     return begun_on(mesh, begin, spec, texts, past)
 
 
@@ -197,7 +204,7 @@ def advance(
     """
     go, mesh = partial(_advance, verify), spec.target.mesh
     if mesh is None:
-        return go(spec, decoding, max_steps)
+        return on_one_device(go, spec, decoding, max_steps)
     return advanced_on(mesh, go, spec, decoding, max_steps)
 
 
@@ -272,6 +279,7 @@ def with_short_path(d: Decoding) -> Decoding:
     return replace(d, state=state, pending=Pending(records, last.path[:, :1], length))
 
 
+@with_hints
 def generate_tokens(
     target: Model,
     drafter: Model | Heads | Drafter | str | None,
@@ -292,8 +300,8 @@ def generate_tokens(
       drafter: proposes: a model, heads of the target, "lookup" or "mtp"; None for plain
         decoding (then `tree` is `chain(0)`).
       tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
-      prompts: [B, S] int32, padded on the right.
-      lengths: [B] int32, 1 .. S.
+      prompts: [B, S] ints, padded on the right.
+      lengths: [B] ints, 1 .. S.
       max_new_tokens: most tokens per row, static.
       stop_tokens: [n] ints; None: the target's own.
       sampling: `sampling_rows(...)`, or None for greedy text.
@@ -305,15 +313,22 @@ def generate_tokens(
       the finished `Decoding`: `.tokens` [B, max_new_tokens], `.length` [B], `.calls`.
 
     Raises:
-      ValueError: ids outside the vocabulary, or lengths outside 1 .. S, where they are
-        known. Inside `jit` they are not, and nothing checks them: an id that is too
-        large is read as the last one, and a length that is wrong gives a wrong text.
+      ValueError: arguments of a wrong type or shape, inside `jit` too; ids outside the
+        vocabulary, or lengths outside 1 .. S, where they are known. Inside `jit` their
+        values are not: an id that is outside is read as the nearest one, and a length
+        outside 1 .. S as the nearest of those.
     """
+    if not isinstance(target, Model):
+        kind = shown(type(target))
+        raise ValueError(f"target: want a model of stree_jax.load, got {kind}")
     _check_prompts(target, prompts, lengths)
-    if stop_tokens is None:
-        stop_tokens = target.config.stop_tokens
-    stops = jnp.asarray(stop_tokens, jnp.int32).reshape(1, -1)
-    batch = prompts.shape[0]
+    what = f"1..{MOST_TOKENS} tokens, which jit does not trace"
+    max_new_tokens = integer("max_new_tokens", max_new_tokens, 1, MOST_TOKENS, what)
+    batch, S = prompts.shape
+    stops = _stop_table(target, stop_tokens)
+    _check_sampling(sampling, batch)
+    lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 1, S)
+    prompts = jnp.clip(jnp.asarray(prompts, jnp.int32), 0, target.config.vocab_size - 1)
     requests = Requests(
         max_new_tokens=jnp.full((batch,), max_new_tokens, jnp.int32),
         min_new_tokens=None,
@@ -322,7 +337,8 @@ def generate_tokens(
         sampling=sampling,
     )
     tree = resolve_tree(tree)
-    rule = resolve_rule(rule, tree) if isinstance(rule, str) else rule
+    if not isinstance(rule, Rule):  # tests plant rules that would bias the output
+        rule = resolve_rule(rule, tree)
     spec = make_spec(target, drafter, tree, rule, times)
     decoding = init_decoding(
         spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
@@ -331,22 +347,64 @@ def generate_tokens(
 
 
 def _check_prompts(target: Model, prompts: Any, lengths: Any) -> None:
-    """Shapes always, values where they are known; raises ValueError."""
-    if jnp.ndim(prompts) != 2 or jnp.shape(lengths) != jnp.shape(prompts)[:1]:
+    """Raises ValueError for wrong types and shapes, and for values that are known."""
+    for name, value in (("prompts", prompts), ("lengths", lengths)):
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise ValueError(f"{name}: want an array of integers, got {shown(value)}")
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise ValueError(f"{name}: want integers, got {value.dtype}")
+    if prompts.ndim != 2 or lengths.shape != prompts.shape[:1]:
         raise ValueError(
             "prompts: want [B, S] and lengths [B], "
-            f"got {jnp.shape(prompts)} and {jnp.shape(lengths)}"
+            f"got {prompts.shape} and {lengths.shape}"
         )
-    S, V = jnp.shape(prompts)[1], target.config.vocab_size
+    S, V = prompts.shape[1], target.config.vocab_size
+    if 0 in prompts.shape:
+        raise ValueError(f"prompts: want at least one token, got shape {prompts.shape}")
     bounds = ("prompts", prompts, 0, V - 1), ("lengths", lengths, 1, S)
     for name, value, low, high in bounds:
         if isinstance(value, jax.core.Tracer):
             continue
         table = np.asarray(value)
-        if table.size and not low <= table.min() <= table.max() <= high:
+        if not low <= table.min() <= table.max() <= high:
             raise ValueError(
                 f"{name}: {table.min()}..{table.max()} are not all in {low}..{high}"
             )
+
+
+def _stop_table(target: Model, stop_tokens: Any) -> jax.Array:
+    """Returns stop tokens [1, n] int32; the target's own if None are given."""
+    if stop_tokens is None:
+        stop_tokens = target.config.stop_tokens
+    known = not isinstance(stop_tokens, jax.core.Tracer)
+    try:
+        stops = np.asarray(stop_tokens) if known else stop_tokens
+    except (TypeError, ValueError):  # rows of different lengths, or values inside jit
+        stops = np.asarray(None)
+    V = target.config.num_tokens
+    if known and stops.size == 0:
+        stops = stops.astype(np.int32)
+    if stops.ndim > 1 or not jnp.issubdtype(stops.dtype, jnp.integer):
+        raise ValueError(
+            f"stop_tokens: want token ids [n] or one of them, got {shown(stop_tokens)}"
+        )
+    if known and stops.size and not 0 <= stops.min() <= stops.max() < V:
+        raise ValueError(f"stop_tokens: {stops.tolist()} are not all in 0..{V - 1}")
+    return jnp.asarray(stops, jnp.int32).reshape(1, -1)
+
+
+def _check_sampling(sampling: Any, batch: int) -> None:
+    """Raises ValueError for settings that are not those of `batch` rows."""
+    if sampling is None:
+        return
+    if not isinstance(sampling, SamplingRows):
+        raise ValueError(
+            "sampling: want stree_jax.sampling_rows([Sampling(...), ...]), got "
+            f"{shown(sampling)}"
+        )
+    rows = sampling.temperature.shape[0]
+    if rows != batch:
+        raise ValueError(f"sampling: {rows} rows, but {batch} prompts")
 
 
 _STATIC = ("max_new_tokens", "capacity", "samples", "top_logprobs")
@@ -369,5 +427,5 @@ def commit_jit(
 ) -> State:
     """`commit`, of a model on a mesh or on one device."""
     if mesh is None:
-        return commit(state, records, path, length)
+        return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)

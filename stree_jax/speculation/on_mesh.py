@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.models import (
@@ -125,11 +125,23 @@ def on_mesh(
     return run(models, *args)
 
 
+def on_one_device(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns `function(*args)` of a model on one device.
+
+    Under `jax.set_mesh` of a mesh with explicit axes, types of arrays have shardings.
+    The loops here have none, so that in here the axes are automatic.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return function(*args)
+    return jax.sharding.auto_axes(function, out_sharding=P())(*args)
+
+
 def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:
     """`function(model, *args)` on the model's mesh, if it has one; every device has all
     of the arguments, and of what comes out."""
     if model.mesh is None:
-        return function(model, *args)
+        return on_one_device(function, model, *args)
     return on_mesh(function, model.mesh, model, args, (P(),) * len(args), P())
 
 

@@ -6,8 +6,10 @@ Letters: as `loop`.
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
+from stree_jax.checks import shown
 from stree_jax.models import (
     Model,
     base_model,
@@ -45,6 +47,22 @@ HEADS_WIDTH = 5  # their guesses cost nothing after the first, and spread
 GUESSES = 2  # at least, that n-grams make of a model's level, with tree "auto"
 
 
+def is_custom(drafter: Any) -> bool:
+    """True if an object has the methods of the `Drafter` protocol."""
+    methods = ("init", "propose", "commit")
+    return not isinstance(drafter, type) and all(hasattr(drafter, m) for m in methods)
+
+
+def check_times(times: Any) -> None:
+    """Raises ValueError for step times of another type."""
+    if times is not None and not isinstance(times, StepTimes):
+        hint = "; give its .on_device()" if hasattr(times, "on_device") else ""
+        raise ValueError(
+            "times: want StepTimes, as tune(...).on_device() makes them, got "
+            f"{shown(times)}{hint}"
+        )
+
+
 def make_spec(
     target: Model,
     drafter: Model | Heads | Drafter | str | None,
@@ -65,16 +83,19 @@ def make_spec(
     Raises:
       ValueError: they do not go together.
     """
+    check_times(times)
     V = target.config.num_tokens
     if tree.children > V and not isinstance(tree, Auto):
         raise ValueError(
             f"tree: {tree.children} children a node, but only {V} tokens to fill them"
         )
-    if drafter == MTP:
+    if isinstance(drafter, str) and drafter == MTP:
         return _mtp_spec(target, tree, rule)
     target = without_mtp(target)  # and without what else an API's model has
     if isinstance(drafter, str) and drafter != LOOKUP:
-        raise ValueError(f"drafter: want a model, 'lookup' or 'mtp', got {drafter!r}")
+        raise ValueError(
+            f"drafter: want a model, 'lookup' or 'mtp', got {shown(drafter)}"
+        )
     if isinstance(tree, Auto):
         adaptive = _adaptive_drafter(target, drafter, tree)
         if times is None:
@@ -104,8 +125,30 @@ def make_spec(
             beam = isinstance(tree, Beam)
             own = beam_drafter(model) if beam else ModelDrafter(model, fill_tree)
         case _:
+            if not is_custom(drafter):
+                raise ValueError(
+                    "drafter: want a model, heads, n-grams, 'lookup', 'mtp' or an "
+                    f"instance of a custom drafter, got {shown(drafter)}"
+                )
+            _check_pytree(drafter)
+            if isinstance(tree, Beam):
+                raise ValueError(
+                    "tree: a custom drafter fills a fixed tree, such as 'E' or "
+                    "'chain:4'; beams want a model"
+                )
             own = drafter
     return Spec(target, own, FixedTree(tree), rule)
+
+
+def _check_pytree(drafter: Any) -> None:
+    """Raises ValueError for a custom drafter that jax.jit does not take."""
+    for leaf in jax.tree.leaves(drafter):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise ValueError(
+                f"drafter: {type(drafter).__name__} is not a pytree of arrays; make "
+                "its class a flax.struct.dataclass, with fields that are not arrays "
+                "as struct.field(pytree_node=False)"
+            )
 
 
 def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafter:
@@ -128,7 +171,10 @@ def _adaptive_drafter(target: Model, drafter: Any, tree: Auto) -> AdaptiveDrafte
         case str():
             pass
         case _:
-            raise ValueError("tree: 'auto' wants a model, heads or 'lookup' to draft")
+            raise ValueError(
+                "tree: 'auto' wants a model, heads or 'lookup' to draft; a custom "
+                "drafter fills a fixed tree, such as 'E' or 'chain:4'"
+            )
     return AdaptiveDrafter(
         guesser,
         width=min(width, target.config.num_tokens),

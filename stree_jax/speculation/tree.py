@@ -6,16 +6,19 @@ A `Beam` is a tree whose parents are chosen anew at every step; with `Auto`, its
 is, too.
 """
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from stree_jax.checks import as_integer, decimal, shown
 from stree_jax.cpu_kernels import MOST_ROOM
 from stree_jax.models import Nodes, tree_nodes
 
@@ -71,10 +74,13 @@ class Beam:
     depth: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.depth < 1:
+        sizes = _integers("beam", width=self.width, depth=self.depth)
+        if min(sizes) < 1:
             raise ValueError(
                 f"beam: want width and depth >= 1, got {self.width} and {self.depth}"
             )
+        for name, size in zip(("width", "depth"), sizes, strict=True):
+            object.__setattr__(self, name, size)
         _check_size("beam", self.size)
 
     @property
@@ -120,11 +126,18 @@ class Auto:
     sizes: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, 8, 16))
 
     def __post_init__(self) -> None:
+        listed = isinstance(self.sizes, list | tuple)
+        found = [as_integer(n) for n in self.sizes] if listed else [None]
+        sizes = tuple(n for n in found if n is not None)
+        if len(sizes) < len(found):
+            got = shown(self.sizes)
+            raise ValueError(f"auto: sizes: want integers, as (1, 4, 8), got {got}")
+        object.__setattr__(self, "sizes", sizes)  # of a list, too: it is hashed
         growing = all(a < b for a, b in pairwise(self.sizes))
         if self.sizes[:1] != (1,) or len(self.sizes) < 2 or not growing:
-            sizes = ",".join(map(str, self.sizes))
+            listing = ",".join(map(str, sizes))
             raise ValueError(
-                f"auto: want growing sizes from 1 on, as 1,4,8; got {sizes}"
+                f"auto: want growing sizes from 1 on, as 1,4,8; got {listing}"
             )
         _check_size("auto", self.size)
 
@@ -191,6 +204,18 @@ def _shared(tree: Topology, rows: int) -> int:
     return room if rows * room <= MOST_ROOM else 0
 
 
+def _integers(what: str, **values: object) -> list[int]:
+    """Returns arguments of a tree as ints; raises ValueError naming the first that is
+    not an integer."""
+    found = []
+    for name, value in values.items():
+        number = as_integer(value)
+        if number is None:
+            raise ValueError(f"{what}: {name}: want an integer, got {shown(value)}")
+        found.append(number)
+    return found
+
+
 def _check_size(what: str, nodes: int) -> None:
     """Raises ValueError; before the tree is built, for it may not fit in memory."""
     if nodes > MAX_NODES:
@@ -206,7 +231,10 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
     Raises:
       ValueError: naming the first node that breaks the rule.
     """
-    table = np.asarray(parents)
+    try:
+        table = np.asarray(parents)
+    except (TypeError, ValueError):  # rows of different lengths, or values inside jit
+        raise ValueError("parents: want a list of integers [T]") from None
     if table.ndim != 1 or table.size == 0:
         raise ValueError(f"parents: want shape [T] with T >= 1, got {table.shape}")
     if not np.issubdtype(table.dtype, np.integer):
@@ -241,6 +269,7 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
 
 def chain(n: int) -> Tree:
     """n drafted tokens in a row: n + 1 nodes (vanilla speculation)."""
+    (n,) = _integers("chain", n=n)
     if n < 0:
         raise ValueError(f"chain: want n >= 0 drafted tokens, got {n}")
     _check_size("chain", n + 1)
@@ -249,16 +278,20 @@ def chain(n: int) -> Tree:
 
 def full_tree(branching: int, depth: int) -> Tree:
     """Every node above `depth` has `branching` children."""
+    branching, depth = _integers("full_tree", branching=branching, depth=depth)
     if branching < 1 or depth < 0:
         raise ValueError(
             f"full_tree: want branching >= 1 and depth >= 0, got {branching}, {depth}"
         )
+    _check_size("full_tree", 1 + depth)  # at least: a longer loop would not end
     return _branching("full_tree", repeat(branching, depth))
 
 
 def cartesian(*branching: int) -> Tree:
     """Every node at depth d has `branching[d]` children: all combinations of as many
     guesses a place (Medusa, section 2.1)."""
+    for i, count in enumerate(branching):
+        _integers("cartesian", **{f"branching[{i}]": count})
     if not branching or min(branching) < 1:
         raise ValueError(f"cartesian: want guesses >= 1 a level, got {branching}")
     return _branching("cartesian", branching)
@@ -299,6 +332,7 @@ def layered(width: int, depth: int) -> Tree:
     The root has `width` children; in each layer the first node (the drafter's best
     guess) gets all but one of the next layer's nodes and the second node the last.
     """
+    width, depth = _integers("layered", width=width, depth=depth)
     if width < 1 or depth < 1:
         raise ValueError(f"layered: want width and depth >= 1, got {width} and {depth}")
     _check_size("layered", 1 + width * depth)
@@ -328,6 +362,11 @@ def pruned(
     Raises:
       ValueError: fewer than 1 child or level; nodes or leaves that cannot be.
     """
+    children, levels = _integers("pruned", children=children, levels=levels)
+    if nodes is not None:
+        (nodes,) = _integers("pruned", nodes=nodes)
+    if leaves is not None:
+        (leaves,) = _integers("pruned", leaves=leaves)
     if children < 1 or levels < 1:
         raise ValueError(f"pruned: want k and l >= 1, got {children} and {levels}")
     _check_size("pruned", max(1 + children * levels, nodes or 1))
@@ -436,20 +475,35 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
     """
     if isinstance(tree, Topology):
         return tree
-    if not isinstance(tree, str):
-        return make_tree(tree)
+    try:
+        return _named(tree) if isinstance(tree, str) else _of_parents(tree)
+    except ValueError as error:
+        raise ValueError(f"tree: {error}") from None
+
+
+def _of_parents(tree: Any) -> Tree:
+    """`make_tree` of anything that may be a list of parents."""
+    listed = isinstance(tree, Sequence | np.ndarray | jax.Array)
+    if not listed or isinstance(tree, bytes) or not getattr(tree, "ndim", 1):
+        raise ValueError(f"want a tree, a name or a list of parents, got {shown(tree)}")
+    return make_tree(tree)
+
+
+def _named(tree: str) -> Topology:
+    """`resolve_tree` of a name."""
     if tree in NAMED_TREES:
         return NAMED_TREES[tree]
     if tree == "auto":
         return Auto()
     kind, _, size = tree.partition(":")
     separator = "," if kind in ("parents", "auto") else "x"
-    numbers = [int(n) if n.isdecimal() else -1 for n in size.split(separator)]
-    if -1 not in numbers:
+    found = [decimal(n) for n in size.split(separator)]
+    numbers = [n for n in found if n is not None]
+    if len(numbers) == len(found):
         match kind, numbers:
             case "chain", [n]:
                 return chain(n)
-            case "binary", [levels]:
+            case "binary", [levels] if levels > 0:
                 return full_tree(2, levels - 1)
             case "cartesian", _:
                 return cartesian(*numbers)
@@ -461,6 +515,18 @@ def resolve_tree(tree: "Topology | str | Sequence[int]") -> Topology:
                 return make_tree([-1, *numbers])
             case "auto", _:
                 return Auto(tuple(numbers))
-    known = f"{', '.join(NAMED_TREES)}, auto, chain:N, binary:L, beam:WxD, "
-    known += "cartesian:4x2x2, pruned:4x4x32, parents:0,0,1"
-    raise ValueError(f"tree: unknown name {tree!r}; known: {known}")
+    raise ValueError(f"unknown name {shown(tree)}; {_known_names(tree)}")
+
+
+def _known_names(tree: str) -> str:
+    """What to write in place of an unknown name of a tree."""
+    forms = ["chain:N", "binary:L", "beam:WxD"]
+    forms += ["cartesian:4x2x2", "pruned:4x4x32", "parents:0,0,1"]
+    plain = [*NAMED_TREES, "auto"]
+    for name in plain:
+        if tree.strip().casefold() == name.casefold():
+            return f"did you mean {name!r}?"
+    known = f"known: {', '.join([*plain, *forms])}"
+    kinds = {form.partition(":")[0]: form for form in forms}
+    close = difflib.get_close_matches(tree.partition(":")[0].casefold(), kinds, 1)
+    return f"{known}; did you mean {kinds[close[0]]}?" if close else known

@@ -94,3 +94,41 @@ def test_the_best_that_are_drawn(level, size, monkeypatch):
         np.testing.assert_allclose(ours[0], wanted[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(ours[1], wanted[1])
         np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-5, atol=1e-5)
+
+
+STRANGE = {
+    "one NaN": {3: np.nan},
+    "two NaNs": {1: np.nan, 18: np.nan},
+    "the last is NaN": {18: np.nan},
+    "NaN and infinity": {0: np.inf, 7: np.nan},
+    "infinity": {5: np.inf},
+    "two infinities": {5: np.inf, 17: np.inf},
+    "all NaN": dict.fromkeys(range(19), np.nan),
+    "minus infinity": {2: -np.inf},
+}
+
+
+@each_level
+@pytest.mark.parametrize("strange", STRANGE)
+def test_numbers_that_are_not_finite(level, strange, monkeypatch):
+    """NaN comes before all numbers, as in jax.lax.top_k, and makes sums NaN."""
+    use(monkeypatch, level)
+    scores = np.linspace(-3, 3, 19, dtype=np.float32)[None, None]
+    for place, value in STRANGE[strange].items():
+        scores[..., place] = value
+    for count in (1, 2, 5):
+        run = jax.jit(lambda scores, count=count: best_scores(scores, count))
+        best, places, total = run(scores)
+        wanted, at = jax.lax.top_k(jnp.asarray(scores), count)
+        np.testing.assert_array_equal(places, at)
+        np.testing.assert_array_equal(best, wanted)
+        whole = jax.nn.logsumexp(scores[0, 0])
+        np.testing.assert_allclose(total[0, 0, 0], whole, rtol=1e-6)
+        if count > 2:  # inf - inf is a NaN with a sign, the smallest to lax.top_k
+            continue
+        for temperature in (0.0, 0.7):
+            drawing = jnp.asarray(scores), jnp.float32([temperature]), jnp.ones((1, 19))
+            drawn = jax.jit(lambda *x, count=count: best_drawn(*x, count))(*drawing)
+            defined = _drawn(count)(*drawing)
+            np.testing.assert_array_equal(drawn[1], defined[1])
+            np.testing.assert_allclose(drawn[0], defined[0], rtol=1e-5)

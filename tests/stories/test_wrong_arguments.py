@@ -1,0 +1,272 @@
+"""Wrong values of every argument of every public function: one line that names it.
+
+No model runs: what would read a text raises `Ran`, and a value that gets there was
+taken. What each argument may take is said by hand in `TAKEN`.
+"""
+
+import inspect
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax import Sampling, scoring
+from stree_jax.speculation import loop
+from stree_jax.start import Start
+from tests.support.tiny import tiny
+
+
+class Ran(Exception):
+    """The arguments were taken."""
+
+
+WRONG = {
+    "True": True,
+    "1.5": 1.5,
+    "64.0": 64.0,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "-1": -1,
+    "10**30": 10**30,
+    "1e-40": 1e-40,
+    "empty text": "",
+    "'64'": "64",
+    "'E '": "E ",
+    "'e'": "e",
+    "chain:1e3": "chain:1e3",
+    "chain:": "chain:",
+    "long text": "x" * 5000,
+    "many digits": "chain:" + "9" * 5000,
+    "null byte": "a\0b",
+    "b'4'": b"4",
+    "bytearray": bytearray(b"ab"),
+    "dict": {"input_ids": [[1]]},
+    "set": {"a", 1},
+    "[None]": [None],
+    "[True]": [True],
+    "[b'a']": [b"a"],
+    "[1.5]": [1.5],
+    "[{}]": [{}],
+    "ragged": [[1], [1, 2]],
+    "[-1, 2**70]": [-1, 2**70],
+    "object": object(),
+    "np 1.5": np.array(1.5),
+    "np.True_": np.True_,
+    "np empty": np.zeros((0, 3)),
+    "np text": np.array("a"),
+    "np objects": np.array([None]),
+    "jnp 3 axes": jnp.ones((2, 2, 2)),
+    "jnp bool": jnp.array(True),
+    "1j": 1j,
+    "a class": Sampling,
+    "a function": len,
+    "long path": pathlib.Path("y" * 5000),
+}
+FLAGS = ("keep_past", "take_past", "sampled", "filters", "check")
+FLAGS += ("dt_floor", "mtp", "whole")
+NUMBERS = {"1.5", "64.0", "10**30", "np 1.5"}
+NAMES = {"'64'", "'E '", "'e'", "chain:1e3", "chain:"}  # of files as well as others
+TAKEN = {
+    **dict.fromkeys(FLAGS, {"True", "np.True_", "jnp bool"}),
+    **dict.fromkeys(("temperature", "repetition_penalty"), NUMBERS),
+    **dict.fromkeys(("path_or_hub_id", "path", "dst"), NAMES),
+    "min_p": {"1e-40"},
+    "prompts": {"ragged"},
+    **dict.fromkeys(("stop_strings", "stop_tokens"), {"np empty"}),
+}
+
+
+def calls():
+    """Public functions with arguments that are right."""
+    model = tiny(1, layers=("mamba", "mlp"))
+    ids = dict(prompts=[[8, 9]], max_new_tokens=4)
+    arrays = dict(prompts=jnp.array([[1, 2]]), lengths=jnp.array([2]), max_new_tokens=3)
+    plain = dict(target=model, drafter=None, tree="chain:0")
+    tree = dict(prefix=[1, 2], tokens=[1, 2], parents=[-1, 0])
+    drafted = dict(drafter=model, tree="A", sampling=Sampling())
+    return {
+        "generate": dict(model=model, **ids, **drafted),
+        "stream": dict(model=model, **ids),
+        "tune": dict(model=model),
+        "load": dict(path_or_hub_id="/nonexistent/x"),
+        "save": dict(model=model, dst="/nonexistent/x/y"),
+        "load_heads": dict(path_or_hub_id="/nonexistent/x"),
+        "load_ngrams": dict(path="/nonexistent/x"),
+        "score": dict(model=model, tokens=[[1, 2]]),
+        "score_tree": dict(model=model, **tree),
+        "first_difference": dict(model=model, prompt=[1], tokens=[1, 2], others=[1, 3]),
+        "plan": dict(model=model, memory="8GB"),
+        "make_mesh": dict(text="data=1"),
+        "shard": dict(model=model, mesh=stree_jax.make_mesh("data=1")),
+        "Sampling": {},
+        "sampling_rows": dict(settings=[Sampling()]),
+        "resolve_rule": dict(rule="naive", tree="chain:2"),
+        "Rule": dict(acceptance="naive", drafting="top_k"),
+        "generate_tokens": plain | arrays,
+        "chain": dict(n=2),
+        "full_tree": dict(branching=2, depth=2),
+        "layered": dict(width=2, depth=2),
+        "pruned": dict(children=2, levels=3),
+        "make_tree": dict(parents=[-1, 0]),
+        "Beam": dict(width=2, depth=2),
+        "Auto": dict(sizes=(1, 4)),
+    }
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    def ran(*_, **__):
+        raise Ran
+
+    monkeypatch.setattr(Start, "begun", ran)
+    monkeypatch.setattr(scoring, "_score", ran)
+    monkeypatch.setattr(scoring, "_score_tree", ran)
+    monkeypatch.setattr(loop, "init_decoding", ran)
+
+
+def names(function, argument, message):
+    """Whether a message begins with the argument, or the function and it."""
+    first = message.removeprefix("tree: ") if argument == "parents" else message
+    own = ("rule", "tree") if function in ("Rule", "resolve_rule") else ()
+    builders = {"full_tree", "layered", "pruned", "chain", "Beam", "Auto"}
+    starts = [argument.removesuffix("s"), *own, "save"]
+    if function in builders:
+        starts.append(f"{function.lower()}: ")
+    if argument == "text":
+        starts.append("mesh")
+    return any(first.startswith(start) for start in starts)
+
+
+@pytest.mark.parametrize("function", calls())
+def test_wrong_values_are_refused_in_one_line(
+    function, nothing_runs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    right, call = calls()[function], getattr(stree_jax, function)
+    faults = []
+    for argument in inspect.signature(call).parameters:
+        if argument == "key":  # random keys have stories of their own
+            continue
+        for name, value in WRONG.items():
+            if name in TAKEN.get(argument, ()):
+                continue
+            try:
+                call(**right | {argument: value})
+                taken = True
+            except Ran:
+                taken = True
+            except (ValueError, TypeError) as error:
+                message, taken = str(error), False
+                wrong = "\n" in message or len(message) > 1000
+                if wrong or not names(function, argument, message):
+                    faults.append(f"{argument}={name}: {message[:150]}")
+            except Exception as error:
+                faults.append(
+                    f"{argument}={name}: {type(error).__name__}: {error!s:.99}"
+                )
+                continue
+            if taken and name not in TAKEN.get(argument, ()):
+                faults.append(f"{argument}={name}: taken")
+    assert not faults, "\n".join(faults)
+
+
+HINTS = {
+    "temperature": "use sampling=Sampling(temperature=...)",
+    "top_p": "use sampling=Sampling(top_p=...)",
+    "seed": "use sampling=Sampling(seed=...)",
+    "do_sample": "use sampling=Sampling()",
+    "max_tokens": "use max_new_tokens=",
+    "max_length": "use max_new_tokens=",
+    "num_beams": "use tree='beam:WxD'",
+    "stop": "use stop_strings=",
+    "eos_token_id": "use stop_tokens=",
+    "draft_model": "use drafter=",
+    "assistant_model": "use drafter=",
+    "num_return_sequences": "use n=",
+    "attention_mask": "leave it out",
+    "max_new_token": "did you mean 'max_new_tokens'?",
+    "drafters": "did you mean 'drafter'?",
+    "stoptokens": "did you mean 'stop_tokens'?",
+    "frobnicate": "known: model, prompts, max_new_tokens",
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+@pytest.mark.parametrize("function", ["generate", "stream"])
+def test_keywords_of_other_libraries_name_the_way_on(function, name, nothing_runs):
+    model = calls()["stream"]["model"]
+    begin = f"{function}() got an unexpected keyword argument '{name}'; "
+    with pytest.raises(TypeError) as caught:
+        getattr(stree_jax, function)(model, "a", **{name: 1})
+    assert str(caught.value).startswith(begin + HINTS[name])
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "hint"),
+    [
+        ("load", "torch_dtype", "use dtype="),
+        ("load", "trust_remote_code", "leave it out"),
+        ("load", "device_map", "use mesh="),
+        ("tune", "temperature", "use sampled=True"),
+        ("tune", "batch_size", "use batch="),
+        ("plan", "draft_model", "use drafter="),
+        ("score", "input_ids", "use tokens="),
+        ("score", "token", "did you mean 'tokens'?"),
+        ("generate_tokens", "temperature", "use sampling="),
+    ],
+)
+def test_keywords_of_other_functions(function, name, hint):
+    with pytest.raises(TypeError) as caught:
+        getattr(stree_jax, function)(**{name: 1})
+    begin = f"{function}() got an unexpected keyword argument '{name}'; {hint}"
+    assert str(caught.value).startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [(np.float32(0.5), 0.5), (np.array(0.5), 0.5), (jnp.array(2), 2.0), (1, 1.0)],
+)
+def test_numbers_of_arrays_are_numbers(value, stored):
+    assert Sampling(temperature=value) == Sampling(temperature=stored)
+
+
+def test_a_number_too_small_for_float32_is_told_as_that():
+    with pytest.raises(ValueError, match=r"^temperature: want 0 \(greedy\) or .*1e-40"):
+        Sampling(temperature=1e-40)
+
+
+@pytest.mark.parametrize(
+    ("memory", "wrong"), [("9" * 400, "most"), (b"8GB", "want bytes"), (0.5, "least")]
+)
+def test_wrong_amounts_of_memory(memory, wrong):
+    with pytest.raises(ValueError, match=f"^memory: .*{wrong}"):
+        stree_jax.plan(tiny(1, layers=("mamba",)), memory)
+
+
+def test_paths_that_no_file_system_takes(tmp_path):
+    model = tiny(1, layers=("mamba",))
+    for path in ("x" * 5000, "a\0b", pathlib.Path("x" * 300)):
+        for call in (stree_jax.load, stree_jax.load_heads, stree_jax.load_ngrams):
+            with pytest.raises(stree_jax.CheckpointError, match="^path"):
+                call(path)
+        with pytest.raises(stree_jax.CheckpointError, match="^save: dst"):
+            stree_jax.save(model, path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_results_and_paths_in_wrong_places():
+    model = tiny(1, layers=("mamba",))
+    with pytest.raises(ValueError, match=r"^drafter: got a path; give stree_jax.load"):
+        stree_jax.generate(model, [[8]], drafter=pathlib.Path("demo-drafter"))
+    with pytest.raises(ValueError, match=r"^prompts\[0\].* give a list of it"):
+        stree_jax.generate(model, np.array([8, 9]))
+    for stops in ("</s>", ["</s>"]):
+        with pytest.raises(ValueError, match="^stop_tokens: .* stop_strings= for text"):
+            stree_jax.generate(model, [[8]], stop_tokens=stops)
+    result = stree_jax.generate(model, [[8]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="^past: .*; give its .past"):
+        stree_jax.generate(model, [[8]], past=result)
+    with pytest.raises(ValueError, match=r"^tree: unknown name 'e'; did you mean 'E'"):
+        stree_jax.generate(model, [[8]], drafter="lookup", tree="e")
