@@ -35,6 +35,7 @@ from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.shards import WHOLE, Cut
 
 FORMAT, VERSION = "stree-jax", 1
+PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.hub import fetch, hub_name
 from stree_jax.speculation.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
 from stree_jax.whole_file import write_whole
 
@@ -66,7 +67,10 @@ def check_new(dst: Path) -> None:
 
 
 def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
-    """A table from a file that `save_ngrams` or `stree-jax ngrams` wrote.
+    """Loads a table that `save_ngrams` or `stree-jax ngrams` wrote.
+
+    Args:
+      path: of the file, or its name on the hub: OWNER/NAME/FILE.safetensors.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
@@ -74,7 +78,9 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    path = Path(path)
+    named = hub_name(str(path))
+    there = Path(path).exists() or named is None
+    path = Path(path) if there or named is None else fetch(named)
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoint import Model, described, load, resolve
+from stree_jax.checkpoint import Model, described, headers, load
 from stree_jax.convert.gguf.header import is_gguf
+from stree_jax.convert.hub import hub_name
 from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
@@ -79,7 +80,8 @@ def pair_configs(
     target: str, drafter: str | None
 ) -> tuple[ModelConfig, ModelConfig | HeadsConfig | NGrams | str | None]:
     """The architectures of what `load_pair` would load; n-grams are read."""
-    config = described(resolve(target)).config
+    with headers(target) as directory:
+        config = described(directory).config
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
     _check_drafter(str(drafter))
@@ -92,7 +94,8 @@ def pair_configs(
     if _are_heads(str(drafter)):
         return config, heads_config(str(drafter))
     name = "demo-drafter" if drafter == DEMO else str(drafter)
-    return config, described(resolve(name)).config
+    with headers(name) as directory:
+        return config, described(directory).config
 
 
 def _check_drafter(name: str) -> None:
@@ -105,12 +108,14 @@ def _check_drafter(name: str) -> None:
 
 
 def _is_ngrams(drafter: str) -> bool:
-    """Whether a name is of a table of n-grams: a file that is no model."""
-    return Path(drafter).is_file() and not is_gguf(Path(drafter))
+    """True if a name is of a table of n-grams: a file that is no model."""
+    path = Path(drafter)
+    if path.exists():
+        return path.is_file() and not is_gguf(path)
+    named = hub_name(drafter)
+    return named is not None and (named.file or "").endswith(".safetensors")
 
 
 def _are_heads(drafter: str) -> bool:
-    """Whether a name is of Medusa heads; of a hub id, the config says so."""
-    if drafter in (DEMO, "demo-drafter"):
-        return False
-    return is_heads(resolve(drafter, ("config.json",)))
+    """True if a name is of Medusa heads."""
+    return drafter not in (DEMO, "demo-drafter") and is_heads(drafter)
