@@ -7,6 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.files import check_readable
+
 Prompt = str | tuple[int, ...]  # text, or token ids
 
 NAMES = {
@@ -30,12 +32,16 @@ def read_prompts(paths: Sequence[Path], count: int) -> dict[str, list[Prompt]]:
     }
 
 
+MOST_PROMPTS = 2**32  # bytes of a file
+
+
 def read_records(path: Path, count: int) -> list[dict[str, Any]]:
     """The first `count` lines of a file; raises ValueError for what is no JSON."""
     if count < 0:
         raise ValueError(f"count: want at least 0, got {count}")
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     records: list[dict[str, Any]] = []
+    check_readable(path, MOST_PROMPTS)
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             for line in islice(lines, count):

@@ -19,11 +19,12 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import mambainllama
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
+from stree_jax.convert.quantized import MODELOPT_FILE
 from stree_jax.convert.source import INDEX, PICKLED, read_json, weights_among
 from stree_jax.convert.store import PARAMS, SOURCE_CONFIG, is_ours
 from stree_jax.convert.tokenizer import TOKENIZER_FILES
 
-CONFIG_FILES = ("config.json", mambainllama.FILE, SOURCE_CONFIG)
+CONFIG_FILES = ("config.json", mambainllama.FILE, MODELOPT_FILE, SOURCE_CONFIG)
 NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w.-]+)"
     r"(?:/(?P<file>[^:@]+\.(?:gguf|safetensors)))?"

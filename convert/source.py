@@ -14,6 +14,7 @@ import numpy as np
 
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.files import read_text
 from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
 from stree_jax.convert.rows import Index
 
@@ -194,9 +195,10 @@ def is_file(path: Path) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else is an error that names the file."""
-    is_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.files import MOST_TOKENIZER, check_readable
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
 from stree_jax.convert.source import is_file
@@ -43,6 +44,7 @@ def read_tokenizer(
     file = directory / "tokenizer.json"
     if not is_file(file):
         return None
+    check_readable(file, MOST_TOKENIZER)
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust library raises plain Exception
@@ -66,7 +68,7 @@ def tokenizer_settings(directory: Path) -> ConfigFields:
     if is_gguf(directory):
         return ConfigFields(directory, settings(read_header(directory)))
     file = directory / SETTINGS
-    return ConfigFields.read(file) if file.is_file() else ConfigFields(file, {})
+    return ConfigFields.read(file) if is_file(file) else ConfigFields(file, {})
 
 
 def copy_tokenizer(src: Path, dst: Path) -> None:

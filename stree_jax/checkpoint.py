@@ -26,6 +26,7 @@ from stree_jax.convert.quantized import scheme_names
 from stree_jax.convert.store import (
     atomic_directory,
     check_config,
+    check_space,
     config_from_json,
     dtype_named,
     is_ours,
@@ -190,6 +191,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     dtype = dtype_named(weights_dtype(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(Path(dst)) as temporary:
+        check_space(Path(dst), model.config, dtype)
         if tokenizer is not None:  # before its checksum is taken
             tokenizer.save(str(temporary / "tokenizer.json"))
         write_directory(temporary, model.config, dtype, model.params)

@@ -84,7 +84,10 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
-        body = path.read_bytes()
+        with path.open("rb") as opened:
+            head = opened.read(8 + MOST_HEADER)
+            _split(path, head)  # before the rest is read, of whatever size
+            body = head + opened.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     header, data = _split(path, body)

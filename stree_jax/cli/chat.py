@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.files import read_text
+from stree_jax.convert.source import is_file
 from stree_jax.convert.tokenizer import tokenizer_settings
 
 if TYPE_CHECKING:
@@ -38,10 +40,10 @@ def read_chat_template(directory: Path) -> str | None:
     `chat_template.jinja` goes before the `chat_template` of `tokenizer_config.json`.
     """
     file = directory / "chat_template.jinja"
-    if file.is_file():
+    if is_file(file):
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+            return read_text(file)
+        except OSError as error:
             raise CheckpointError(f"{file}: not readable as text ({error})") from error
     fields = tokenizer_settings(directory)
     value = fields.get("chat_template", None)

@@ -16,7 +16,13 @@ from stree_jax.cli.chat import (
     read_special_tokens,
 )
 from stree_jax.cli.common import tell
-from stree_jax.cli.terminal import check_text, follow, load_models, options_of
+from stree_jax.cli.terminal import (
+    check_text,
+    follow,
+    load_models,
+    options_of,
+    read_stdin,
+)
 from stree_jax.default_tree import tree_for
 from stree_jax.generation import Options, stream
 from stree_jax.planning import Request
@@ -110,7 +116,7 @@ def run_chat(args: argparse.Namespace) -> int:
         conversation = Conversation(messages=(system,))
     while True:
         try:
-            text = input("> " if sys.stdin.isatty() else "")
+            text = next_line()
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
@@ -119,6 +125,15 @@ def run_chat(args: argparse.Namespace) -> int:
         if text.strip():
             text = check_text("standard input", text)
             conversation = answer(speaker, conversation, text)
+
+
+def next_line() -> str:
+    """Reads what the user says next; raises EOFError at the end of the input."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        return input("> ")  # which can be edited
+    if not (line := read_stdin(line=True)):
+        raise EOFError
+    return line.removesuffix("\n")
 
 
 def speaker_of(args: argparse.Namespace) -> Speaker:

@@ -134,10 +134,12 @@ def check_options(args: argparse.Namespace) -> None:
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
     """Keys of a file, one a line, or else of the environment."""
+    from stree_jax.convert.files import read_file
+
     if file is None:
         own = os.environ.get(KEY_VARIABLE, "").strip()
         return (own.encode(),) if own else ()
-    keys = tuple(line.strip() for line in file.read_bytes().splitlines())
+    keys = tuple(line.strip() for line in read_file(file, pipe=True).splitlines())
     keys = tuple(key for key in keys if key)
     if not keys:
         raise ValueError(f"--api-key-file: {file} has no key")
@@ -191,8 +193,9 @@ def check_weights(args: argparse.Namespace, limit: int | None) -> None:
 
     if limit is None:
         return
-    config, _ = pair_configs(args.model, args.drafter)
-    size = size_of(abstract_model(replace(config, mtp=()), weights_named(args.dtype)))
+    found = pair_configs(args.model, args.drafter)
+    dtype = weights_named(args.dtype or found.dtype)
+    size = size_of(abstract_model(replace(found.target, mtp=()), dtype))
     if size > limit:
         raise ValueError(
             f"memory: {shown_bytes(limit)} are too few: the weights alone are "
@@ -209,12 +212,13 @@ def speller(args: argparse.Namespace, model: "Model") -> "Spell | None":
         read_chat_template,
         read_special_tokens,
     )
+    from stree_jax.convert.files import read_text
 
     directory, tokenizer = resolve(args.model), model.tokenizer
     if args.chat_template is None:
         template = read_chat_template(directory)
     else:
-        template = args.chat_template.read_text("utf-8")
+        template = read_text(args.chat_template, pipe=True)
     if template is None or tokenizer is None:
         return None
     special = read_special_tokens(directory)

@@ -12,7 +12,9 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax.checkpoint import Model
+from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.export import export_hf
+from stree_jax.convert.files import MOST_TOKENIZER, read_text
 from stree_jax.models import (
     AttentionConfig,
     LayerKind,
@@ -138,8 +140,8 @@ def read_tokenizer_file(file: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except OSError:
+        return Tokenizer.from_str(read_text(file, MOST_TOKENIZER))
+    except (OSError, CheckpointError):
         raise
     except Exception as error:  # tokenizers raises nothing more particular
         raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
