@@ -63,4 +63,9 @@ def read_text(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> str:
         text = read_file(path, most, pipe).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text ({error.reason})") from error
+    return universal(text)
+
+
+def universal(text: str) -> str:
+    """Makes every line end a newline, as Python's text files do."""
     return text.replace("\r\n", "\n").replace("\r", "\n")

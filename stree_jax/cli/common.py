@@ -16,4 +16,6 @@ def option(
 
 
 def tell(text: str) -> None:
-    print(text, file=sys.stderr)
+    """Prints to standard error, if it is open; `print` would take standard output."""
+    if sys.stderr is not None:
+        print(text, file=sys.stderr)

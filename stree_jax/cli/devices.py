@@ -73,7 +73,9 @@ def keep_stdout(prints: bool) -> None:
     descriptor; that goes to standard error.
     """
     sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w") if prints else open(os.devnull, "w")
+    settings = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    place = os.dup(1) if prints else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = os.fdopen(place, "w", **settings)
     os.dup2(2, 1)
 
 

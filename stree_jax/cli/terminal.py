@@ -22,7 +22,7 @@ from stree_jax.cli.common import tell
 from stree_jax.cli.comparison import median_run, speed_of, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_asked
-from stree_jax.convert.files import MOST_TEXT, read_text
+from stree_jax.convert.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.generation import (
     Options,
@@ -159,13 +159,17 @@ def read_stdin(line: bool = False) -> str:
     """
     if sys.stdin is None:
         raise ValueError("standard input: it is closed; give the prompt as an argument")
-    read = sys.stdin.readline if line else sys.stdin.read
+    # Files and pipes hold UTF-8, whatever encoding the terminal has.
+    typed = sys.stdin.isatty() or not hasattr(sys.stdin, "buffer")
+    stream = sys.stdin if typed else sys.stdin.buffer
+    read = stream.readline if line else stream.read
     try:
-        text = read(MOST_TEXT + 1)
+        found = read(MOST_TEXT + 1)
+        text = found if isinstance(found, str) else universal(found.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input: not UTF-8 text ({error.reason})") from error
-    if len(text) > MOST_TEXT:
-        raise ValueError(f"standard input: more than {MOST_TEXT} characters")
+    if len(found) > MOST_TEXT:
+        raise ValueError(f"standard input: more than {MOST_TEXT} bytes")
     return check_text("standard input", text)
 
 
@@ -432,8 +436,9 @@ BRACKETS = {
 
 
 def coloured(stream: Any) -> bool:
-    """Whether to write colours: to a terminal, unless NO_COLOR asks for none."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    """True for a terminal that shows colours, unless NO_COLOR is set."""
+    dumb = os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def explained(tokenizer: "Tokenizer", result: Generation, colours: bool) -> str:
