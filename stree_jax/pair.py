@@ -13,10 +13,10 @@ from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP
+from stree_jax.speculation.specs import AUTO, LOOKUP, MTP
 from stree_jax.speculation.staged_drafter import AHEAD, WIDTH, Staged
 
-DEMO, AUTO, NO_DRAFTER = "demo", "auto", "none"
+DEMO, NO_DRAFTER = "demo", "none"
 
 
 def load_pair(

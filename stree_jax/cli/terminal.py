@@ -120,8 +120,9 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """Options of `generate` that plain decoding has too."""
+    """Returns the options of plain decoding; a drafter and a tree replace its own."""
     return Options(
+        drafter=None,
         max_new_tokens=args.max_new_tokens,
         min_new_tokens=args.min_new_tokens,
         sampling=sampling_of(args),
