@@ -91,6 +91,12 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     )
 
 
+MODEL_HELP = (
+    "directory, GGUF file, demo, or hub id: OWNER/NAME, and of a repository of GGUF "
+    "files OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf; @REVISION may follow"
+)
+
+
 def add_model_options(
     p: argparse.ArgumentParser, dtype: str | None = "float32"
 ) -> None:
@@ -99,7 +105,7 @@ def add_model_options(
     Args:
       dtype: the default; if None, each model keeps the dtype that it is stored in.
     """
-    add(p, "--model", str, "demo", "directory, GGUF file, hub id or demo")
+    add(p, "--model", str, "demo", MODEL_HELP)
     where = (
         "directory or hub id of a model or of Medusa heads, demo, demo-heads, a file "
         "of n-grams, lookup (repeat what the text has had before), mtp (layers of the "

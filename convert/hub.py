@@ -69,7 +69,9 @@ def hub_name(name: str) -> HubName | None:
     """Parse OWNER/NAME, OWNER/NAME/FILE.gguf and OWNER/NAME:Q4_K_M, each with @REVISION
     or without. Returns None for anything else, such as a path."""
     found = NAME.fullmatch(name)
-    return None if found is None else HubName(**found.groupdict())
+    if found is None or found["repo"].endswith(WEIGHTS):  # a file that is not there
+        return None
+    return HubName(**found.groupdict())
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,9 @@ def one_line(name: HubName) -> Iterator[None]:
 
 
 def refusal(name: HubName, error: Exception) -> CheckpointError:
+    what = "directory" if name.file is None else "file"
     return CheckpointError(
-        f"{name}: no such directory, and not to be had from the hub ({reason(error)})"
+        f"{name}: no such {what}, and not to be had from the hub ({reason(error)})"
     )
 
 

@@ -111,7 +111,11 @@ def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
         return path
     if not path.is_dir():
         also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
-        problem = "no such directory" if not there else "no directory and no GGUF file"
+        problem = "no such directory"
+        if there:
+            problem = "not a directory or a GGUF file"
+        elif path.suffix == ".gguf":
+            problem = "no such file"
         raise CheckpointError(f"{path}: {problem}{also}")
     return only_gguf(path) or path
 

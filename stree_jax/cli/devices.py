@@ -73,9 +73,9 @@ def keep_stdout(prints: bool) -> None:
     descriptor; that goes to standard error.
     """
     sys.stdout.flush()
-    settings = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
     place = os.dup(1) if prints else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = os.fdopen(place, "w", **settings)
+    kinds = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = os.fdopen(place, "w", encoding=kinds[0], errors=kinds[1])
     os.dup2(2, 1)
 
 
