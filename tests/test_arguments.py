@@ -47,7 +47,7 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(prompts=[[0.5]]), r"prompts\[0\]: want integers with 1 axes"),
         (dict(prompts=[8, 9]), r"prompts\[0\]: want integers with 1 axes"),
         (dict(prompts="abc", bare=True), r"prompts\[0\] is text, but .* no tokenizer"),
-        (dict(tree="A"), "tree: a tree needs a drafter to fill it"),
+        (dict(drafter=None, tree="A"), "tree: a tree needs a drafter to fill it"),
         (dict(draft=True, tree="Z"), "tree: unknown name 'Z'; known: A, B, C, D, E"),
         (dict(draft=True, tree=[-1, 1]), r"parents\[1\]: node 1 is its own parent"),
         (dict(draft=True, tree=[0]), r"parents\[0\]: the root's parent is -1"),
