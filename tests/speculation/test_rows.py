@@ -42,7 +42,7 @@ def one_row(target, options, prompt, new, sampling):
         max_new_tokens=NEW,
         sampling=sampling or GREEDY,
         capacity=CAPACITY,
-        **options,
+        **{"drafter": None} | options,
     )
     requests = replace(decoding.requests, max_new_tokens=jnp.asarray([new], jnp.int32))
     return replace(decoding, requests=requests), plan.spec
