@@ -24,16 +24,15 @@ def open_closed_streams() -> None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
 
 
+REFUSE = ("strict", "surrogateescape")  # ways that raise for characters of no code
+
+
 @contextmanager
 def printable() -> Iterator[None]:
     """Lets standard output take every character: one that its encoding lacks, as an
     ASCII terminal lacks most, is written as an escape (\\xe9) instead of an error."""
     stream = sys.stdout
-    # With "surrogateescape", UTF-8 takes all but lone surrogates; ASCII takes no more.
-    refuses = ["strict"]
-    if getattr(stream, "encoding", "").lower().replace("-", "") != "utf8":
-        refuses.append("surrogateescape")
-    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in refuses:
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in REFUSE:
         yield
         return
     before = stream.errors

@@ -131,6 +131,13 @@ def test_any_character_can_be_printed(monkeypatch, encoding, errors, printed):
     assert out.buffer.getvalue() == printed and out.errors == errors
 
 
+def test_a_stream_that_is_no_file(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    assert cli.main(["info", "demo", "--json"]) == 0
+    assert json.loads(out.getvalue())["format"]
+
+
 @pytest.mark.parametrize(
     ("settings", "colours"),
     [
