@@ -107,7 +107,11 @@ def accuracies(
     target, found = base_model(work.target), {}
     for title, texts in prompts.items():
         said = generate(
-            work.target, texts, max_new_tokens=work.max_new_tokens, stop_tokens=()
+            work.target,
+            texts,
+            max_new_tokens=work.max_new_tokens,
+            stop_tokens=(),
+            drafter=None,
         )
         whole = [
             ids + row
@@ -149,14 +153,14 @@ def text_of(
     texts = [text for group in prompts.values() for text in group]
     settings = [Sampling(temperature, seed=i) for i in range(len(texts))]
     more: dict[str, dict[str, Any]] = {
-        "sampling": {"sampling": settings},
+        "sampling": {"sampling": settings, "drafter": None},
         TYPICAL: {
             "sampling": settings,
             "rule": TYPICAL,
             "drafter": work.heads,
             "tree": options.typical,
         },
-        "greedy": {},
+        "greedy": {"drafter": None},
     }
     row: dict[str, Any] = {"temperature": temperature}
     for name, given in more.items():

@@ -74,8 +74,8 @@ def add(
 
 
 def add_pair_options(p: argparse.ArgumentParser) -> None:
-    """Target, drafter, the tree between them, and their dtype."""
-    add_model_options(p)
+    """Adds the options of a target, a drafter, their dtype and the tree."""
+    add_model_options(p, dtype=None)
     stage = "file of n-grams that guess for the drafter (stree-jax ngrams makes one)"
     p.add_argument("--ngrams", metavar="FILE", help=stage)
     ahead = "with --ngrams: levels of the tree that they guess at a time; default 2"
@@ -91,22 +91,43 @@ def add_pair_options(p: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_options(p: argparse.ArgumentParser) -> None:
-    """Target, drafter and their dtype."""
-    add(p, "--model", str, "demo", "directory, GGUF file, hub id or demo")
+MODEL_HELP = (
+    "directory, GGUF file, demo, or hub id: OWNER/NAME, and of a repository of GGUF "
+    "files OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf; @REVISION may follow"
+)
+
+
+def add_model_options(
+    p: argparse.ArgumentParser, dtype: str | None = "float32"
+) -> None:
+    """Adds the options of a target, a drafter and their dtype.
+
+    Args:
+      dtype: the default; if None, each model keeps the dtype that it is stored in.
+    """
+    add(p, "--model", str, "demo", MODEL_HELP)
     where = (
         "directory or hub id of a model or of Medusa heads, demo, demo-heads, a file "
         "of n-grams, lookup (repeat what the text has had before), mtp (layers of the "
         "model itself) or none (default: demo for the demo model, lookup for others)"
     )
     p.add_argument("--drafter", help=where)
-    add_dtype(p, "float32")
+    add_dtype(p, dtype)
+
+
+STORED = (
+    "default: as stored, so bfloat16 stays, quantized weights become bfloat16, and "
+    "float16 becomes float32"
+)
 
 
 def add_dtype(
-    p: argparse.ArgumentParser, default: str, choices: Sequence[str] = WEIGHTS
+    p: argparse.ArgumentParser, default: str | None, choices: Sequence[str] = WEIGHTS
 ) -> None:
     text = "of weights and caches" + (", bfloat16 beside int8" * ("int8" in choices))
+    if default is None:
+        p.add_argument("--dtype", choices=choices, help=f"{text} ({STORED})")
+        return
     add(p, "--dtype", str, default, text, choices=choices)
 
 

@@ -5,9 +5,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.files import check_readable
 from stree_jax.records import prompt_of, read_records, turns_of
 
 Prompt = str | tuple[int, ...]  # text, or token ids
+
+MOST_PROMPTS = 2**32  # bytes of a file
 
 NAMES = {
     "HumanEval.jsonl.gz": "HumanEval",
@@ -41,6 +44,7 @@ def first_records(path: Path, count: int) -> list[tuple[str, Any]]:
     """
     if count < 0:
         raise ValueError(f"count: want at least 0, got {count}")
+    check_readable(path, MOST_PROMPTS)
     records = list(islice(read_records(path), count))
     if count and not records:
         raise ValueError(f"{path}: no records in it")

@@ -4,7 +4,7 @@ import json
 import math
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.files import read_text
 from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
 from stree_jax.convert.rows import Index
 
@@ -24,6 +25,7 @@ DTYPES = {
     "F64": "float64",
 }
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+INDEX = ".index.json"  # behind such a name: which shard has which tensor
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
 PIECE = 2**24  # numbers of a tensor that are read at once
@@ -197,26 +199,15 @@ def is_file(path: Path) -> bool:
     return path.is_file()
 
 
-def read_text(path: Path) -> str:
-    """Returns a text file's content, without the byte order mark of some editors.
-
-    Raises:
-      CheckpointError: the file is absent, not a regular file, or not UTF-8.
-    """
-    is_file(path)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as text ({error})") from error
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; anything else is an error that names the file."""
     try:
         value = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: want a JSON object, got {type(value).__name__}")
@@ -225,18 +216,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Any]]:
     """The files that hold the weights: one, or shards and what their index maps."""
+    found = weights_among(file_names(directory))
+    if found is None:
+        names = " or ".join(WEIGHT_FILES)
+        raise CheckpointError(f"{directory}: no weights; want {names}, or their index")
+    if found.endswith(INDEX):
+        return _shards(directory / found)
+    return [directory / found], {}
+
+
+def file_names(directory: Path) -> list[str]:
+    """Returns the sorted names of the regular files in a directory."""
+    try:
+        return sorted(file.name for file in directory.iterdir() if file.is_file())
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read ({error})") from error
+
+
+def weights_among(names: Collection[str]) -> str | None:
+    """Chooses what is read of the files in a directory: whole weights, an index of
+    shards, or the only safetensors file. Returns None if there is nothing of these."""
     for name in WEIGHT_FILES:
-        index = directory / f"{name}.index.json"
-        if (directory / name).is_file():
-            return [directory / name], {}
-        if index.is_file():
-            return _shards(index)
-    found = sorted(directory.glob("*.safetensors"))
-    loose = [file for file in found if file.is_file()]  # a pipe would never end
-    if len(loose) == 1:
-        return loose, {}
-    names = " or ".join(WEIGHT_FILES)
-    raise CheckpointError(f"{directory}: no weights; want {names}, or their index")
+        for choice in (name, f"{name}{INDEX}"):
+            if choice in names:
+                return choice
+    alone = [n for n in names if n.endswith(".safetensors") and "/" not in n]
+    return alone[0] if len(alone) == 1 else None
 
 
 def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +39,7 @@ from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.shards import WHOLE, Cut
 
 FORMAT, VERSION = "stree-jax", 1
+PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
@@ -101,12 +104,51 @@ def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
         for file in temporary.iterdir():
             file.chmod(0o755 if file.is_dir() else 0o644)
         os.rename(temporary, dst)
-    except OSError as error:
-        raise CheckpointError(f"{dst}: cannot be written ({error})") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # each writer has a kind of its own for a full disk
+        if (problem := os_problem(error)) is None:
+            raise
+        raise CheckpointError(f"{dst}: cannot be written ({problem})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def os_problem(error: Exception) -> str | None:
+    """Returns what the operating system refused, such as a write to a full disk, or
+    None if the error is of another kind.
+
+    safetensors and tokenizers say "(os error 28)", tensorstore [os_error_code='28'].
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"os[ _]error(?:_code=')?[ ]?(\d+)", str(error))
+    return None if found is None else os.strerror(int(found[1]))
+
+
+@contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Keeps tracebacks of orbax's and tensorstore's threads out of the output: what
+    they say is raised as well, and worded in one line."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    def after_the_end(found: "sys.UnraisableHookArgs") -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            before(found)
+
+    log, before = logging.getLogger("absl"), sys.unraisablehook
+    log.addFilter(drop)
+    sys.unraisablehook = after_the_end
+    try:
+        yield
+        # After an error the hook stays: other writes end later, and find no event loop.
+        sys.unraisablehook = before
+    finally:
+        log.removeFilter(drop)
 
 
 def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
@@ -284,6 +326,7 @@ def write_directory(
     at_once = (max(largest, WRITE_BYTES) + 2**20) / 1e9
     try:
         with (
+            quiet_orbax(),
             _plain(directory.absolute()) as plain,
             ocp.StandardCheckpointer(save_concurrent_gb=at_once) as checkpointer,
         ):
@@ -294,6 +337,8 @@ def write_directory(
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
+        if os_problem(error) is not None:
+            raise  # `atomic_directory` words it
         raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
     values = config_to_json(config, dtype)
     found, beside = _files(folder), directory / HASHED
@@ -394,6 +439,7 @@ def read_params(
     shapes = param_shapes(config)
     try:
         with (
+            quiet_orbax(),
             _plain(directory.absolute()) as plain,
             ocp.StandardCheckpointer() as checkpointer,
         ):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.files import MOST_TOKENIZER, read_text
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
 from stree_jax.convert.piece_model import FILE as PIECES
 from stree_jax.convert.piece_model import is_piece_model, read_piece_model
 from stree_jax.convert.prefix_space import with_prefix_space
-from stree_jax.convert.source import is_file, read_json, read_text
+from stree_jax.convert.source import is_file, read_json
 from stree_jax.convert.special_tokens import (
     ADDED,
     NAMES,
@@ -106,7 +107,7 @@ def _as_saved(file: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(read_text(file))
+        return Tokenizer.from_str(read_text(file, MOST_TOKENIZER))
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # the Rust library raises plain Exception

@@ -1,9 +1,11 @@
 """Loading, saving and describing models."""
 
 import math
+import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import resources
 from os import PathLike
@@ -20,10 +22,12 @@ from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import find, open_checkpoint, source_dtype
 from stree_jax.convert.configs import check_mtp
 from stree_jax.convert.gguf.header import is_gguf, only_gguf
+from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
 from stree_jax.convert.quantized import scheme_names
 from stree_jax.convert.store import (
     atomic_directory,
     check_config,
+    check_space,
     config_from_json,
     dtype_named,
     is_ours,
@@ -45,7 +49,6 @@ if TYPE_CHECKING:
 
 BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
 _NAMES = ", ".join(BUNDLED)
-HUB_FILES = ["*.json", "*.safetensors", "*.bin", "*.jinja", "merges.txt"]
 
 
 @struct.dataclass
@@ -63,44 +66,61 @@ class Model(models.Model):
     __repr__ = models.Model.__repr__
 
 
-def resolve(path_or_hub_id: str | Path, files: Sequence[str] = ()) -> Path:
-    """The local directory or GGUF file of a model: a path, a name of `BUNDLED`, or a
-    hub id. Of a directory that has nothing else, the one GGUF file.
+def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
+    """Finds the local directory or GGUF file of a model, and fetches it from the hub if
+    need be. Of a directory without other weights it is the only GGUF file.
 
     Args:
-      files: to fetch from the hub in place of a model's.
+      path_or_hub_id: a path, a name of `BUNDLED`, or a name on the hub: OWNER/NAME,
+        OWNER/NAME/FILE.gguf or OWNER/NAME:Q4_K_M, each with @REVISION or without.
+      wanted: files to fetch from the hub in place of a model's; see `hub.fetch`.
 
     Raises:
-      CheckpointError: it is nowhere to be found, or the hub cannot be reached.
+      CheckpointError: there is no such model, or the hub cannot be reached.
     """
+    found = local_or_hub(path_or_hub_id)
+    return fetch(found, wanted) if isinstance(found, HubName) else found
+
+
+@contextmanager
+def headers(path_or_hub_id: str | Path) -> Iterator[Path]:
+    """Gives a directory or GGUF file for `described`; like `resolve`, but of a model on
+    the hub that is not in the cache only the headers are fetched, into a temporary
+    folder."""
+    found = local_or_hub(path_or_hub_id)
+    if not isinstance(found, HubName):
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="stree-jax-") as folder:
+        yield fetch_headers(found, Path(folder))
+
+
+def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
+    """Tells paths from names on the hub, and checks that a path is there."""
+    name = str(path_or_hub_id)
+    if name in BUNDLED:
+        return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
     try:
         path = as_path("path_or_hub_id", path_or_hub_id)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    name = str(path_or_hub_id)
-    if name in BUNDLED:
-        return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        if path.is_file() and is_gguf(path):
-            return path
-        if not path.is_dir():
-            also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
-            raise CheckpointError(f"{path}: no such directory{also}")
-        return only_gguf(path) or path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
-        wanted = list(files) or HUB_FILES
-        directory = Path(snapshot_download(name, allow_patterns=wanted))
-        if not files and not any(directory.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=["*.bin"])
-        return directory
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{name}: no such directory, and not to be had from the hub ({reason})"
-        ) from error
+        there = path.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"{name:.80}: no path ({error.strerror})") from error
+    if not there and (found := hub_name(name)) is not None:
+        return found
+    if path.is_file() and is_gguf(path):
+        return path
+    if not path.is_dir():
+        also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
+        problem = "no such directory"
+        if there:
+            problem = "not a directory or a GGUF file"
+        elif path.suffix == ".gguf":
+            problem = "no such file"
+        raise CheckpointError(f"{path}: {problem}{also}")
+    return only_gguf(path) or path
 
 
 @with_hints
@@ -188,6 +208,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     dtype = dtype_named(weights_dtype(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
+        check_space(path, model.config, dtype)
         if tokenizer is not None:  # before its checksum is taken
             whole = for_whole_texts(tokenizer)
             whole.save(str(temporary / "tokenizer.json"))
@@ -222,18 +243,28 @@ def described(directory: Path) -> Described:
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds, from its config and headers; no weights are read.
+    """Describes a checkpoint from its config and headers; no weights are read or, of a
+    name on the hub, fetched.
 
     Parameters and bytes are those that `load` reads, but where they are called MTP's;
     "quantized" is how the file stores them, such as "nvfp4", or None.
     """
-    directory = resolve(path_or_hub_id)
-    format, quantized, whole, dtype = described(directory)
+    return info_and_config(path_or_hub_id)[0]
+
+
+def info_and_config(
+    path_or_hub_id: str | Path,
+) -> tuple[dict[str, Any], models.ModelConfig]:
+    """Returns what `info` says, and the architecture with the layers for MTP."""
+    with headers(path_or_hub_id) as directory:
+        format, quantized, whole, dtype = described(directory)
+        tokenizer = has_tokenizer(directory)
+    on_hub = isinstance(local_or_hub(path_or_hub_id), HubName)
     config = replace(whole, mtp=())
     weights = weight_bytes(config, dtype)
     one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
-    return {
-        "path": str(directory),
+    facts = {
+        "path": str(path_or_hub_id) if on_hub else str(directory),
         "format": format,
         "layers": dict(Counter(config.layers)),
         "d_model": config.d_model,
@@ -249,5 +280,6 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
         "cache_bytes_per_token": two - one,
         "tied_head": config.tie_embeddings,
         "stop_tokens": list(config.stop_tokens),
-        "tokenizer": has_tokenizer(directory),
+        "tokenizer": tokenizer,
     }
+    return facts, whole

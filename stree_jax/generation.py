@@ -52,7 +52,7 @@ from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.specs import LOOKUP, is_custom
+from stree_jax.speculation.specs import AUTO, LOOKUP, is_custom
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
@@ -92,7 +92,7 @@ def checked(
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int] = DEFAULT_NEW_TOKENS,
-    drafter: models.Model | Heads | Drafter | str | None = None,
+    drafter: models.Model | Heads | Drafter | str | None = AUTO,
     tree: Topology | str | Sequence[int] | None = None,
     times: StepTimes | None = None,
     rule: Rule | str | None = None,
@@ -122,6 +122,7 @@ def checked(
     model = as_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
+    drafter = LOOKUP if isinstance(drafter, str) and drafter == AUTO else drafter
     check_mesh(model, drafter, limit)
     spec = spec_for(model, drafter, tree, rule, times)
     n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
@@ -245,7 +246,7 @@ KNOWN = tuple(inspect.signature(checked).parameters)
 
 
 def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:
-    """Text of the target, several tokens a pass when a drafter is given.
+    """Returns text of the target, several tokens a pass where drafting pays.
 
     Greedy tokens are the ones of `drafter=None` (plain decoding); sampled ones have
     the distribution of plain sampling, and with a naive rule (the default) they are,
@@ -257,8 +258,10 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       model: the target.
       prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
       max_new_tokens: most new tokens per prompt, by default 128; by row.
-      drafter: a model with the same tokenizer that fills the tree; "lookup", which
-        drafts what stood in the text before and needs no model; `Heads` of the target
+      drafter: "auto" (the default, as on the command line) is "lookup", which drafts
+        what stood in the text before and needs no model. None decodes plainly, which
+        compiles fastest. Others: a model with the same tokenizer that fills the tree;
+        `Heads` of the target
         (`load_heads`); "mtp", layers that the target was loaded with
         (`load(mtp=True)`); `Staged`, a model with `NGrams` that guess for it; `NGrams`
         alone; or any `Drafter`.

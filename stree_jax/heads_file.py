@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoint import resolve
+from stree_jax.checkpoint import local_or_hub, resolve
 from stree_jax.checks import as_path, with_hints
 from stree_jax.convert import CheckpointError
+from stree_jax.convert.hub import HubName, repository
 from stree_jax.convert.source import (
     Source,
     TensorInfo,
+    file_names,
     is_file,
     open_files,
     read_json,
@@ -43,13 +45,18 @@ OUTPUT = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d{1,3})\.(weight)")
 Path_ = tuple[str, ...]
 
 
-def is_heads(directory: Path) -> bool:
-    """Whether a directory holds Medusa heads and no model."""
-    if any((directory / name).is_file() for name in FILES[:2]):
+def is_heads(path_or_hub_id: str | Path) -> bool:
+    """True if a directory or repository holds Medusa heads and no model."""
+    found = local_or_hub(path_or_hub_id)
+    if isinstance(found, HubName):
+        names = set(repository(found).sizes)
+    else:
+        names = set() if found.is_file() else set(file_names(found))
+    if names.intersection(FILES[:2]):
         return True
-    config = directory / "config.json"
-    if not config.is_file():
+    if "config.json" not in names:
         return False
+    config = resolve(path_or_hub_id, (("config.json",),)) / "config.json"
     fields = read_json(config)
     return fields.get("model_type") == "medusa" or "medusa_num_heads" in fields
 
@@ -85,7 +92,7 @@ def _opened(
     path_or_hub_id: str | Path,
 ) -> tuple[Source, dict[Path_, str], HeadsConfig]:
     """The tensors, their names by our paths, and the architecture, checked."""
-    directory = resolve(path_or_hub_id, ("config.json", *FILES))
+    directory = resolve(path_or_hub_id, (("config.json",), FILES))
     file = next((directory / n for n in FILES if is_file(directory / n)), None)
     if file is None:
         raise CheckpointError(

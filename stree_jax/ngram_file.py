@@ -13,6 +13,7 @@ import numpy as np
 
 from stree_jax.checks import as_path, with_hints
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.hub import fetch, hub_name
 from stree_jax.speculation.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
 from stree_jax.whole_file import write_whole
 
@@ -79,7 +80,10 @@ def check_new(dst: Path) -> None:
 
 @with_hints
 def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
-    """A table from a file that `save_ngrams` or `stree-jax ngrams` wrote.
+    """Loads a table that `save_ngrams` or `stree-jax ngrams` wrote.
+
+    Args:
+      path: of the file, or its name on the hub: OWNER/NAME/FILE.safetensors.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
@@ -87,11 +91,16 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
+    named = hub_name(str(path))
     path = _path("path", path)
+    path = path if named is None or path.exists() else fetch(named)
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
-        body = path.read_bytes()
+        with path.open("rb") as opened:
+            head = opened.read(8 + MOST_HEADER)
+            _split(path, head)  # before the rest is read, of whatever size
+            body = head + opened.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     header, data = _split(path, body)

@@ -1,26 +1,28 @@
 """A target and its drafter, by the names that commands take."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoint import Model, described, load, resolve
+from stree_jax.checkpoint import Model, described, headers, load
 from stree_jax.convert.gguf.header import is_gguf
+from stree_jax.convert.hub import hub_name
 from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.ngram_file import load_ngrams
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP
+from stree_jax.speculation.specs import AUTO, LOOKUP, MTP
 from stree_jax.speculation.staged_drafter import AHEAD, WIDTH, Staged
 
-DEMO, AUTO, NO_DRAFTER = "demo", "auto", "none"
+DEMO, NO_DRAFTER = "demo", "none"
 
 
 def load_pair(
     target: str,
     drafter: str | None,
-    dtype: str,
+    dtype: str | None,
     ngrams: str | None = None,
     ahead: int | None = None,
     width: int | None = None,
@@ -35,7 +37,8 @@ def load_pair(
         ("demo-heads" are the bundled ones), a file of n-grams, "lookup", "mtp" (the
         target is loaded with those layers) or "none"; None, or "auto", is the bundled
         one beside the bundled target, and lookup beside others.
-      dtype: "float32", "bfloat16" or "int8".
+      dtype: "float32", "bfloat16" or "int8" of the weights; if None, each model keeps
+        the dtype that it is stored in, as with `load`.
       ngrams: a file of n-grams that guess for the drafter, or None.
       ahead: levels that they guess; None: as many as is usual.
       width: tokens of a node that they guess, likewise.
@@ -75,24 +78,41 @@ def load_pair(
     return model, Staged(drafting, table, ahead, WIDTH if width is None else width)
 
 
-def pair_configs(
-    target: str, drafter: str | None
-) -> tuple[ModelConfig, ModelConfig | HeadsConfig | NGrams | str | None]:
-    """The architectures of what `load_pair` would load; n-grams are read."""
-    config = described(resolve(target)).config
+class PairConfigs(NamedTuple):
+    """What `load_pair` would load, without its weights.
+
+    Attributes:
+      target: the architecture.
+      drafter: the architecture of a model or heads, n-grams, a name, or None.
+      dtype: name of the dtype that the target is stored in, as `load` keeps it.
+    """
+
+    target: ModelConfig
+    drafter: ModelConfig | HeadsConfig | NGrams | str | None
+    dtype: str
+
+
+def pair_configs(target: str, drafter: str | None) -> PairConfigs:
+    """Returns the architectures of what `load_pair` would load; n-grams are read."""
+    with headers(target) as directory:
+        found = described(directory)
     if drafter in (None, AUTO):
         drafter = DEMO if target == DEMO else LOOKUP
-    _check_drafter(str(drafter))
+    return PairConfigs(found.config, _drafter_config(str(drafter)), found.dtype.name)
+
+
+def _drafter_config(drafter: str) -> ModelConfig | HeadsConfig | NGrams | str | None:
+    _check_drafter(drafter)
     if drafter == NO_DRAFTER:
-        return config, None
+        return None
     if drafter in (LOOKUP, MTP):
-        return config, drafter
-    if _is_ngrams(str(drafter)):
-        return config, load_ngrams(str(drafter))
-    if _are_heads(str(drafter)):
-        return config, heads_config(str(drafter))
-    name = "demo-drafter" if drafter == DEMO else str(drafter)
-    return config, described(resolve(name)).config
+        return drafter
+    if _is_ngrams(drafter):
+        return load_ngrams(drafter)
+    if _are_heads(drafter):
+        return heads_config(drafter)
+    with headers("demo-drafter" if drafter == DEMO else drafter) as directory:
+        return described(directory).config
 
 
 def _check_drafter(name: str) -> None:
@@ -105,12 +125,14 @@ def _check_drafter(name: str) -> None:
 
 
 def _is_ngrams(drafter: str) -> bool:
-    """Whether a name is of a table of n-grams: a file that is no model."""
-    return Path(drafter).is_file() and not is_gguf(Path(drafter))
+    """True if a name is of a table of n-grams: a file that is no model."""
+    path = Path(drafter)
+    if path.exists():
+        return path.is_file() and not is_gguf(path)
+    named = hub_name(drafter)
+    return named is not None and (named.file or "").endswith(".safetensors")
 
 
 def _are_heads(drafter: str) -> bool:
-    """Whether a name is of Medusa heads; of a hub id, the config says so."""
-    if drafter in (DEMO, "demo-drafter"):
-        return False
-    return is_heads(resolve(drafter, ("config.json",)))
+    """True if a name is of Medusa heads."""
+    return drafter not in (DEMO, "demo-drafter") and is_heads(drafter)

@@ -23,6 +23,7 @@ import numpy as np
 
 from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
+from stree_jax.convert.files import read_text
 from stree_jax.cost import staged_passes
 from stree_jax.models import Model, ModelConfig, weights_dtype
 from stree_jax.models.heads import heads_dtype
@@ -44,6 +45,7 @@ from stree_jax.whole_file import write_whole
 
 FILE = "steps.json"  # in the cache folder
 MOST_ENTRIES = 500  # of the file; the oldest go first
+MOST_BYTES = 2**22  # of the file: each entry has about 300
 ROUNDS = 3  # of all ways to step, but of those whose first two agree
 AGREE = 1.1  # the longer one over the shorter
 SEGMENT_S = 0.02  # of one way in a round, about
@@ -427,7 +429,7 @@ def _read() -> dict[str, Measured]:
     try:
         if file is None:
             return {}
-        entries = json.loads(file.read_text()).items()
+        entries = json.loads(read_text(file, MOST_BYTES)).items()
     except _DAMAGED:
         return {}
     found = {}

@@ -81,7 +81,9 @@ def rows_of(
 
 
 def _greedy(model: stree_jax.Model, ids: Sequence[int], tokens: int) -> list[int]:
-    result = stree_jax.generate(model, [ids], max_new_tokens=tokens, stop_tokens=())
+    result = stree_jax.generate(
+        model, [ids], max_new_tokens=tokens, stop_tokens=(), drafter=None
+    )
     return list(result.tokens[0])
 
 

@@ -59,7 +59,7 @@ def drafters(model, mesh):
     both = (drafter, model), (cut, stree_jax.shard(model, mesh))
     sampled = {"sampling": stree_jax.Sampling(temperature=1.0, top_k=20), "n": 2}
     words = {"stop_tokens": (5, 9), "min_new_tokens": 2, "logprobs": 2}
-    yield "plain", {}, {}
+    yield "plain", *({"drafter": None},) * 2
     yield "model, cut", *({"drafter": d, "tree": "E"} for d in (drafter, cut))
     yield "model, whole", *({"drafter": drafter, "tree": "E"},) * 2
     yield "beam", *({"drafter": d, "tree": "beam:2x3"} for d in (drafter, cut))
@@ -111,10 +111,17 @@ def check_turns(model, cut, asked):
     """A conversation goes on from its past."""
     texts = []
     for one in (model, cut):
-        first = stree_jax.generate(one, asked, max_new_tokens=3, keep_past=True)
+        first = stree_jax.generate(
+            one, asked, max_new_tokens=3, keep_past=True, drafter=None
+        )
         new = [[7, 8]] * len(asked)
         second = stree_jax.generate(
-            one, new, max_new_tokens=3, past=first.past, take_past=True
+            one,
+            new,
+            max_new_tokens=3,
+            past=first.past,
+            take_past=True,
+            drafter=None,
         )
         texts.append(first.tokens + second.tokens)
     print(f"turns {texts[0] == texts[1]}", flush=True)

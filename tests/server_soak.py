@@ -53,9 +53,13 @@ def texts_of(target, count):
         start = rng.randrange(0, max(len(code) - 1200, 1))
         prompt = code[start : start + rng.choice((20, 80, 300, 700))]
         most = dict(max_new_tokens=LONGEST, capacity=CONTEXT + LONGEST)
-        greedy = stree_jax.generate(target, prompt, **most)
+        greedy = stree_jax.generate(target, prompt, **most, drafter=None)
         drawn = stree_jax.generate(
-            target, prompt, sampling=Sampling(0.8, top_p=0.95, seed=i), **most
+            target,
+            prompt,
+            sampling=Sampling(0.8, top_p=0.95, seed=i),
+            **most,
+            drafter=None,
         )
         margin = min(greedy.min_margin[0], drawn.min_margin[0])
         made.append(Text(prompt, i, greedy.tokens[0], drawn.tokens[0], margin))

@@ -47,7 +47,7 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(prompts=[[0.5]]), r"prompts\[0\]: want integers with 1 axes"),
         (dict(prompts=[8, 9]), r"prompts\[0\]: want integers with 1 axes"),
         (dict(prompts="abc", bare=True), r"prompts\[0\] is text, but .* no tokenizer"),
-        (dict(tree="A"), "tree: a tree needs a drafter to fill it"),
+        (dict(drafter=None, tree="A"), "tree: a tree needs a drafter to fill it"),
         (dict(draft=True, tree="Z"), "tree: unknown name 'Z'; known: A, B, C, D, E"),
         (dict(draft=True, tree=[-1, 1]), r"parents\[1\]: node 1 is its own parent"),
         (dict(draft=True, tree=[0]), r"parents\[0\]: the root's parent is -1"),
@@ -157,7 +157,12 @@ def test_a_string_is_no_model():
 
 def test_numbers_of_numpy_are_numbers(target):
     result = stree_jax.generate(
-        target, [[8]], max_new_tokens=np.int64(2), n=np.int64(2), logprobs=np.int32(1)
+        target,
+        [[8]],
+        max_new_tokens=np.int64(2),
+        n=np.int64(2),
+        logprobs=np.int32(1),
+        drafter=None,
     )
     assert len(result.tokens) == 2 and result.logprobs[0].top.shape == (2, 1)
 
@@ -165,16 +170,18 @@ def test_numbers_of_numpy_are_numbers(target):
 def test_a_past_of_another_model_is_refused(target):
     options = dict(max_new_tokens=2, keep_past=True)
     other = tiny(2, layers=("mamba", "mamba"))
-    past = stree_jax.generate(other, [[8]], **options).past
+    past = stree_jax.generate(other, [[8]], **options, drafter=None).past
     with pytest.raises(ValueError, match="past: of another target: its state does not"):
-        stree_jax.generate(target, [[9]], max_new_tokens=2, past=past)
+        stree_jax.generate(target, [[9]], max_new_tokens=2, past=past, drafter=None)
     drafted = stree_jax.generate(target, [[8]], drafter=other, tree="A", **options).past
     with pytest.raises(ValueError, match="past: of another drafter: its state does no"):
         stree_jax.generate(
             target, [[9]], max_new_tokens=2, past=drafted, drafter=target, tree="A"
         )
     with pytest.raises(ValueError, match="past: want the past of an earlier result"):
-        stree_jax.generate(target, [[9]], max_new_tokens=2, past=(drafted,))
+        stree_jax.generate(
+            target, [[9]], max_new_tokens=2, past=(drafted,), drafter=None
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def test_generate_tokens_takes_names(target, drafter):
     done = stree_jax.generate_tokens(
         target, drafter, "A", prompts, lengths, max_new_tokens=6, rule="naive"
     )
-    plain = stree_jax.generate(target, [[8, 9]], max_new_tokens=6)
+    plain = stree_jax.generate(target, [[8, 9]], max_new_tokens=6, drafter=None)
     assert done.tokens[0, : int(done.length[0])].tolist() == plain.tokens[0]
 
 
@@ -223,7 +230,7 @@ def test_a_model_prints_in_a_line_or_so(target):
 
 def test_a_stream_wants_steps(target):
     with pytest.raises(ValueError, match="steps: want at least 1, got 0"):
-        list(stree_jax.stream(target, [[8]], max_new_tokens=2, steps=0))
+        list(stree_jax.stream(target, [[8]], max_new_tokens=2, steps=0, drafter=None))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
-ASKED = {"max_new_tokens": 8, "capacity": 512, "stop_tokens": ()}
+ASKED = {"drafter": None, "max_new_tokens": 8, "capacity": 512, "stop_tokens": ()}
 
 
 @pytest.fixture(scope="module")

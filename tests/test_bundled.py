@@ -40,7 +40,7 @@ def test_it_is_small():
 @pytest.mark.parametrize("tree", ["E", "chain:4"])
 def test_tree_text_is_plain_text(pair, tree):
     target, drafter = pair
-    plain = stree_jax.generate(target, PROMPTS, max_new_tokens=64)
+    plain = stree_jax.generate(target, PROMPTS, max_new_tokens=64, drafter=None)
     fast = stree_jax.generate(
         target, PROMPTS, max_new_tokens=64, drafter=drafter, tree=tree
     )
@@ -61,7 +61,9 @@ def test_greedy_text_is_that_of_transformers(pair):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             text = theirs.generate(ids, max_new_tokens=48, do_sample=False)
-        ours = stree_jax.generate(pair[0], [ids[0].tolist()], max_new_tokens=48)
+        ours = stree_jax.generate(
+            pair[0], [ids[0].tolist()], max_new_tokens=48, drafter=None
+        )
         assert ours.tokens[0] == text[0, ids.shape[1] :].tolist()
         assert pair[0].tokenizer.encode(prompt).ids == ids[0].tolist()
 

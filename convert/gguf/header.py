@@ -9,7 +9,7 @@ little-endian (ggml's docs/gguf.md).
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.blocks import KINDS, Kind, without_ones
+from stree_jax.convert.source import file_names, weights_among
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -137,20 +138,26 @@ def is_gguf(path: Path) -> bool:
 
 
 def only_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory without a config.json; None: there is no such.
+    """Returns the GGUF file of a directory without other weights, or None.
 
     Raises:
       CheckpointError: there are several.
     """
-    if (directory / "config.json").exists():
+    names = file_names(directory)
+    has_params = (directory / "params").is_dir()  # of our own format
+    if "config.json" in names and (has_params or weights_among(names)):
         return None
-    found = sorted(file for file in directory.glob("*.gguf") if file.is_file())
-    shards = [SHARD.fullmatch(file.name) for file in found]
-    whole = [f for f, s in zip(found, shards, strict=True) if not s or int(s[2]) == 1]
+    whole = first_shards(name for name in names if name.endswith(".gguf"))
     if len(whole) > 1:
-        names = ", ".join(file.name for file in whole[:8])
-        raise CheckpointError(f"{directory}: several GGUF files, name one: {names}")
-    return whole[0] if whole else None
+        shown = ", ".join(whole[:8])
+        raise CheckpointError(f"{directory}: several GGUF files, name one: {shown}")
+    return directory / whole[0] if whole else None
+
+
+def first_shards(names: Iterable[str]) -> list[str]:
+    """Returns the sorted names of GGUF files, of several shards only the first."""
+    shards = {name: SHARD.fullmatch(name) for name in sorted(names)}
+    return [name for name, s in shards.items() if s is None or int(s[2]) == 1]
 
 
 def read_header(file: Path) -> Header:
@@ -161,24 +168,24 @@ def read_header(file: Path) -> Header:
     """
     shard = SHARD.fullmatch(file.name)
     if shard is None or int(shard[3]) == 1:
-        return _read_one(file)
+        return read_one(file)
     if int(shard[2]) != 1:
         first = f"{shard[1]}-00001-of-{shard[3]}.gguf"
         raise CheckpointError(f"{file}: a shard; name the first of them, {first}")
-    header = _read_one(file)
+    header = read_one(file)
     tensors = dict(header.tensors)
     for number in range(2, int(shard[3]) + 1):
         path = file.with_name(f"{shard[1]}-{number:05}-of-{shard[3]}.gguf")
         if not path.is_file():
             raise CheckpointError(f"{path}: this shard is missing")
-        found = _read_one(path).tensors
+        found = read_one(path).tensors
         if repeated := tensors.keys() & found.keys():
             raise CheckpointError(f"{path}: {min(repeated)} is in another shard too")
         tensors |= found
     return Header(file, header.values, tensors)
 
 
-def _read_one(file: Path) -> Header:
+def read_one(file: Path) -> Header:
     try:
         if not file.is_file():
             raise CheckpointError(f"{file}: not a regular file")

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.source import is_file, read_text
+from stree_jax.convert.files import read_text
+from stree_jax.convert.source import is_file
 from stree_jax.convert.tokenizer import TEMPLATES, token_names, tokenizer_settings
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.sampling.continuation import encode_continuation
@@ -47,7 +48,11 @@ def read_chat_template(directory: Path) -> str | None:
     """
     for name in TEMPLATE_FILES:
         if is_file(file := directory / name):
-            return read_text(file)
+            try:
+                return read_text(file)
+            except OSError as error:
+                problem = f"{file}: not readable as text ({error})"
+                raise CheckpointError(problem) from error
     fields = tokenizer_settings(directory)
     value = fields.get("chat_template", None)
     if value is None and is_file(file := directory / PROCESSOR_TEMPLATE):

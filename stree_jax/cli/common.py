@@ -17,7 +17,11 @@ def option(
 
 
 def tell(text: str) -> None:
-    """Print a line on stderr. If nobody reads stderr any more, work goes on: the reader
-    of the output is a matter of stdout."""
+    """Prints a line on stderr, if it is open; `print` would take stdout.
+
+    If nobody reads stderr any more, work goes on: only the output needs a reader.
+    """
+    if sys.stderr is None:
+        return
     with contextlib.suppress(BrokenPipeError):
         print(text, file=sys.stderr)

@@ -17,7 +17,13 @@ from stree_jax.cli.chat import (
 )
 from stree_jax.cli.common import tell
 from stree_jax.cli.template_use import render_checked
-from stree_jax.cli.terminal import check_text, follow, load_models, options_of
+from stree_jax.cli.terminal import (
+    check_text,
+    follow,
+    load_models,
+    options_of,
+    read_stdin,
+)
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.default_tree import tree_for
 from stree_jax.generation import Options, stream
@@ -147,7 +153,7 @@ def run_chat(args: argparse.Namespace) -> int:
         conversation = Conversation(messages=(system,))
     while True:
         try:
-            text = input("> " if sys.stdin.isatty() else "")
+            text = next_line()
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
@@ -167,6 +173,15 @@ def check_system(speaker: Speaker, system: Message) -> None:
         render_checked(template, (system, question), special_tokens)
     except ValueError as error:
         raise ValueError(f"--system: {error}") from error
+
+
+def next_line() -> str:
+    """Reads what the user says next; raises EOFError at the end of the input."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        return input("> ")  # which can be edited
+    if not (line := read_stdin(line=True)):
+        raise EOFError
+    return line.removesuffix("\n")
 
 
 def speaker_of(args: argparse.Namespace) -> Speaker:

@@ -73,7 +73,9 @@ def keep_stdout(prints: bool) -> None:
     descriptor; that goes to standard error.
     """
     sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w") if prints else open(os.devnull, "w")
+    place = os.dup(1) if prints else os.open(os.devnull, os.O_WRONLY)
+    kinds = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = os.fdopen(place, "w", encoding=kinds[0], errors=kinds[1])
     os.dup2(2, 1)
 
 

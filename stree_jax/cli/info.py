@@ -5,10 +5,13 @@ Imports nothing heavy before it runs: --help is fast.
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stree_jax.cli.common import option
 from stree_jax.cli.plan import Draw, add_figure_option, aligned
+
+if TYPE_CHECKING:
+    from stree_jax.models import ModelConfig
 
 
 def add_info_options(p: argparse.ArgumentParser) -> None:
@@ -21,10 +24,10 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.byte_sizes import shown_bytes
-    from stree_jax.checkpoint import info
+    from stree_jax.checkpoint import info_and_config
 
-    facts = info(args.path)
-    decoding = plain_decoding(facts["path"], facts["dtype"], args.batch, args.context)
+    facts, config = info_and_config(args.path)
+    decoding = plain_decoding(config, facts["dtype"], args.batch, args.context)
     if args.figure:
         title = f"Plain decoding, {args.batch} x {args.context} tokens"
         draw(args.figure, title, {args.path: decoding["parts"]}, None)
@@ -40,18 +43,18 @@ def run_info(args: argparse.Namespace, draw: Draw) -> None:
     print("\n".join(aligned([(name, shown_bytes(n)) for name, n in parts])))
 
 
-def plain_decoding(path: str, dtype: str, batch: int, context: int) -> dict[str, Any]:
-    """Predicted bytes by part; trees, drafters and limits are `stree-jax plan`'s."""
-    from pathlib import Path
-
-    from stree_jax.checkpoint import described
+def plain_decoding(
+    config: "ModelConfig", dtype: str, batch: int, context: int
+) -> dict[str, Any]:
+    """Predicts the bytes of plain decoding by part; `stree-jax plan` does so for trees,
+    drafters and limits."""
     from stree_jax.memory import abstract_model, memory_of
     from stree_jax.models import without_mtp
     from stree_jax.planning import Request
 
     new = max(min(128, context // 2), 1)
     request = Request(batch, context, max_new_tokens=new)
-    model = without_mtp(abstract_model(described(Path(path)).config, dtype))
+    model = without_mtp(abstract_model(config, dtype))
     memory = memory_of(model, None, "chain:0", request.room(0))
     facts = {"batch": batch, "context": context, "bytes": memory.total}
     return facts | {"parts": memory.parts}

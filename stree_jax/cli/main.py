@@ -6,7 +6,6 @@ of memory (one line on stderr), 130 interrupted, 141 the reader of the output we
 
 import argparse
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.plan import add_plan_options
 from stree_jax.cli.serve import NOTES as SERVE_NOTES
 from stree_jax.cli.serve import add_serve_options, run_serve
+from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.cli.training import add_training_parsers, run_training
 from stree_jax.version import __version__
 
@@ -235,22 +235,39 @@ def unescape(text: str) -> str:
 
 
 def console() -> int:
-    """The command as a process of its own: what it does to the process is done here."""
+    """Runs the command as a process of its own, and sets up that process for it."""
+    open_closed_streams()
     try:
-        args = build_parser().parse_args()
-        if args.command != "bench":  # which reports what compiling takes
-            keep_programs()
-        code = execute(args)
-        sys.stdout.flush()  # here, and not when the interpreter ends
+        with printable():
+            code = parsed_and_run()
+            sys.stdout.flush()  # here, and not when the interpreter ends
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return CLOSED_PIPE
+    except OSError as error:  # of the flush: a full disk
+        drop_output()
+        tell(f"stree-jax: standard output: {error.strerror or error}")
+        return 2
+    except KeyboardInterrupt:  # before the command itself began
+        tell("stree-jax: interrupted")
+        return 130
+
+
+def parsed_and_run() -> int:
+    try:
+        args = build_parser().parse_args()
+    except SystemExit as end:  # --help, --version or wrong options
+        return end.code if isinstance(end.code, int) else 0
+    if args.command != "bench":  # which reports what compiling takes
+        keep_programs()
+    return execute(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command within this process, which it leaves as it is."""
-    return execute(build_parser().parse_args(argv))
+    """Runs one command within this process, which it leaves as it is."""
+    with printable():
+        return execute(build_parser().parse_args(argv))
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -275,9 +292,9 @@ def execute(args: argparse.Namespace) -> int:
             "--batch or --length, or take --dtype bfloat16"
         )
     except KeyboardInterrupt:
-        print("stree-jax: interrupted", file=sys.stderr)
+        tell("stree-jax: interrupted")
         return 130
-    print(f"stree-jax: {problem}", file=sys.stderr)
+    tell(f"stree-jax: {problem}")
     return 2
 
 

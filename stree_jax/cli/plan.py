@@ -19,7 +19,8 @@ Bytes are predicted from shapes, without loading or compiling anything; --check 
 what was chosen and takes the compiler's word. tokens_per_s goes by steps measured here
 where stree-jax tune was run for the pair, batch and context, and else by the bytes that
 a step reads, at a bandwidth that is assumed: then only its order says something."""
-DTYPES = ["float32", "bfloat16"]  # in this order; int8 only if it is asked for
+# In this order, from the stored one on; int8 only if it is named.
+DTYPES = ["float32", "bfloat16"]
 WIDEST = 40  # characters of a tree's name in the table
 
 # Writes a figure: its path, its title, bytes by part of each bar, and the limit.
@@ -42,7 +43,7 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--dtype",
         choices=[*DTYPES, "int8"],
-        help="of the weights; default: float32, and bfloat16 where nothing fits in it",
+        help="of the weights; default: as stored, and bfloat16 if nothing fits in that",
     )
     for name, default, text in (
         ("--batch", 1, "rows decoded together"),
@@ -71,16 +72,16 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.planning import plan
 
     memory = bytes_named(args.memory)  # before anything is read
-    model, drafter = pair_configs(args.model, args.drafter)
+    pair = pair_configs(args.model, args.drafter)
     found = plan(
-        model,
+        pair.target,
         memory,
-        drafter=drafter,
+        drafter=pair.drafter,
         batch=args.batch,
         context=args.context,
         queries=args.queries,
         max_new_tokens=args.max_new_tokens,
-        dtypes=[args.dtype] if args.dtype else DTYPES,
+        dtypes=[args.dtype] if args.dtype else DTYPES[DTYPES.index(pair.dtype) :],
         check=args.check,
     )
     if args.figure:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
 ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # where they are not named
-MOST_BYTES = 1 << 20  # of a file of keys, or a template
 NOTES = f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
 base_url is http://HOST:PORT/v1. Where an API key is set, in {KEY_VARIABLE} or a file,
@@ -170,7 +169,7 @@ def check_model(args: argparse.Namespace) -> None:
     drafter = args.drafter
     if drafter is not None and on_hub(drafter):
         drafter = NO_DRAFTER
-    config, _ = pair_configs(args.model, drafter)
+    config = pair_configs(args.model, drafter).target
     check_alternatives(args, config.num_tokens)
     if not has_tokenizer(resolve(args.model)):
         raise ValueError(NO_TOKENIZER)
@@ -179,9 +178,10 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def on_hub(name: str) -> bool:
-    """True if a name can only be a hub id: OWNER/NAME, and no path of this machine."""
-    path = name.startswith((".", "/", "~")) or Path(name).exists()
-    return name.count("/") == 1 and not path
+    """True if a name can only be one on the hub, and is no path of this machine."""
+    from stree_jax.convert.hub import hub_name
+
+    return hub_name(name) is not None and not Path(name).exists()
 
 
 def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
@@ -214,11 +214,12 @@ def check_options(args: argparse.Namespace) -> None:
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
     """Keys of a file, one a line, or else of the environment."""
+    from stree_jax.convert.files import read_file
+
     if file is None:
         own = os.environ.get(KEY_VARIABLE, "").strip()
         return (own.encode(),) if own else ()
-    lines = contents("--api-key-file", file).splitlines()
-    keys = tuple(line.strip() for line in lines)
+    keys = tuple(line.strip() for line in read_file(file, pipe=True).splitlines())
     keys = tuple(key for key in keys if key)
     if not keys:
         raise ValueError(f"--api-key-file: {file} has no key")
@@ -271,8 +272,9 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     from stree_jax.models.memory import size_of
     from stree_jax.pair import pair_configs
 
-    config, _ = pair_configs(args.model, args.drafter)
-    size = size_of(abstract_model(replace(config, mtp=()), weights_named(args.dtype)))
+    found = pair_configs(args.model, args.drafter)
+    dtype = weights_named(args.dtype or found.dtype)
+    size = size_of(abstract_model(replace(found.target, mtp=()), dtype))
     if size > limit:
         raise ValueError(
             f"memory: {shown_bytes(limit)} are too few: the weights alone are "
@@ -280,31 +282,20 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
         )
 
 
-def contents(name: str, file: Path) -> bytes:
-    """Returns the bytes of an option's file, which may be a pipe.
-
-    Raises:
-      ValueError: there are more than such a file can sensibly have.
-    """
-    with file.open("rb") as stream:
-        data = stream.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{name}: {file} has more than {MOST_BYTES} bytes")
-    return data
-
-
 def given_template(file: Path | None) -> str | None:
     """Returns the text of --chat-template; raises ValueError if it is no template."""
     from stree_jax.cli.chat import check_template
+    from stree_jax.convert.errors import CheckpointError
+    from stree_jax.convert.files import read_text
 
     if file is None:
         return None
     try:
-        text = contents("--chat-template", file).decode("utf-8")
+        text = read_text(file, pipe=True)
         check_template(text)
+    except CheckpointError:
+        raise
     except ValueError as error:
-        if str(error).startswith("--"):
-            raise
         raise ValueError(f"--chat-template: {file}: {error}") from error
     return text
 

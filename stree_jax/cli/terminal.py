@@ -19,8 +19,10 @@ import numpy as np
 from stree_jax.byte_sizes import shown_bytes
 from stree_jax.checkpoint import Model, resolve
 from stree_jax.cli.common import tell
+from stree_jax.cli.comparison import median_run, speed_of, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_asked
+from stree_jax.convert.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tokenizer import encoding, read_tokenizer
 from stree_jax.generation import (
     Options,
@@ -76,10 +78,15 @@ def load_models(
 
 
 def planned(args: argparse.Namespace, request: Request) -> Planned:
-    """What decodes it fastest in `args.memory`, by shapes alone."""
-    model, drafter = pair_configs(args.model, args.drafter)
+    """Plans what decodes the request fastest in `args.memory`, from shapes alone."""
+    found = pair_configs(args.model, args.drafter)
+    dtypes = [args.dtype or found.dtype]
     return plan(
-        model, args.memory, drafter=drafter, dtypes=[args.dtype], **asdict(request)
+        found.target,
+        args.memory,
+        drafter=found.drafter,
+        dtypes=dtypes,
+        **asdict(request),
     )
 
 
@@ -115,8 +122,9 @@ def sampling_of(args: argparse.Namespace) -> Sampling | None:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """Options of `generate` that plain decoding has too."""
+    """Returns the options of plain decoding; a drafter and a tree replace its own."""
     return Options(
+        drafter=None,
         max_new_tokens=args.max_new_tokens,
         min_new_tokens=args.min_new_tokens,
         sampling=sampling_of(args),
@@ -139,13 +147,32 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise ValueError("give the prompt as an argument or with --file, not both")
     if args.prompt is not None:
         return check_text("the prompt", args.prompt)
-    if args.file is None and sys.stdin.isatty():
-        print("stree-jax: reading the prompt; Ctrl-D ends it", file=sys.stderr)
+    if args.file is None and sys.stdin is not None and sys.stdin.isatty():
+        tell("stree-jax: reading the prompt; Ctrl-D ends it")
+    if args.file is not None:
+        return read_text(args.file, pipe=True)
+    return read_stdin()
+
+
+def read_stdin(line: bool = False) -> str:
+    """Reads standard input to its end, or one line of it; "" where it has ended.
+
+    Raises:
+      ValueError: it is closed, not UTF-8, or more than a prompt can have.
+    """
+    if sys.stdin is None:
+        raise ValueError("standard input: it is closed; give the prompt as an argument")
+    # Files and pipes hold UTF-8, whatever encoding the terminal has.
+    typed = sys.stdin.isatty() or not hasattr(sys.stdin, "buffer")
+    stream = sys.stdin if typed else sys.stdin.buffer
+    read = stream.readline if line else stream.read
     try:
-        text = sys.stdin.read() if args.file is None else args.file.read_text("utf-8")
+        found = read(MOST_TEXT + 1)
+        text = found if isinstance(found, str) else universal(found.decode("utf-8"))
     except UnicodeDecodeError as error:
-        source = args.file or "standard input"
-        raise ValueError(f"{source}: not UTF-8 text ({error.reason})") from error
+        raise ValueError(f"standard input: not UTF-8 text ({error.reason})") from error
+    if len(found) > MOST_TEXT:
+        raise ValueError(f"standard input: more than {MOST_TEXT} bytes")
     return check_text("standard input", text)
 
 
@@ -251,14 +278,21 @@ def compare(
     options: Options,
     plainly: Options,
 ) -> None:
-    """Add plain decoding's figures, and whether the tokens are its own."""
-    timed = generate(target, prompt, **options)  # compiled by now
+    """Adds the figures of plain decoding, and whether it gives the same tokens."""
     with waiting(f"plain decoding, {working()}"):
         generate(target, prompt, **plainly)
-    plain = generate(target, prompt, **plainly)
+    with waiting("timing both ways of decoding"):
+        drafted, plain_runs = timed_in_turn(
+            [
+                lambda: generate(target, prompt, **options),
+                lambda: generate(target, prompt, **plainly),
+            ]
+        )
+    timed, plain = median_run(drafted), median_run(plain_runs)
     report.update(figures(target, timed))
     report["plain"] = figures(target, plain)
     report["speedup"] = plain.decode_s / timed.decode_s
+    report["turns"] = len(drafted)
     if result.promise != "tokens":
         report["equal_to_plain"] = None  # equal in distribution, if that
         return
@@ -357,11 +391,7 @@ def closing_line(report: dict[str, Any]) -> str:
         line += ", not the target's text (rule typical)"
     if "plain" not in report:
         return line + f", {report['first_run_s']:.1f} s with compilation]"
-    line += (
-        f", {report['tokens_per_s']:.0f} tokens/s"
-        f", {report['speedup']:.2f}x plain decoding "
-        f"({report['plain']['tokens_per_s']:.0f} tokens/s); "
-    )
+    line += f", {speed_of(report)}; "
     if report["promise"] == "nothing":
         line += "another text than plain decoding's]"
     elif report["equal_to_plain"] is None:
@@ -410,8 +440,9 @@ BRACKETS = {
 
 
 def coloured(stream: Any) -> bool:
-    """Whether to write colours: to a terminal, unless NO_COLOR asks for none."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+    """True for a terminal that shows colours, unless NO_COLOR is set."""
+    dumb = os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def explained(decoder: Decoder, result: Generation, colours: bool) -> str:

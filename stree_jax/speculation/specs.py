@@ -40,6 +40,7 @@ from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec, passes_skip
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree
 
+AUTO = "auto"  # the default drafter of the API and, but for the demo, of commands
 LOOKUP = "lookup"  # the drafter that needs no model
 MTP = "mtp"  # layers of the target itself
 MODEL_WIDTH, MODEL_DEPTH = 3, 8  # most of a model's levels, with tree "auto"

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from stree_jax.convert.files import read_text
 from stree_jax.models import (
     Model,
     chain_nodes,
@@ -112,7 +113,7 @@ def filled(
     told, done = file.with_name(f"{file.name}.json"), 0
     wanted = {**facts, "shape": list(shape)}
     if told.is_file() and file.is_file():
-        found = json.loads(told.read_text("utf-8"))
+        found = json.loads(read_text(told))
         done = found.pop("done")
         if found != wanted:
             raise ValueError(

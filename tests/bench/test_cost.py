@@ -209,7 +209,7 @@ def bundled(pair):
     target, drafter = pair
     texts = ["def fibonacci(n):\n", "import os\n", "It was the best of times, ", "x"]
     prompts = [target.tokenizer.encode(text).ids for text in texts]
-    plain = stree_jax.generate(target, prompts, max_new_tokens=96)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=96, drafter=None)
     rows = zip(prompts, plain.tokens, strict=True)
     return prompts, [cost.drafter_ranks(drafter, *row) for row in rows]
 

@@ -85,7 +85,11 @@ def test_accuracies_are_those_of_greedy_text(report, pair, heads):
     target = pair[0]
     for title, prompts in PROMPTS.items():
         said = stree_jax.generate(
-            target, prompts, max_new_tokens=NEW, stop_tokens=()
+            target,
+            prompts,
+            max_new_tokens=NEW,
+            stop_tokens=(),
+            drafter=None,
         ).tokens
         ranks = []
         for prompt, own in zip(encode_prompts(target, prompts), said, strict=True):
@@ -139,9 +143,9 @@ def test_what_typical_acceptance_makes_of_a_text(report, pair, heads):
     settings = [Sampling(1.0, seed=i) for i in range(len(texts))]
     drafting = dict(drafter=heads, tree="chain:2", rule="typical")
     for name, options in (
-        ("sampling", dict(sampling=settings)),
+        ("sampling", dict(drafter=None, sampling=settings)),
         ("typical", dict(sampling=settings, **drafting)),
-        ("greedy", {}),
+        ("greedy", dict(drafter=None)),
     ):
         said = stree_jax.generate(
             target, texts, max_new_tokens=NEW, stop_tokens=(), **options

@@ -149,7 +149,7 @@ def test_malformed_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="config.json: not readable as JSON"):
             read(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match="jinja: not readable as text"):
+    with pytest.raises(CheckpointError, match="jinja: not UTF-8 text"):
         read_chat_template(tmp_path)
 
 

@@ -254,7 +254,9 @@ def test_chat_is_generation_over_the_whole_history(
         new = f"u{said}\na" if templated else f"{said}\n"
         new = "\n" + new if templated and history else new
         history += model.tokenizer.encode(new).ids
-        result = stree_jax.generate(model, [history], max_new_tokens=5, stop_tokens=())
+        result = stree_jax.generate(
+            model, [history], max_new_tokens=5, stop_tokens=(), drafter=None
+        )
         history += result.tokens[0]
         spoken += result.texts[0] + "\n"
     assert out == spoken

@@ -98,7 +98,7 @@ def test_a_template_spells_a_conversation(tmp_path):
 
 @pytest.mark.parametrize(
     ("limit", "problem"),
-    [("1MB", "the weights alone are 39."), ("much", "want bytes such as 8GB")],
+    [("1MB", "the weights alone are 19."), ("much", "want bytes such as 8GB")],
 )
 def test_weights_beyond_the_limit_are_not_read(capsys, monkeypatch, limit, problem):
     monkeypatch.setattr(serve, "loaded", LOADED)

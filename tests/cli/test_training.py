@@ -68,7 +68,11 @@ def test_a_drafter_with_the_targets_embedding_learns_from_its_own_text(prepared)
     own = np.fromfile(prepared / "work/train.own", np.int32).reshape(-1, 64 + 129)
     assert len(own) == 4  # 500 in texts of 129
     said = stree_jax.generate(
-        target, own[:, :64].tolist(), max_new_tokens=129, stop_tokens=()
+        target,
+        own[:, :64].tolist(),
+        max_new_tokens=129,
+        stop_tokens=(),
+        drafter=None,
     )
     assert own[:, 64:].tolist() == said.tokens
 

@@ -112,7 +112,9 @@ def test_greedy_text(pair):
     if len(set(model.config.layers)) == 1 and model.config.norm == "rms":
         pytest.skip("the hybrids and LayerNorm stand for all: four programs a case")
     prompt = tokens_of(5, 6).tolist()
-    plain = stree_jax.generate(model, [prompt], max_new_tokens=12, stop_tokens=())
+    plain = stree_jax.generate(
+        model, [prompt], max_new_tokens=12, stop_tokens=(), drafter=None
+    )
     tree = stree_jax.generate(
         model, [prompt], max_new_tokens=12, stop_tokens=(), drafter=model, tree="D"
     )

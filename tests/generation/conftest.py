@@ -53,6 +53,7 @@ def ask(target, prompts):
             options = dict(tree=TREE) | options
         defaults = dict(
             max_new_tokens=NEW,
+            drafter=None,
             sampling=SAMPLING,
             min_new_tokens=[0, 1, 1, 1],
             stop_tokens=(),

@@ -55,7 +55,12 @@ def test_the_mixed_batch_is_varied(mixed):
 
 def test_the_greedy_row_is_greedy_decoding(target, prompts, mixed):
     alone = stree_jax.generate(
-        target, prompts[:1], max_new_tokens=24, stop_tokens=[2, 3], capacity=CAPACITY
+        target,
+        prompts[:1],
+        max_new_tokens=24,
+        stop_tokens=[2, 3],
+        capacity=CAPACITY,
+        drafter=None,
     )
     assert alone.tokens == mixed.tokens[:1]
     assert alone.texts == mixed.texts[:1]
@@ -275,7 +280,7 @@ def test_samples_of_a_prompt(target, prompts, drafter):
     )
     pair = [prompts[3], prompts[2]]
     few = stree_jax.generate(target, pair, n=3, drafter=drafter, tree=TREE, **common)
-    many = stree_jax.generate(target, pair, n=5, **common)
+    many = stree_jax.generate(target, pair, n=5, **common, drafter=None)
     assert len(few.tokens) == 6 and len(many.tokens) == 10
     assert len(set(map(tuple, many.tokens[:5]))) == 1
     assert len(set(map(tuple, many.tokens[5:]))) == 5

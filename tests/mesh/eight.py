@@ -101,7 +101,9 @@ def held():
     model = random_model(FAMILIES["bamba"], 1)
     ids = prompts(model.config)
     models = model, stree_jax.shard(model, mesh_of(MESH))
-    states = [begin(m, ids, max_new_tokens=2)[0].state.layers for m in models]
+    states = [
+        begin(m, ids, max_new_tokens=2, drafter=None)[0].state.layers for m in models
+    ]
     return {
         "weights": [on_a_device(m.params) for m in models],
         "state": [on_a_device(state) for state in states],
@@ -123,9 +125,13 @@ def refusals():
     cut = stree_jax.shard(model, mesh)
     other = stree_jax.shard(model, mesh_of("1x2"))
     rows = jax.make_mesh((2,), ("rows",), axis_types=auto, devices=jax.devices()[:2])
-    past = stree_jax.generate(model, [[1, 2]], max_new_tokens=1, keep_past=True).past
+    past = stree_jax.generate(
+        model, [[1, 2]], max_new_tokens=1, keep_past=True, drafter=None
+    ).past
     int8 = model.replace(params=cast_params(model.params, np.dtype(np.int8)))
-    generate = partial(refused, partial(stree_jax.generate, max_new_tokens=1))
+    generate = partial(
+        refused, partial(stree_jax.generate, max_new_tokens=1, drafter=None)
+    )
     return {
         "axis": refused(stree_jax.shard, model, rows),
         "size": refused(stree_jax.shard, model, mesh_of("1x7")),

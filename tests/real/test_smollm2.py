@@ -46,7 +46,9 @@ def model(file):
 @pytest.fixture(scope="module")
 def plain(model):
     """Tokens of plain greedy decoding, by prompt."""
-    return stree_jax.generate(model, list(PROMPTS), max_new_tokens=NEW).tokens
+    return stree_jax.generate(
+        model, list(PROMPTS), max_new_tokens=NEW, drafter=None
+    ).tokens
 
 
 @pytest.fixture(scope="module")

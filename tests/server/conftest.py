@@ -44,6 +44,8 @@ def prompts():
 def plain(model, prompts):
     """Texts of plain decoding, each prompt by itself."""
     return [
-        stree_jax.generate(model, [prompt], max_new_tokens=new, capacity=256)
+        stree_jax.generate(
+            model, [prompt], max_new_tokens=new, capacity=256, drafter=None
+        )
         for prompt, new in zip(prompts, NEW, strict=True)
     ]

@@ -86,7 +86,9 @@ def test_greedy_text_after_a_kept_one_is_that_of_generate(batch, model):
     turn = [*first, *answer, *prompt_of(6, 5)]
     (found,) = said(batch, Asked(turn, 30))
     assert batch.prefixes.hits
-    wanted = stree_jax.generate(model, [turn], max_new_tokens=30, capacity=512)
+    wanted = stree_jax.generate(
+        model, [turn], max_new_tokens=30, capacity=512, drafter=None
+    )
     assert found == wanted.tokens[0]
 
 

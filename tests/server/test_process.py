@@ -58,13 +58,18 @@ def test_parallel_clients_get_the_texts_of_generate(served):
         prompt, new, drawn, _ = settings(i)
         if drawn is None and prompt not in wanted:
             most = dict(max_new_tokens=40, capacity=256)
-            (wanted[prompt],) = stree_jax.generate(target, prompt, **most).tokens
+            (wanted[prompt],) = stree_jax.generate(
+                target, prompt, **most, drafter=None
+            ).tokens
         if drawn is None:
             assert text == target.tokenizer.decode(wanted[prompt][:new]), i
     for i in (0, 3):
         prompt, new, drawn, _ = settings(i)
         most = dict(max_new_tokens=new, capacity=256, sampling=drawn)
-        assert texts[i] == stree_jax.generate(target, prompt, **most).texts[0]
+        assert (
+            texts[i]
+            == stree_jax.generate(target, prompt, **most, drafter=None).texts[0]
+        )
 
 
 def test_a_client_that_stops_reading_frees_its_row(served):

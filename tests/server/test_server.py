@@ -46,7 +46,13 @@ def test_parallel_requests_have_the_texts_of_generate(service, prompts, plain, m
     """Nine on three rows: greedy, drawn, streamed or with log-probabilities."""
     drawn = Sampling(0.8, top_p=0.9, seed=11)
     samples = stree_jax.generate(
-        model, [prompts[4]], max_new_tokens=20, sampling=drawn, n=2, capacity=256
+        model,
+        [prompts[4]],
+        max_new_tokens=20,
+        sampling=drawn,
+        n=2,
+        capacity=256,
+        drafter=None,
     )
 
     async def asked():
@@ -93,7 +99,7 @@ def test_parallel_requests_have_the_texts_of_generate(service, prompts, plain, m
 
 def test_log_probabilities_are_those_of_generate(service, model, prompts):
     lists = dict(max_new_tokens=12, stop_tokens=(), logprobs=2, capacity=256)
-    (wanted,) = stree_jax.generate(model, [prompts[0]], **lists).logprobs
+    (wanted,) = stree_jax.generate(model, [prompts[0]], **lists, drafter=None).logprobs
 
     async def asked():
         async with client_of(service) as client:
@@ -125,7 +131,11 @@ def test_log_probabilities_are_those_of_generate(service, model, prompts):
 
 def test_a_stop_string_ends_the_text_wherever_tokens_split(service, model, prompts):
     free = stree_jax.generate(
-        model, [prompts[0]], max_new_tokens=40, capacity=256
+        model,
+        [prompts[0]],
+        max_new_tokens=40,
+        capacity=256,
+        drafter=None,
     ).tokens[0]
     strings = across(free, 2)[:3]
     assert strings and not strings[0].isascii()

@@ -26,7 +26,7 @@ def generate(case: Case, **options: object) -> Generation:
         sampling=None if greedy else case.sampling,
         key=None if greedy else jax.random.key(case.key),
         n=case.group.n,
-        **options,
+        **{"drafter": None} | options,
     )
 
 

@@ -38,12 +38,12 @@ def plain_of(target, prompts, name):
     """Options of the setting, and the tokens that plain decoding has with them."""
     options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
     without = {k: v for k, v in options.items() if k != "rule"}
-    return options, stree_jax.generate(target, prompts, **without).tokens
+    return options, stree_jax.generate(target, prompts, **without, drafter=None).tokens
 
 
 def before_a_search(target, prompts):
     """A model that drafts, its state, the texts, and what a search below them asks."""
-    begun, plan = begin(target, prompts, max_new_tokens=8)
+    begun, plan = begin(target, prompts, max_new_tokens=8, drafter=None)
     history = begin_history(prompts_of(prompts, news_width=9, capacity=80))
     root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
     asked = root, begun.distribution(REAL), plan.spec.rule, jnp.asarray(PRIOR)

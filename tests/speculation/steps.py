@@ -12,7 +12,7 @@ LENGTHS = [1, 7, 33]  # of the prompts
 
 def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
     """Tokens by row, and the decoding itself, after so many steps."""
-    begun, _ = begin(target, prompts, max_new_tokens=max_new_tokens)
+    begun, _ = begin(target, prompts, max_new_tokens=max_new_tokens, drafter=None)
     padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
     for row, ids in zip(padded, prompts, strict=True):
         row[: len(ids)] = ids

@@ -108,7 +108,7 @@ def spec_of(target, drafter, tree=TREE, **options):
 @pytest.mark.parametrize("name", ORDERS)
 def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
     """Text is plain decoding's; the model has read the text, and no more than it."""
-    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
     spec = spec_of(target, drafter)
     policy = Ordered(spec.policy.times, spec.policy.tree, order=ORDERS[name])
     spec = replace(spec, policy=policy)
@@ -132,7 +132,9 @@ def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
             assert looking.history.tokens[b, :length].tolist() == text
             read = int(looking.reading.length[b])
             assert read <= len(text)
-            fresh, _ = begin(drafter, [[*text, 3][: read + 1]], max_new_tokens=1)
+            fresh, _ = begin(
+                drafter, [[*text, 3][: read + 1]], max_new_tokens=1, drafter=None
+            )
             chex.assert_trees_all_close(
                 [s.ssm[b] for s in looking.reading.layers if hasattr(s, "ssm")],
                 [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
@@ -148,7 +150,7 @@ def test_the_target_as_its_own_drafter_is_always_right(target, prompts):
     order = ((2, 3), (0, 0), (1, 0))
     policy = Ordered(spec.policy.times, spec.policy.tree, order=order)
     tokens, done = decode(replace(spec, policy=policy), target, prompts, NEW, 4)
-    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
     for row, whole in zip(tokens, plain.tokens, strict=True):
         assert row == whole[: len(row)]
     gained = np.asarray(done.gained)[np.asarray(done.finish) == 0]
@@ -180,7 +182,9 @@ def test_a_model_is_tried_if_it_could_pay_and_left_if_it_does_not(
     target, drafter, prompts, resumed
 ):
     """The one that is not tried has not read the prompts, either."""
-    past = stree_jax.generate(target, prompts, max_new_tokens=3, keep_past=True).past
+    past = stree_jax.generate(
+        target, prompts, max_new_tokens=3, keep_past=True, drafter=None
+    ).past
 
     def used(drafter, given):
         at, plan = begin(

@@ -45,7 +45,9 @@ def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
     assert trees_of(spec, at, replace(draft, partly=True)).tolist() == [2, 0, 0]
     options = dict(OPTIONS, times=spec.policy.times, stop_tokens=())
     again = stree_jax.generate(target, texts[:2], **options)
-    plain = stree_jax.generate(target, texts[:2], max_new_tokens=12, stop_tokens=())
+    plain = stree_jax.generate(
+        target, texts[:2], max_new_tokens=12, stop_tokens=(), drafter=None
+    )
     assert again.tokens == plain.tokens
     repeated, other = again.calls_by_size
     assert repeated[1:].sum() > other[1:].sum()
@@ -81,9 +83,15 @@ def test_rows_that_have_ended_take_no_time(target, drafts, tree):
 def test_rows_that_end_leave_the_others_as_they_were(target, prompts):
     """Whenever they end, and whatever is drafted."""
     limits = [3, 17, 9][: len(prompts)]
-    for options in ({}, dict(drafter=target, tree="A"), dict(drafter="lookup")):
+    for options in (
+        dict(drafter=None),
+        dict(drafter=target, tree="A"),
+        dict(drafter="lookup"),
+    ):
         one_by_one = [
-            stree_jax.generate(target, [p], max_new_tokens=n, stop_tokens=()).tokens[0]
+            stree_jax.generate(
+                target, [p], max_new_tokens=n, stop_tokens=(), drafter=None
+            ).tokens[0]
             for p, n in zip(prompts, limits, strict=False)
         ]
         together = stree_jax.generate(
@@ -113,7 +121,9 @@ def test_rows_have_trees_of_their_own_where_all_sizes_share_a_step(
 
 @pytest.mark.parametrize("tree", ["auto:1,4", "auto:1,4,32"])
 def test_trees_that_share_no_step_are_whole(target, prompts, tree):
-    plain = stree_jax.generate(target, prompts, max_new_tokens=14, stop_tokens=())
+    plain = stree_jax.generate(
+        target, prompts, max_new_tokens=14, stop_tokens=(), drafter=None
+    )
     given = times([1.0] * tree.count(",") + [1.0])
     options = dict(drafter=target, tree=tree, times=given, stop_tokens=())
     result = stree_jax.generate(target, prompts, max_new_tokens=14, **options)

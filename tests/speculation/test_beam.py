@@ -76,7 +76,7 @@ def test_the_draft_is_a_beam_search(target, drafter, prompts, penalty):
 
 @pytest.mark.parametrize("beam", ["beam:3x4", "beam:1x3", "beam:5x1", "beam:2x8"])
 def test_the_text_is_plain_decodings(target, drafter, prompts, beam):
-    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
     result = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, drafter=drafter, tree=beam
     )
@@ -91,7 +91,7 @@ def test_sampled_text_is_plain_samplings_seed_by_seed(target, drafter, prompts):
         Sampling(temperature=1.2, top_k=20, seed=6),
     ]
     options = {"max_new_tokens": NEW, "sampling": sampling}
-    plain = stree_jax.generate(target, prompts, **options)
+    plain = stree_jax.generate(target, prompts, **options, drafter=None)
     result = stree_jax.generate(
         target, prompts, **options, drafter=drafter, tree="beam:3x4"
     )
@@ -136,7 +136,9 @@ def test_inside_the_users_own_jit(target, drafter, prompts):
             target, drafter, BEAM, text, lengths, max_new_tokens=8
         ).tokens
 
-    plain = stree_jax.generate(target, prompts, max_new_tokens=8, stop_tokens=())
+    plain = stree_jax.generate(
+        target, prompts, max_new_tokens=8, stop_tokens=(), drafter=None
+    )
     width = max(map(len, prompts))
     text = jnp.asarray([p + [0] * (width - len(p)) for p in prompts], jnp.int32)
     lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)

@@ -42,7 +42,9 @@ DEPTH = 6
 
 def ngrams_of(drafter, prompts, order=5):
     """Counted in the texts that the drafter writes after the prompts, and in them."""
-    said = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
+    said = stree_jax.generate(
+        drafter, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
+    )
     texts = [
         (ids[-1:] + more)[:NEW] for ids, more in zip(prompts, said.tokens, strict=True)
     ]

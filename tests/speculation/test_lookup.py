@@ -258,7 +258,10 @@ SETTINGS = {
 def test_the_text_is_plain_decodings(target, prompts, name, tree):
     options = dict(max_new_tokens=[NEW, NEW, 7], stop_tokens=(), **SETTINGS[name])
     plain = stree_jax.generate(
-        target, prompts, **{k: v for k, v in options.items() if k != "rule"}
+        target,
+        prompts,
+        **{k: v for k, v in options.items() if k != "rule"},
+        drafter=None,
     )
     result = stree_jax.generate(target, prompts, drafter="lookup", tree=tree, **options)
     assert result.tokens == plain.tokens
@@ -286,7 +289,7 @@ def test_samples_and_turns_keep_their_history(target, prompts):
     options = dict(drafter="lookup", tree="auto:1,6", stop_tokens=())
     sampled = dict(sampling=Sampling(temperature=0.6), n=2, max_new_tokens=20)
     many = stree_jax.generate(target, prompts, **options, **sampled)
-    plain = stree_jax.generate(target, prompts, stop_tokens=(), **sampled)
+    plain = stree_jax.generate(target, prompts, stop_tokens=(), **sampled, drafter=None)
     assert many.tokens == plain.tokens
     first = stree_jax.generate(
         target, prompts, max_new_tokens=9, keep_past=True, **options
@@ -329,6 +332,6 @@ def test_it_runs_inside_jit_and_under_grad_free_transforms(target, prompts):
         return done.tokens, done.length
 
     tokens, length = run(target, jnp.asarray(padded), lengths)
-    plain = stree_jax.generate(target, prompts, max_new_tokens=12)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=12, drafter=None)
     for b in range(3):
         assert tokens[b, : int(length[b])].tolist() == plain.tokens[b]

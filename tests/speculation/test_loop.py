@@ -47,7 +47,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def plain(target, prompts):
-    return stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    return stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
 
 
 def test_plain_decoding_is_the_argmax_of_the_scores(target, prompts, plain):
@@ -123,7 +123,9 @@ def test_never_a_token_more(target, drafters, prompts, plain, limit):
 
 
 def test_stop_in_the_middle_of_an_accepted_run(target, drafters, prompts):
-    free = stree_jax.generate(target, prompts, max_new_tokens=NEW, stop_tokens=())
+    free = stree_jax.generate(
+        target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
+    )
     assert free.finish_reasons == ["length"] * len(prompts)
     for place in (2, 3, 8):
         stop = free.tokens[2][place]
@@ -148,7 +150,10 @@ def test_default_stop_tokens_are_the_models(target, prompts, plain):
     stop = int(counts.argmax())
     config = dataclasses.replace(target.config, stop_tokens=(stop,))
     result = stree_jax.generate(
-        target.replace(config=config), prompts, max_new_tokens=NEW
+        target.replace(config=config),
+        prompts,
+        max_new_tokens=NEW,
+        drafter=None,
     )
     for row, tokens in zip(result.tokens, plain.tokens, strict=True):
         assert row == (tokens[: tokens.index(stop) + 1] if stop in tokens else tokens)
@@ -178,7 +183,7 @@ def test_state_after_decoding_is_the_state_of_the_text(target, drafters, prompts
         prompt + np.asarray(done.tokens)[b, : int(done.length[b])].tolist()
         for b, prompt in enumerate(prompts)
     ]
-    plainly, _ = begin(target, text, max_new_tokens=NEW)
+    plainly, _ = begin(target, text, max_new_tokens=NEW, drafter=None)
     for b, row in enumerate(text):
         assert int(state.length[b]) == int(plainly.state.length[b]) == len(row) - 1
     chex.assert_trees_all_close(
@@ -229,7 +234,7 @@ def test_other_prompts_and_limits_trace_nothing(target, prompts):
         return loop.advance(spec, begun, steps)
 
     for batch, limit in ((prompts, NEW), (prompts[::-1], 5)):
-        begun, plan = begin(target, batch, max_new_tokens=limit)
+        begun, plan = begin(target, batch, max_new_tokens=limit, drafter=None)
         run(plan.spec, begun, jnp.int32(3))
 
 
@@ -265,7 +270,10 @@ def test_errors_come_before_anything_runs(target, drafters):
     small = other.replace(config=dataclasses.replace(other.config, num_tokens=40))
     cases = [
         (dict(max_new_tokens=0), "max_new_tokens: want at least 1"),
-        (dict(max_new_tokens=4, tree="A"), "tree: a tree needs a drafter"),
+        (
+            dict(max_new_tokens=4, drafter=None, tree="A"),
+            "tree: a tree needs a drafter",
+        ),
         (dict(max_new_tokens=4, drafter=other, tree="Z"), "unknown name 'Z'"),
         (dict(max_new_tokens=4, drafter=small), "its vocabulary has 40 tokens"),
     ]
@@ -279,7 +287,7 @@ def test_errors_come_before_anything_runs(target, drafters):
         ("text", "no tokenizer.json"),
     ]:
         with pytest.raises(ValueError, match=message):
-            stree_jax.generate(target, prompts, max_new_tokens=4)
+            stree_jax.generate(target, prompts, max_new_tokens=4, drafter=None)
     with pytest.raises(ValueError, match="parents: 2 nodes, but 1 tokens"):
         stree_jax.score_tree(target, [1], [2], [-1, 0])
     with pytest.raises(ValueError, match="want integers with 2 axes"):
@@ -287,7 +295,9 @@ def test_errors_come_before_anything_runs(target, drafters):
 
 
 def test_capacity_can_be_shared(target, prompts, plain):
-    result = stree_jax.generate(target, prompts, max_new_tokens=NEW, capacity=400)
+    result = stree_jax.generate(
+        target, prompts, max_new_tokens=NEW, capacity=400, drafter=None
+    )
     assert result.tokens == plain.tokens
 
 
@@ -323,6 +333,7 @@ def test_going_on_compiles_nothing(target, drafters, prompts, tree, sampled):
     """What the loop gives is what it takes, to types that only `jit` can tell apart:
     an integer that is weakly one is another program's argument."""
     options = dict(sampling=stree_jax.Sampling(1.0)) if sampled else {}
+    options |= dict(drafter=None)
     if tree is not None:
         options |= dict(drafter=drafters["half"], tree=tree)
     decoding, plan = begin(target, prompts, max_new_tokens=24, **options)

@@ -63,7 +63,7 @@ def test_the_text_is_plain_decodings(target, heads, prompts, name):
     """Batches of different lengths, with ends in the middle of an accepted run."""
     options = dict(max_new_tokens=[NEW, 5, NEW], **SETTINGS[name])
     plainly = {k: v for k, v in options.items() if k != "rule"}
-    plain = stree_jax.generate(target, prompts, **plainly)
+    plain = stree_jax.generate(target, prompts, **plainly, drafter=None)
     result = stree_jax.generate(target, prompts, drafter=heads, tree=TREE, **options)
     assert result.tokens == plain.tokens
     assert result.finish_reasons == plain.finish_reasons
@@ -78,7 +78,7 @@ def test_auto_asks_heads_beside_lookup(target, heads, prompts, name):
     times = assumed_times(Auto(), True)
     options = dict(max_new_tokens=NEW, **SETTINGS[name])
     asked = dict(drafter=heads, tree="auto", times=times)
-    plain = stree_jax.generate(target, prompts, **options)
+    plain = stree_jax.generate(target, prompts, **options, drafter=None)
     result = stree_jax.generate(target, prompts, **asked, **options)
     assert result.tokens == plain.tokens and result.tree_sizes == Auto().sizes
     (drafted,) = (t for t in result.traffic if t.stage == "heads")
@@ -136,10 +136,12 @@ def test_auto_has_the_best_paths_of_guesses_that_go_by_depth():
 
 def test_stop_tokens_end_it_where_plain_decoding_ends(target, heads, prompts):
     """And not before so many tokens, although heads guess them."""
-    free = stree_jax.generate(target, prompts, max_new_tokens=NEW, stop_tokens=())
+    free = stree_jax.generate(
+        target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
+    )
     stop = next(t for t in free.tokens[0][3:] if t not in free.tokens[0][:3])
     options = dict(max_new_tokens=NEW, stop_tokens=[stop], min_new_tokens=[0, 9, 9])
-    plain = stree_jax.generate(target, prompts, **options)
+    plain = stree_jax.generate(target, prompts, **options, drafter=None)
     result = stree_jax.generate(target, prompts, drafter=heads, tree=TREE, **options)
     assert result.tokens == plain.tokens != free.tokens
     assert result.finish_reasons == plain.finish_reasons
@@ -153,7 +155,7 @@ def test_a_conversation_goes_on_with_heads(target, heads, prompts):
     drafting = dict(drafter=heads, tree=TREE)
     more = [[11, 12], [13], list(range(8, 40)) * 4]
     first = stree_jax.generate(target, prompts, keep_past=True, **options, **drafting)
-    plain = stree_jax.generate(target, prompts, keep_past=True, **options)
+    plain = stree_jax.generate(target, prompts, keep_past=True, **options, drafter=None)
     assert first.tokens == plain.tokens
     text = [p + t + m for p, t, m in zip(prompts, first.tokens, more, strict=True)]
     anew = stree_jax.generate(target, text, **options, **drafting)
@@ -161,11 +163,13 @@ def test_a_conversation_goes_on_with_heads(target, heads, prompts):
         later = stree_jax.generate(target, more, past=past, **options, **drafting)
         assert later.tokens == anew.tokens
         assert later.gained.tolist() == anew.gained.tolist()
-    without = stree_jax.generate(target, more, past=first.past, **options)
+    without = stree_jax.generate(target, more, past=first.past, **options, drafter=None)
     assert without.tokens == anew.tokens
     nothing = [[], [], []]
     onward = stree_jax.generate(target, nothing, past=first.past, **options, **drafting)
-    alone = stree_jax.generate(target, nothing, past=plain.past, **options)
+    alone = stree_jax.generate(
+        target, nothing, past=plain.past, **options, drafter=None
+    )
     assert onward.tokens == alone.tokens
 
 
@@ -185,7 +189,7 @@ def test_generation_in_a_jitted_function(target, heads, prompts):
         return done.tokens, done.length, done.calls
 
     tokens, length, calls = map(np.asarray, run(bare, heads, jnp.asarray(padded)))
-    plain = stree_jax.generate(target, prompts, max_new_tokens=8)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=8, drafter=None)
     for row, n, want in zip(tokens, length, plain.tokens, strict=True):
         assert row[:n].tolist() == want
     assert calls.sum() < length.sum()
@@ -206,7 +210,7 @@ def test_heads_of_another_dtype_with_outputs_of_their_own(target, prompts):
     }
     config = random_heads(target, heads=3, own_output=True).config
     own = other.replace(params=params, config=config)
-    plain = stree_jax.generate(target, prompts, max_new_tokens=9)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=9, drafter=None)
     for heads in (other, own):
         result = stree_jax.generate(
             target, prompts, max_new_tokens=9, drafter=heads, tree="chain:3"
@@ -368,7 +372,9 @@ def test_sparse_trees_want_heads(target):
             target, drafter, "goes by the accuracies of Medusa heads", tree="sparse:8"
         )
     with pytest.raises(ValueError, match="tree: a tree needs a drafter"):
-        stree_jax.generate(target, [[8]], max_new_tokens=2, tree="sparse:8")
+        stree_jax.generate(
+            target, [[8]], max_new_tokens=2, tree="sparse:8", drafter=None
+        )
 
 
 def test_heads_of_another_model_are_refused(target, heads):

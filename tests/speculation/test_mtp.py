@@ -115,7 +115,7 @@ def drafted(target, prompts, change=lambda drafter: drafter):
     """By step and running row: the text so far, and the tree drafted below its end."""
     begun, plan = begin(target, [[3]], max_new_tokens=1, drafter="mtp", tree=TREE)
     spec = replace(plan.spec, drafter=Watched(change(plan.spec.drafter)))
-    begun, _ = begin(target, prompts, max_new_tokens=NEW, stop_tokens=())
+    begun, _ = begin(target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None)
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, ids in zip(padded, prompts, strict=True):
         row[: len(ids)] = ids
@@ -262,9 +262,8 @@ def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkey
 
 @pytest.fixture(scope="module")
 def generate(target, prompts):
-    return partial(
-        stree_jax.generate, target, prompts, max_new_tokens=NEW, stop_tokens=()
-    )
+    plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
+    return partial(stree_jax.generate, target, prompts, **plainly)
 
 
 def test_greedy_text_is_plain_text(generate):
@@ -287,7 +286,7 @@ def test_layers_that_are_not_asked_read_nothing(source, target, generate, prompt
     assert bare.config.mtp == () and "mtp" not in bare.params
     before = loop.advance_jit._cache_size()
     options = dict(max_new_tokens=NEW, stop_tokens=())
-    first = stree_jax.generate(bare, prompts, **options)
+    first = stree_jax.generate(bare, prompts, **options, drafter=None)
     after = loop.advance_jit._cache_size()
     assert generate().tokens == first.tokens
     assert loop.advance_jit._cache_size() == after <= before + 1
@@ -349,7 +348,10 @@ def test_stop_tokens_end_rows_alone(target, prompts, generate):
     result = stree_jax.generate(
         target, prompts, drafter="mtp", tree=TREE, keep_past=True, **options
     )
-    assert result.tokens == stree_jax.generate(target, prompts, **options).tokens
+    assert (
+        result.tokens
+        == stree_jax.generate(target, prompts, **options, drafter=None).tokens
+    )
     assert result.lengths[0] < NEW == result.lengths[2]
     heard, read = result.past.drafter.state.length, result.past.target.length
     assert isinstance(result.past.drafter, Heard)
@@ -369,7 +371,9 @@ def test_a_conversation_goes_on(target, prompts, first):
     )
     whole = [a + b + c for a, b, c in zip(prompts, one.tokens, more, strict=True)]
     options |= dict(keep_past=False)
-    assert two.tokens == stree_jax.generate(target, whole, **options).tokens
+    assert (
+        two.tokens == stree_jax.generate(target, whole, **options, drafter=None).tokens
+    )
     heard = two.past.drafter.state.length - two.past.target.length
     if first is None:
         unheard = [len(a) + 9 - 1 for a in prompts]

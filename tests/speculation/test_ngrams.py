@@ -202,7 +202,9 @@ def target():
 @pytest.fixture(scope="module")
 def drafter(target, prompts):
     """Counted in the target's own texts, and so right now and then."""
-    texts = stree_jax.generate(target, prompts, max_new_tokens=60, stop_tokens=())
+    texts = stree_jax.generate(
+        target, prompts, max_new_tokens=60, stop_tokens=(), drafter=None
+    )
     return katz(count_grams(np.array(texts.tokens), 3, REAL), REAL, slots=512, keep=8)
 
 
@@ -220,7 +222,10 @@ def test_the_text_is_plain_decodings(target, drafter, prompts, name):
     """With the default rule too, and an end in the middle of an accepted run."""
     options = dict(max_new_tokens=[NEW, 5, NEW], **SETTINGS[name])
     plain = stree_jax.generate(
-        target, prompts, **{k: v for k, v in options.items() if k != "rule"}
+        target,
+        prompts,
+        **{k: v for k, v in options.items() if k != "rule"},
+        drafter=None,
     )
     result = stree_jax.generate(target, prompts, drafter=drafter, tree="A", **options)
     assert result.tokens == plain.tokens
@@ -233,13 +238,13 @@ def test_the_text_is_plain_decodings(target, drafter, prompts, name):
 
 
 def test_the_default_tree_is_a_fixed_one(target, drafter, prompts):
-    plain = stree_jax.generate(target, prompts, max_new_tokens=9)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=9, drafter=None)
     result = stree_jax.generate(target, prompts, max_new_tokens=9, drafter=drafter)
     assert result.tokens == plain.tokens and result.tree_sizes == (16,)
 
 
 def test_one_node_is_plain_decoding(target, drafter, prompts):
-    plain = stree_jax.generate(target, prompts, max_new_tokens=9)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=9, drafter=None)
     result = stree_jax.generate(
         target, prompts, max_new_tokens=9, drafter=drafter, tree="chain:0"
     )

@@ -42,7 +42,7 @@ def one_row(target, options, prompt, new, sampling):
         max_new_tokens=NEW,
         sampling=sampling or GREEDY,
         capacity=CAPACITY,
-        **options,
+        **{"drafter": None} | options,
     )
     requests = replace(decoding.requests, max_new_tokens=jnp.asarray([new], jnp.int32))
     return replace(decoding, requests=requests), plan.spec
@@ -86,7 +86,7 @@ def by_itself(target, options):
 @pytest.fixture(scope="module")
 def alone(target):
     """The texts of plain decoding."""
-    texts, _ = by_itself(target, {})
+    texts, _ = by_itself(target, dict(drafter=None))
     assert len({len(text) for text in texts}) > 2
     return texts
 
@@ -151,6 +151,6 @@ def test_rows_of_other_sizes_are_refused(target):
     greedy = replace(one, requests=replace(one.requests, sampling=None))
     with pytest.raises(ValueError, match="the same capacity"):
         jax.eval_shape(rows.admit, spec, batch, jnp.int32(0), greedy)
-    plan = begin(target, [[3]], max_new_tokens=NEW, capacity=2 * CAPACITY)
+    plan = begin(target, [[3]], max_new_tokens=NEW, capacity=2 * CAPACITY, drafter=None)
     with pytest.raises(ValueError, match="the same capacity"):
         jax.eval_shape(rows.admit, spec, batch, jnp.int32(0), plan[0])

@@ -27,7 +27,7 @@ NEW = 20
 
 @pytest.fixture(scope="module")
 def plain(target, prompts):
-    return stree_jax.generate(target, prompts, max_new_tokens=NEW)
+    return stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
 
 
 @struct.dataclass
@@ -97,7 +97,9 @@ def test_steps_without_drafts_leave_nothing_stale(
             read = len(text) - count
             assert int(reading.state.length[b]) == read
             assert reading.unread[b, :count].tolist() == text[read:]
-            fresh, _ = begin(drafter, [text[: read + 1]], max_new_tokens=1)
+            fresh, _ = begin(
+                drafter, [text[: read + 1]], max_new_tokens=1, drafter=None
+            )
             chex.assert_trees_all_close(
                 [s.ssm[b] for s in reading.state.layers if hasattr(s, "ssm")],
                 [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],

@@ -31,7 +31,9 @@ def target():
 @pytest.fixture(scope="module")
 def ngrams(drafter, prompts):
     """Counted in the drafter's own texts, and so right now and then."""
-    texts = stree_jax.generate(drafter, prompts, max_new_tokens=NEW, stop_tokens=())
+    texts = stree_jax.generate(
+        drafter, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
+    )
     grams = count_grams(np.array(texts.tokens), 3, REAL)
     return katz(grams, REAL, slots=512, keep=4)
 
@@ -170,7 +172,7 @@ def test_a_tied_embedding_is_read_with_the_head(target):
 def test_traffic_of_others(target, drafter, prompts):
     """Plain decoding and lookup read the target alone; auto may draft with a model."""
     short = dict(max_new_tokens=6)
-    plain = stree_jax.generate(target, prompts, **short)
+    plain = stree_jax.generate(target, prompts, **short, drafter=None)
     lookup = stree_jax.generate(
         target, prompts, drafter="lookup", tree="chain:4", **short
     )
@@ -201,7 +203,7 @@ def test_a_past_goes_on_with_trees_that_fit(runs, target, ngrams, drafter, promp
     _, staged = runs("greedy")
     more, who = [[11, 12], [], [13]], Staged(drafter, ngrams, 2)
     text = [p + t + m for p, t, m in zip(prompts, staged.tokens, more, strict=True)]
-    anew = stree_jax.generate(target, text, max_new_tokens=NEW)
+    anew = stree_jax.generate(target, text, max_new_tokens=NEW, drafter=None)
     auto = resolve_tree("auto:1,4")
     times = assumed_times(auto, with_model=True)
     later = continued(target, staged.past, who, more, tree=auto, times=times)
@@ -260,7 +262,10 @@ def test_a_model_may_guess_for_a_model(target, drafter, three, prompts):
     assert [stage.stage for stage in first.traffic][1:] == ["drafter", "inner drafter"]
     later = continued(target, first.past, who, [[], [], []], **options)
     text = [p + t for p, t in zip(prompts, first.tokens, strict=True)]
-    assert later.tokens == stree_jax.generate(target, text, max_new_tokens=9).tokens
+    assert (
+        later.tokens
+        == stree_jax.generate(target, text, max_new_tokens=9, drafter=None).tokens
+    )
 
 
 def test_beams_are_refused(target, drafter, ngrams):
@@ -290,7 +295,7 @@ def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
 
 
 def test_one_node_is_plain_decoding(target, drafter, ngrams, prompts):
-    plain = stree_jax.generate(target, prompts, max_new_tokens=6)
+    plain = stree_jax.generate(target, prompts, max_new_tokens=6, drafter=None)
     who = Staged(drafter, ngrams, 2)
     result = continued(target, None, who, prompts, max_new_tokens=6, tree="chain:0")
     assert result.tokens == plain.tokens

@@ -263,7 +263,9 @@ def never_unlikely(target, prompts, result, settings, typical=PUBLISHED):
 def test_texts_of_heads_a_model_and_lookup(target, heads, prompts):
     """More tokens a call than the exact rule; greedy rows of the batch stay plain."""
     noisy = target.replace(params=jax.tree.map(lambda x: x * 1.05, target.params))
-    plain = stree_jax.generate(target, prompts[2:], max_new_tokens=NEW, stop_tokens=())
+    plain = stree_jax.generate(
+        target, prompts[2:], max_new_tokens=NEW, stop_tokens=(), drafter=None
+    )
     others = 0
     for drafter, tree in ((heads, TREE), (noisy, TREE), ("lookup", "auto:1,6")):
         options = {} if tree is TREE else {"times": times()}
@@ -298,7 +300,9 @@ def test_nothing_accepted_is_greedy_text(target, heads, prompts):
     for name, value in (("epsilon", 2.0), ("delta", 1e9)):  # p is never above 1
         object.__setattr__(never, name, value)
     rule = Rule("typical", "top_k", never)
-    plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, stop_tokens=())
+    plain = stree_jax.generate(
+        target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
+    )
     result = generate(target, prompts, heads, sampling=Sampling(1.0), rule=rule)
     assert result.tokens == plain.tokens
     assert (result.target_calls == NEW).all()
@@ -320,7 +324,7 @@ def test_everything_accepted(target, heads, prompts, epsilon, delta):
 
 def test_what_is_promised(target, heads, prompts):
     """Of sampled text nothing; greedy text is the target's under every rule."""
-    plain = stree_jax.generate(target, prompts[:1], max_new_tokens=6)
+    plain = stree_jax.generate(target, prompts[:1], max_new_tokens=6, drafter=None)
     options = dict(max_new_tokens=6, drafter=heads, tree="chain:2")
     for rule in (None, "typical", "mss", "naive"):
         greedy = stree_jax.generate(target, prompts[:1], rule=rule, **options)

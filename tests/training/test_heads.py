@@ -198,7 +198,7 @@ def test_own_text_is_plain_decodings(model, tmp_path):
     said = kept.keep_own_text(bare, texts, tmp_path / "own")
     prompts = texts[:, :PROMPT].tolist()
     options = dict(max_new_tokens=SPOKEN, stop_tokens=())
-    plain = stree_jax.generate(model, prompts, **options)
+    plain = stree_jax.generate(model, prompts, **options, drafter=None)
     assert np.asarray(said).tolist() == [
         p + t for p, t in zip(prompts, plain.tokens, strict=True)
     ]
@@ -350,7 +350,7 @@ def test_heads_learn_what_the_target_says(whole, target, text):
 def test_the_text_is_the_targets_with_them(whole, target):
     heads, prompts = whole[0], [[5, 6, 7], [9]]
     asked = dict(max_new_tokens=12, stop_tokens=())
-    plain = stree_jax.generate(target, prompts, **asked)
+    plain = stree_jax.generate(target, prompts, **asked, drafter=None)
     chain = dict(drafter=heads, tree=f"chain:{heads.config.heads}")
     result = stree_jax.generate(target, prompts, **chain, **asked)
     assert result.tokens == plain.tokens

@@ -1,0 +1,378 @@
+"""Models by their name on the Hugging Face hub: choosing files and fetching them.
+
+A repository often holds the same weights several times (safetensors, pickles, ONNX,
+several GGUF quantizations) and the state of an optimizer beside them. The files to
+fetch are chosen from the repository's list of files: those that `load` opens.
+"""
+
+import glob
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stree_jax.convert.configs import detect
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.families import mambainllama
+from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
+from stree_jax.convert.quantized import MODELOPT_FILE
+from stree_jax.convert.source import (
+    ADAPTER,
+    INDEX,
+    PICKLED,
+    read_json,
+    weights_among,
+)
+from stree_jax.convert.store import PARAMS, SOURCE_CONFIG, is_ours
+from stree_jax.convert.tokenizer import tokenizer_files_among
+
+CONFIG_FILES = (
+    *("config.json", mambainllama.FILE, MODELOPT_FILE, SOURCE_CONFIG),
+    ADAPTER,  # which is refused
+)
+NAME = re.compile(
+    r"(?P<repo>[\w-][\w.-]*/[\w.-]+)"
+    r"(?:/(?P<file>[^:@]+\.(?:gguf|safetensors)))?"
+    r"(?::(?P<quant>[\w.-]+))?"
+    r"(?:@(?P<revision>[^\s:]+))?",
+    re.ASCII,
+)
+WEIGHTS = (".safetensors", ".gguf", *PICKLED)
+MOST_LISTED = 24  # files in a message
+HEADER_PIECES = (2**20, 2**23, MAX_HEADER)  # bytes of a GGUF file to try, in turn
+FIRST_PIECE = 2**17  # bytes of a safetensors file: its whole header, as a rule
+CONNECTIONS = 8
+
+Wanted = Sequence[Sequence[str]]  # of each group, the first file that is there
+
+
+@dataclass(frozen=True)
+class HubName:
+    """OWNER/NAME on the hub, and what of it is meant.
+
+    Attributes:
+      repo: OWNER/NAME.
+      file: path of one file in the repository, if it is named.
+      quant: part of a GGUF file's name, such as Q4_K_M, if it is given.
+      revision: branch, tag or commit; if None, the main branch.
+    """
+
+    repo: str
+    file: str | None = None
+    quant: str | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        file = "" if self.file is None else f"/{self.file}"
+        quant = "" if self.quant is None else f":{self.quant}"
+        return f"{self.repo}{file}{quant}" + (
+            "" if self.revision is None else f"@{self.revision}"
+        )
+
+
+def hub_name(name: str) -> HubName | None:
+    """Parse OWNER/NAME, OWNER/NAME/FILE.gguf and OWNER/NAME:Q4_K_M, each with @REVISION
+    or without. Returns None for anything else, such as a path."""
+    found = NAME.fullmatch(name)
+    if found is None or found["repo"].endswith(WEIGHTS):  # a file that is not there
+        return None
+    return HubName(**found.groupdict())
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository's files, on the hub or, where it cannot be reached, in the cache.
+
+    Attributes:
+      sizes: of each file by name, in bytes; None where that is unknown.
+      cached: the snapshot in the cache, if the hub cannot be reached.
+      problem: why the hub cannot be reached.
+    """
+
+    name: HubName
+    sizes: dict[str, int | None]
+    cached: Path | None = None
+    problem: str = ""
+
+    def get(self, files: Collection[str]) -> Path:
+        """Fetch files of the list, and return the folder that they are in."""
+        if self.cached is not None:
+            return self.cached
+        from huggingface_hub import snapshot_download
+
+        with one_line(self.name):
+            found = snapshot_download(
+                self.name.repo,
+                revision=self.name.revision,
+                allow_patterns=[glob.escape(file) for file in sorted(files)],
+            )
+        return Path(found)
+
+
+def repository(name: HubName) -> Repository:
+    """List a repository's files.
+
+    Raises:
+      CheckpointError: the hub has no such repository or revision, or it cannot be
+        reached and the cache has none either.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        model = HfApi().model_info(
+            name.repo, revision=name.revision, files_metadata=True
+        )
+        return Repository(name, {s.rfilename: s.size for s in model.siblings or ()})
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise refusal(name, error) from error
+    except Exception as error:  # of the HTTP libraries under huggingface_hub
+        unreachable = error
+    try:
+        found = snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=[], local_files_only=True
+        )
+    except Exception as error:
+        raise refusal(name, unreachable) from error
+    folder = Path(found)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    sizes = {f.relative_to(folder).as_posix(): f.stat().st_size for f in files}
+    return Repository(name, dict(sizes), folder, reason(unreachable))
+
+
+@contextmanager
+def one_line(name: HubName) -> Iterator[None]:
+    """Turn whatever a download raises into a CheckpointError of one line."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the HTTP libraries under huggingface_hub
+        raise refusal(name, error) from error
+
+
+def refusal(name: HubName, error: Exception) -> CheckpointError:
+    what = "directory" if name.file is None else "file"
+    return CheckpointError(
+        f"{name}: no such {what}, and not to be had from the hub ({reason(error)})"
+    )
+
+
+def reason(error: Exception) -> str:
+    """Say in one line what failed and, where that is known, what to do."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            return (
+                "access is restricted: accept the terms on the model's page, then run "
+                "hf auth login or set HF_TOKEN"
+            )
+        case errors.RepositoryNotFoundError():
+            return "no such repository; a private one needs hf auth login or HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            return "the repository has no such revision"
+        case errors.OfflineModeIsEnabled():
+            return "HF_HUB_OFFLINE is set, and the cache does not have it"
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def fetch(name: HubName, wanted: Wanted = ()) -> Path:
+    """Fetch what `load` opens of a repository.
+
+    Args:
+      wanted: files to fetch in place of a model's: of each group, the first one that
+        the repository has.
+
+    Returns: a directory, or a GGUF file.
+
+    Raises:
+      CheckpointError: one line saying what is wrong.
+    """
+    found = repository(name)
+    if wanted:
+        firsts = [next((f for f in group if f in found.sizes), "") for group in wanted]
+        if not any(firsts):
+            names = ", ".join(sum(map(list, wanted), []))
+            raise CheckpointError(f"{name}: the repository has nothing of {names}")
+        return found.get([file for file in firsts if file])
+    if name.file is not None:
+        return found.get(shards_of(found, name.file)) / name.file
+    return chosen(found, found.get)
+
+
+def fetch_headers(name: HubName, folder: Path) -> Path:
+    """Fetch the config, the tokenizer and the headers of a repository's weights, and no
+    weights. Weights that are in the cache already are used as they are.
+
+    Args:
+      folder: an empty folder. The weights' files in it have the headers and the size of
+        those on the hub, and zeros in place of numbers, which take no room on the disk.
+
+    Returns: a directory or GGUF file that can be described, and not loaded.
+    """
+    found = repository(name)
+    if found.cached is not None:
+        return fetch(name)
+
+    def get(files: Collection[str]) -> Path:
+        if any(file.startswith(f"{PARAMS}/") for file in files):
+            return folder  # the config says all about a directory of our own format
+        weights = [file for file in files if file.endswith(WEIGHTS)]
+        small = [file for file in files if file not in weights]
+        kept = {file: _cached(name, file) for file in weights}
+        if small:
+            snapshot = found.get(small)
+            kept |= {file: snapshot / file for file in small}
+        for file, path in kept.items():
+            if path is not None:
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).symlink_to(path.absolute())
+        missing = [file for file, path in kept.items() if path is None]
+        if pickled := [file for file in missing if file.endswith(PICKLED)]:
+            raise CheckpointError(
+                f"{name}: its weights are only in {pickled[0]}, whose list of tensors "
+                "cannot be read without downloading all of it; load or convert it first"
+            )
+        with ThreadPoolExecutor(CONNECTIONS) as pool, one_line(name):
+            list(pool.map(lambda file: _write_header(found, file, folder), missing))
+        return folder
+
+    if name.file is not None:
+        return get(shards_of(found, name.file)) / name.file
+    return chosen(found, get)
+
+
+def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
+    """Choose the files of a model, and fetch them with `get`: the config and tokenizer
+    first, and weights only if the config's architecture is supported."""
+    names, name = found.sizes.keys(), found.name
+    small = [file for file in CONFIG_FILES if file in names]
+    small += tokenizer_files_among(names)
+    ours = [file for file in names if file.startswith(f"{PARAMS}/")]
+    weights = weights_among(names) if name.quant is None else None
+    if weights is None and (not ours or name.quant is not None):
+        file = the_gguf(found)
+        return get(shards_of(found, file)) / file
+    if "config.json" not in names:
+        raise CheckpointError(f"{name}: the repository has no config.json")
+    directory = get(small)
+    if is_ours(directory):
+        return get(ours)
+    detect(ConfigFields.read(directory / "config.json", {}))
+    if weights is None:
+        raise CheckpointError(f"{name}: no weights; params/ is of another format")
+    if not weights.endswith(INDEX):
+        return get([weights])
+    index = read_json(get([weights]) / weights).get("weight_map")
+    listed = index.values() if isinstance(index, dict) else ()
+    shards = {str(file) for file in listed}
+    if found.cached is not None and (missing := sorted(shards - names)):
+        raise CheckpointError(
+            f"{name}: {missing[0]} is not in the cache, and the hub cannot be reached "
+            f"({found.problem})"
+        )
+    return get(shards & names) if shards & names else directory
+
+
+def the_gguf(found: Repository) -> str:
+    """Returns the one GGUF file, or the first of its shards, that the name means."""
+    name = found.name
+    models = first_shards(
+        file
+        for file in found.sizes
+        if file.endswith(".gguf") and not re.search("mmproj|imatrix", file)
+    )
+    if not models:
+        where = "" if found.cached is None else f" in the cache ({found.problem})"
+        raise CheckpointError(
+            f"{name}: no weights{where}; want model.safetensors, pytorch_model.bin, "
+            "their index, or GGUF files"
+        )
+    if name.quant is None:
+        fitting = models
+    else:
+        end = re.compile(
+            rf"(?:.*[-./])?{re.escape(name.quant)}(-\d{{5}}-of-\d{{5}})?\.gguf", re.I
+        )
+        fitting = [file for file in models if end.fullmatch(file)]
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = ", ".join((fitting or models)[:MOST_LISTED])
+    example = (fitting or models)[0]
+    what = (
+        "several GGUF files"
+        if name.quant is None
+        else f"{len(fitting) or 'no'} GGUF files of {name.quant}"
+    )
+    raise CheckpointError(
+        f"{name}: {what}; name one, such as {name.repo}/{example}: {listed}"
+    )
+
+
+def shards_of(found: Repository, file: str) -> list[str]:
+    """Returns the names of all shards of a GGUF file, or of another file itself."""
+    if file not in found.sizes:
+        where = "" if found.cached is None else f" in the cache ({found.problem})"
+        raise CheckpointError(f"{found.name.repo}: no file {file}{where}")
+    shard = SHARD.fullmatch(file)
+    if shard is None:
+        return [file]
+    head, _, count = shard.groups()
+    names = [f"{head}-{i:05}-of-{count}.gguf" for i in range(1, int(count) + 1)]
+    return [name for name in names if name in found.sizes]
+
+
+def _cached(name: HubName, file: str) -> Path | None:
+    """Returns a file in the cache, or None; nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name.repo, file, revision=name.revision)
+    return Path(path) if isinstance(path, str) else None
+
+
+def _write_header(found: Repository, file: str, folder: Path) -> None:
+    """Write a file of weights that has its header and its size, but no numbers."""
+    target, size = folder / file, found.sizes[file] or 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not file.endswith(".gguf"):
+        piece = _range(found.name, file, 0, FIRST_PIECE)
+        length = 8 + int.from_bytes(piece[:8], "little")
+        if len(piece) < length <= MAX_HEADER:
+            piece += _range(found.name, file, len(piece), length)
+        _write_sparse(target, piece[:length], size)
+        return
+    for end in HEADER_PIECES:
+        _write_sparse(target, _range(found.name, file, 0, min(end, size)), size)
+        if end >= size:
+            return
+        try:
+            # Behind a header that is cut there are zeros, which no tensor can be.
+            read_one(target)
+            return
+        except CheckpointError:
+            continue  # the last one is for whoever describes the file
+
+
+def _write_sparse(target: Path, begin: bytes, size: int) -> None:
+    with target.open("wb") as opened:
+        opened.write(begin)
+        opened.truncate(max(size, len(begin)))
+
+
+def _range(name: HubName, file: str, start: int, end: int) -> bytes:
+    """Fetch bytes start:end of a file on the hub."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    url = hf_hub_url(name.repo, file, revision=name.revision)
+    session: Any = get_session()
+    asked = build_hf_headers() | {"Range": f"bytes={start}-{end - 1}"}
+    asked["Accept-Encoding"] = "identity"
+    answer = session.get(url, headers=asked)
+    answer.raise_for_status()
+    return answer.content[: end - start]

@@ -1,0 +1,347 @@
+"""What is fetched of a repository on the hub: the files that `load` opens, and no
+others. The hub is one of this machine (`tests/support/hub_server.py`)."""
+
+import json
+import shutil
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from safetensors.numpy import load_file, save_file
+
+import stree_jax
+from stree_jax.checkpoint import info
+from stree_jax.cli import main as cli
+from stree_jax.models.heads import Heads, HeadsConfig, init_heads
+from stree_jax.ngram_file import save_ngrams
+from stree_jax.training.ngrams import count_grams, katz
+from tests.support.hub_server import served
+from tests.support.table_models import (
+    byte_level,
+    follow,
+    padded_size,
+    write_gguf,
+    write_llama,
+)
+
+BESIDE = (  # of published repositories, not one of which `load` opens
+    *("README.md", ".gitattributes", "LICENSE", "USE_POLICY.md", "optimizer.bin"),
+    *("training_args.bin", "consolidated.safetensors", "consolidated.00.pth"),
+    *("original/consolidated.00.pth", "original/params.json", "params.json"),
+    *("original/tokenizer.model", "onnx/model.onnx", "onnx/model_q4.onnx"),
+    *("onnx/config.json", "onnx/model.safetensors", "tf_model.h5", "rust_model.ot"),
+    *("flax_model.msgpack", "coreml/model.mlpackage", "pytorch_model.bin", "vocab.txt"),
+    *("model.fp16.safetensors", "adapter_model.safetensors", "scheduler.pt"),
+    *("global_step10/mp_rank_00_model_states.pt", "trainer_state.json", "eval.json"),
+    *("modeling_llama.py", "model-Q4_K_M.gguf", "runs/events.out", "figure.png"),
+    *("checkpoint-10/model.safetensors", "checkpoint-10/optimizer.pt", "quant.bin"),
+)
+SMALL = ["config.json", "generation_config.json", "tokenizer.json"]
+SMALL += ["tokenizer_config.json", "chat_template.jinja"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model that says "ab" after "!", as a directory and as a GGUF file."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
+    chain = follow(tokenizer, ["!", "ab", "</s>"], rest=2)
+    write_llama(
+        folder / "llama", padded_size(tokenizer), tokenizer=tokenizer, chain=chain
+    )
+    (folder / "llama/generation_config.json").write_text('{"eos_token_id": 2}')
+    (folder / "llama/tokenizer_config.json").write_text("{}")
+    (folder / "llama/chat_template.jinja").write_text("{{ messages[0].content }}")
+    kinds = {"</s>": gguf.TokenType.CONTROL}
+    write_gguf(folder / "model.gguf", tokenizer, chain, eos="</s>", kinds=kinds)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with served(tmp_path / "hub") as (found, address):
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        yield found
+
+
+def put(hub, models, name="o/llama", beside=BESIDE):
+    """A published repository, and what lies about in it."""
+    repo = hub.folder / name
+    shutil.copytree(models / "llama", repo)
+    for file in beside:
+        (repo / file).parent.mkdir(parents=True, exist_ok=True)
+        (repo / file).write_bytes(b"not read" * 100)
+    return repo
+
+
+def in_shards(repo):
+    tensors = load_file(repo / "model.safetensors")
+    (repo / "model.safetensors").unlink()
+    names, where = sorted(tensors), {}
+    for i, some in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in some}, repo / file)
+        where |= dict.fromkeys(some, file)
+    index = json.dumps({"weight_map": where})
+    (repo / "model.safetensors.index.json").write_text(index)
+
+
+def text(model):
+    return stree_jax.generate(model, "!", max_new_tokens=4, drafter=None).texts
+
+
+def run(capsys, *args):
+    code = cli.main([str(arg) for arg in args])
+    return code, *capsys.readouterr()
+
+
+def refused(name):
+    with pytest.raises(stree_jax.CheckpointError) as error:
+        stree_jax.load(name)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_one_file_of_weights(hub, models):
+    put(hub, models)
+    assert text(stree_jax.load("o/llama")) == ["ab"]
+    assert hub.files() == sorted([*SMALL, "model.safetensors"])
+
+
+def test_the_shards_of_the_index(hub, models):
+    repo = put(hub, models)
+    in_shards(repo)
+    (repo / "model-00001-of-00003.safetensors").write_bytes(b"of an older upload")
+    assert text(stree_jax.load("o/llama")) == ["ab"]
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert hub.files() == sorted([*SMALL, *shards, "model.safetensors.index.json"])
+
+
+def test_pickled_weights_where_there_are_no_others(hub, models):
+    torch = pytest.importorskip("torch")
+    repo = put(hub, models)
+    tensors = load_file(repo / "model.safetensors")
+    (repo / "model.safetensors").unlink()
+    for name in ("consolidated", "model.fp16", "adapter_model"):
+        (repo / f"{name}.safetensors").unlink()
+    torch.save(
+        {k: torch.tensor(v) for k, v in tensors.items()}, repo / "pytorch_model.bin"
+    )
+    assert "cannot be read without downloading" in info_refused("o/llama")
+    assert not hub.bytes_of(".bin")
+    assert text(stree_jax.load("o/llama")) == ["ab"]
+    assert hub.files() == sorted([*SMALL, "pytorch_model.bin"])
+    assert info("o/llama")["layers"] == {"attention": 2, "mlp": 2}
+
+
+def info_refused(name):
+    with pytest.raises(stree_jax.CheckpointError) as error:
+        info(name)
+    return str(error.value)
+
+
+def test_our_own_directories(hub, models):
+    stree_jax.save(stree_jax.load(models / "llama"), hub_folder(hub) / "ours")
+    assert info("o/ours")["format"] == "stree-jax"
+    assert hub.files() == ["config.json", "tokenizer.json"]
+    assert text(stree_jax.load("o/ours")) == ["ab"]
+
+
+def hub_folder(hub):
+    (hub.folder / "o").mkdir(parents=True, exist_ok=True)
+    return hub.folder / "o"
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_info_and_plan_fetch_no_weights(hub, models, capsys, shards):
+    """They say of a repository what they say of the directory."""
+    repo = put(hub, models)
+    if shards:
+        in_shards(repo)
+    here, there = info(repo), info("o/llama")
+    assert there.pop("path") == "o/llama" and here.pop("path") and here == there
+    code, out, err = run(capsys, "info", "o/llama", "--json")
+    assert code == 0 and json.loads(out)["parameters"] == here["parameters"], err
+    for command in (["--memory", "1GB"], ["--memory", "1GB", "--drafter", "o/llama"]):
+        code, out, err = run(capsys, "plan", "--model", "o/llama", *command)
+        assert code == 0, err
+    assert hub.bytes_of("r.safetensors") == 0
+    size = here["weight_bytes"]
+    assert hub.bytes_of(".safetensors") < 2**18 * 8 < size
+    assert not [file for file in hub.files() if file.endswith((".bin", ".gguf"))]
+
+
+def test_an_architecture_that_is_unknown_costs_no_weights(hub, models):
+    repo = put(hub, models)
+    config = json.loads((repo / "config.json").read_text()) | {"model_type": "gpt2"}
+    (repo / "config.json").write_text(json.dumps(config))
+    assert "model_type: 'gpt2' is not supported" in refused("o/llama")
+    assert hub.bytes_of(".safetensors") == 0
+
+
+def test_one_gguf_file(hub, models):
+    shutil.copy(models / "model.gguf", hub_folder(hub) / "model.gguf")
+    repo = hub.folder / "o/gguf"
+    repo.mkdir()
+    shutil.copy(models / "model.gguf", repo / "tiny-Q8_0.gguf")
+    (repo / "mmproj-F16.gguf").write_bytes(b"a projector of images")
+    (repo / "tiny-Q8_0.imatrix.gguf").write_bytes(b"what it was quantized by")
+    (repo / "config.json").write_text("{}")
+    assert info("o/gguf")["format"] == "gguf llama"
+    assert hub.files() == ["tiny-Q8_0.gguf"]
+    assert text(stree_jax.load("o/gguf")) == ["ab"]
+    assert hub.files() == ["tiny-Q8_0.gguf"]
+
+
+QUANTS = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "tiny-IQ4_XS.gguf", "tiny-f16.gguf")
+
+
+@pytest.fixture
+def quantizations(hub, models):
+    """Several quantizations in a repository, one in a folder; two do not open."""
+    repo = hub.folder / "o/gguf"
+    (repo / "Q6_K").mkdir(parents=True)
+    for file in (*QUANTS, "Q6_K/tiny-Q6_K.gguf"):
+        (repo / file).write_bytes(b"GGUF but no more")
+    for file in (QUANTS[0], "Q6_K/tiny-Q6_K.gguf"):
+        shutil.copy(models / "model.gguf", repo / file)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("o/gguf:Q4_K_M", "tiny-Q4_K_M.gguf"),
+        ("o/gguf:q4_k_m", "tiny-Q4_K_M.gguf"),
+        ("o/gguf/tiny-Q4_K_M.gguf", "tiny-Q4_K_M.gguf"),
+        ("o/gguf:Q6_K", "Q6_K/tiny-Q6_K.gguf"),
+        ("o/gguf/Q6_K/tiny-Q6_K.gguf@main", "Q6_K/tiny-Q6_K.gguf"),
+    ],
+)
+def test_a_quantization_by_its_name(quantizations, name, file):
+    assert info(name)["format"] == "gguf llama"
+    assert text(stree_jax.load(name)) == ["ab"]
+    assert quantizations.files() == [file]
+
+
+def test_all_shards_of_a_gguf_file(hub, models):
+    repo, tokenizer = hub.folder / "o/gguf/Q8_0", byte_level()
+    repo.mkdir(parents=True)
+    chain = follow(tokenizer, ["!", "ab", "</s>"], rest=2)
+
+    def split(writer):
+        writer.split_max_tensors = 8
+
+    kinds = {"</s>": gguf.TokenType.CONTROL}
+    file = repo / "t-Q8_0.gguf"
+    write_gguf(file, tokenizer, chain, eos="</s>", kinds=kinds, edit=split)
+    (repo.parent / "t-Q4_0.gguf").write_bytes(b"GGUF")
+    shards = sorted(f"Q8_0/{file.name}" for file in repo.iterdir())
+    assert len(shards) > 2
+    assert info("o/gguf:Q8_0")["layers"] == {"attention": 2, "mlp": 2}
+    assert text(stree_jax.load("o/gguf:Q8_0")) == ["ab"]
+    assert hub.files() == shards
+
+
+def test_several_quantizations_are_listed(quantizations):
+    for name in ("o/gguf", "o/gguf:Q5_K_M", "o/gguf:K_M"):
+        problem = refused(name)
+        assert all(file in problem for file in QUANTS)
+        assert "name one, such as o/gguf/" in problem
+        assert info_refused(name) == problem
+    assert "no GGUF files of Q5_K_M" in refused("o/gguf:Q5_K_M")
+    assert "o/gguf: no file tiny-Q2_K.gguf" in refused("o/gguf/tiny-Q2_K.gguf")
+    assert not quantizations.files()
+
+
+def test_revisions(hub, models):
+    put(hub, models)
+    old = put(hub, models, "o/llama@v1", ())
+    config = json.loads((old / "config.json").read_text()) | {"eos_token_id": 7}
+    (old / "config.json").write_text(json.dumps(config))
+    (old / "generation_config.json").unlink()
+    assert stree_jax.load("o/llama").config.stop_tokens == (2,)
+    assert stree_jax.load("o/llama@v1").config.stop_tokens == (7,)
+    assert "the repository has no such revision" in refused("o/llama@v2")
+
+
+def test_offline(hub, models, monkeypatch):
+    """What is in the cache is enough; what is not is said."""
+    repo = put(hub, models)
+    in_shards(repo)
+    shutil.copytree(models / "llama", hub.folder / "o/other")
+    loaded = text(stree_jax.load("o/llama"))
+    info("o/other")
+    sent = len(hub.sent)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert text(stree_jax.load("o/llama")) == loaded
+    assert info("o/llama")["layers"] == {"attention": 2, "mlp": 2}
+    assert "o/other: no weights in the cache (HF_HUB_OFFLINE is set" in refused(
+        "o/other"
+    )
+    (shard,) = (repo.parents[2] / "cache").glob("*/snapshots/*/model-00002*")
+    shard.unlink()
+    problem = refused("o/llama")
+    assert "model-00002-of-00002.safetensors is not in the cache" in problem
+    assert "HF_HUB_OFFLINE is set" in refused("o/unknown")
+    assert len(hub.sent) == sent
+
+
+def test_what_the_hub_refuses(hub, models):
+    put(hub, models)
+    hub.gated.add("o/llama")
+    assert "accept the terms" in refused("o/llama")
+    assert "no such repository; a private one needs hf auth login" in refused("o/none")
+    (hub.folder / "o/empty").mkdir()
+    (hub.folder / "o/empty/README.md").write_text("soon")
+    assert "o/empty: no weights; want model.safetensors" in refused("o/empty")
+    (hub.folder / "o/lora").mkdir()
+    (hub.folder / "o/lora/adapter_model.safetensors").write_bytes(b"")
+    assert "o/lora: the repository has no config.json" in refused("o/lora")
+    assert refused("models/absent.gguf") == "models/absent.gguf: no such file"
+    assert "no such file, and not to be had" in refused("o/none/model-Q8_0.gguf")
+
+
+def test_drafters_heads_and_ngrams(hub, models, capsys, tmp_path):
+    """By hub id like the target, each with what it needs and no more."""
+    put(hub, models, "o/drafter")
+    repo = put(hub, models)
+    width = json.loads((repo / "config.json").read_text())["hidden_size"]
+    config = HeadsConfig(width, width, 2, 1)
+    heads = Heads(init_heads(config, jax.random.key(0), "float32"), config)
+    stree_jax.save_heads(heads, hub.folder / "o/heads")
+    (hub.folder / "o/heads/optimizer.bin").write_bytes(b"not read")
+    (hub.folder / "o/heads/model.safetensors").write_bytes(b"not read either")
+    table = katz(
+        count_grams(np.arange(width)[None] * 7 % width, 2, width),
+        width,
+        slots=64,
+        keep=1,
+    )
+    save_ngrams(table, hub.folder / "o/heads/n-grams.safetensors")
+    for drafter in ("o/drafter", "o/heads", "o/heads/n-grams.safetensors"):
+        args = "--model", "o/llama", "--drafter", drafter, "--tree", "chain:2"
+        code, out, err = run(
+            capsys, "generate", "!", *args, "--max-new-tokens", 4, "--json"
+        )
+        assert code == 0 and json.loads(out)["text"] == "ab", err
+    assert hub.files("o/heads") == [
+        "config.json",
+        "medusa_lm_head.safetensors",
+        "n-grams.safetensors",
+    ]
+    assert hub.files("o/drafter") == sorted([*SMALL, "model.safetensors"])
+
+
+def test_commands_by_hub_id(hub, models, capsys, tmp_path):
+    put(hub, models)
+    assert run(capsys, "convert", "o/llama", tmp_path / "ours")[0] == 0
+    assert text(stree_jax.load(tmp_path / "ours")) == ["ab"]
+    assert run(capsys, "export", "o/llama", tmp_path / "back")[0] == 0
+    assert text(stree_jax.load(tmp_path / "back")) == ["ab"]
+    assert hub.files() == sorted([*SMALL, "model.safetensors"])

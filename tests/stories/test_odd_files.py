@@ -1,0 +1,195 @@
+"""Files that are no files, or far too large, wherever one is read: refused at once, in
+one line. A pipe would keep the reader waiting, /dev/zero would never end."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import stree_jax
+from bench.prompts import read_records
+from stree_jax import tuning
+from stree_jax.checkpoint import info
+from stree_jax.cli import main as cli
+from stree_jax.cli.chat import read_chat_template, read_special_tokens
+from stree_jax.cli.serve import api_keys
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.files import read_file
+from stree_jax.training.recipe import read_tokenizer_file
+from tests.support.table_models import byte_level, padded_size, write_llama
+
+KINDS = ("pipe", "device", "folder", "terabyte")
+
+
+@pytest.fixture(autouse=True)
+def deadline():
+    """Nothing here may wait or read for long."""
+
+    def ring(*args):
+        raise TimeoutError("it waits, or reads without an end")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def put(file, kind):
+    file.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(file)
+        case "device":
+            file.symlink_to("/dev/zero")
+        case "folder":
+            file.mkdir()
+        case "terabyte":
+            with file.open("wb") as opened:
+                opened.truncate(2**40)
+    return file
+
+
+def refused(run, *args):
+    with pytest.raises(ValueError) as error:
+        run(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    tokenizer = byte_level()
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    return write_llama(folder, padded_size(tokenizer), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "tokenizer.json", "generation_config.json"),
+        *("mamba_config.json", "model.safetensors.index.json", "model.safetensors"),
+    ],
+)
+def test_files_of_a_model(model, tmp_path, name, kind):
+    folder = shutil.copytree(model, tmp_path / "model")
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    put(folder / name, kind)
+    assert str(folder) in refused(stree_jax.load, folder)
+    if name not in ("tokenizer.json", "model.safetensors"):
+        assert str(folder) in refused(info, folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_files_of_a_chat(model, tmp_path, name, kind):
+    folder = shutil.copytree(model, tmp_path / "model")
+    put(folder / name, kind)
+    assert name in refused(read_chat_template, folder)
+    if name.startswith("tokenizer"):
+        assert name in refused(read_special_tokens, folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_measured_step_times(tmp_path, monkeypatch, kind):
+    """What cannot be read counts as absent, and is measured again."""
+    monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
+    put(tmp_path / tuning.FILE, kind)
+    assert tuning._read() == {}
+    tuning._write("key", tuning.Measured({1: 0.5}, 0.0, 0.0))
+    kept = kind != "folder"  # what is not a folder is replaced
+    assert tuning._read() == (
+        {"key": tuning.Measured({1: 0.5}, 0.0, 0.0)} if kept else {}
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_that_commands_are_given(tmp_path, capsys, kind):
+    file = put(tmp_path / "given", kind)
+    assert str(file) in refused(stree_jax.load_ngrams, file)
+    assert str(file) in refused(api_keys, file)
+    assert str(file) in refused(read_tokenizer_file, file)
+    assert str(file) in refused(read_records, file, 3)
+    for option in (["generate", "--file"], ["generate", "x", "--drafter"]):
+        assert cli.main([*option, str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and str(file) in err
+    weights = put(tmp_path / "model.gguf", kind)
+    assert str(weights) in refused(stree_jax.load, weights)
+
+
+def test_heads(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
+    put(tmp_path / "medusa_lm_head.safetensors", "pipe")
+    assert "not a regular file" in refused(stree_jax.load_heads, tmp_path)
+
+
+def test_standard_input_without_an_end(monkeypatch, capsys):
+    for command in ("generate", "chat"):
+        with open("/dev/zero") as endless:
+            monkeypatch.setattr("sys.stdin", endless)
+            assert cli.main([command]) == 2
+        assert "standard input: more than" in capsys.readouterr().err
+
+
+def test_what_bash_makes_of_a_command_is_read():
+    """--file <(command): a pipe that is written to, and ends."""
+    read, write = os.pipe()
+    thread = threading.Thread(target=os.write, args=(write, b"text"))
+    thread.start()
+    thread.join()
+    os.close(write)
+    place = f"/dev/fd/{read}"
+    assert read_file(Path(place), pipe=True) == b"text"
+    os.close(read)
+
+
+FULL = """
+import resource, sys
+import stree_jax
+from stree_jax.cli.main import main
+
+model = stree_jax.load(sys.argv[1])
+for bytes in (100, 4000, 50_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, resource.RLIM_INFINITY))
+    try:
+        stree_jax.save(model, sys.argv[2])
+    except stree_jax.CheckpointError as error:
+        print(error)
+    main(["export", sys.argv[1], sys.argv[2]])
+    main(["convert", sys.argv[1], sys.argv[2]])
+"""
+
+
+def test_a_full_disk_is_one_line(model, tmp_path):
+    """A limit on the size of files ends a write at the same places as a full disk."""
+    dst = tmp_path / "dst"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(model), str(dst)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    assert len(lines) == 9, done.stderr
+    problem = f"{dst}: cannot be written (File too large)"
+    assert {line.removeprefix("stree-jax: ") for line in lines} == {problem}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    model, tmp_path, monkeypatch
+):
+    loaded = stree_jax.load(model)
+    used = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
+    with pytest.raises(CheckpointError, match="0.00 GB are free"):
+        stree_jax.save(loaded, tmp_path / "dst")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,158 @@
+"""The command line and the API decode a model in the same way where nothing is named:
+in the dtype that it is stored in, and with prompt lookup."""
+
+import inspect
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import stree_jax
+from stree_jax.cli import main as cli
+from stree_jax.cli import serve
+from stree_jax.cli.main import build_parser
+from tests.support.table_models import (
+    byte_level,
+    follow,
+    padded_size,
+    weights,
+    write_llama,
+)
+
+NEW = 40
+
+
+def said(chain, ids, count):
+    """The text of the table."""
+    told = [*ids]
+    for _ in range(count):
+        told.append(chain[told[-1]])
+    return told[len(ids) :]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Says "abcdef" for ever; the tokenizer has "ab" as one token."""
+    tokenizer = byte_level()
+    return tokenizer, follow(tokenizer, ["ab", *"cdef", "ab"], rest=2)
+
+
+@pytest.fixture(scope="module")
+def model(table, tmp_path_factory):
+    """Directories by the dtype that they are stored in."""
+    tokenizer, chain = table
+    V, folder = padded_size(tokenizer), tmp_path_factory.mktemp("models")
+
+    def stored(dtype):
+        if not (folder / dtype).exists():
+            kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+            tensors = {k: v.astype(kind) for k, v in weights(V, chain=chain).items()}
+            write_llama(folder / dtype, V, tensors=tensors, tokenizer=tokenizer)
+        return folder / dtype
+
+    return stored
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
+
+
+def report(capsys, *args):
+    assert cli.main([str(arg) for arg in args]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"),
+    [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32")],
+)
+def test_the_stored_dtype(model, capsys, stored, kept):
+    folder = model(stored)
+    loaded = stree_jax.load(folder)
+    assert str(stree_jax.models.weights_dtype(loaded.params)) == kept
+    assert report(capsys, "info", folder, "--json")["dtype"] == kept
+    plainly = "--drafter", "none", "--max-new-tokens", 2, "--json"
+    words = "generate", "ab", "--model", folder
+    assert report(capsys, *words, *plainly)["dtype"] == kept
+    within = report(capsys, *words, *plainly, "--memory", "1GB")
+    assert within["dtype"] == kept
+    choices = report(capsys, "plan", "--model", folder, "--memory", "1GB", "--json")
+    assert {choice["dtype"] for choice in choices["choices"]} == {kept}
+    args = build_parser().parse_args(
+        ["serve", "--model", str(folder), "--drafter", "none"]
+    )
+    served, *_ = serve.loaded(args)
+    assert str(stree_jax.models.weights_dtype(served.params)) == kept
+
+
+def test_a_named_dtype(model, capsys):
+    words = "generate", "ab", "--model", model("bfloat16"), "--drafter", "none"
+    asked = report(
+        capsys, *words, "--max-new-tokens", 2, "--json", "--dtype", "float32"
+    )
+    assert asked["dtype"] == "float32"
+
+
+def test_what_fits_in_a_limit_is_of_the_stored_dtype(model, capsys):
+    """Between the bytes of both: float32 would not fit."""
+    folder = model("bfloat16")
+    least = report(capsys, "info", folder, "--json")["weight_bytes"]
+    args = "serve", "--model", str(folder), "--memory", str(int(1.5 * least))
+    serve.check_weights(build_parser().parse_args(args), int(1.5 * least))
+    with pytest.raises(ValueError, match="the weights alone are"):
+        args = build_parser().parse_args([*args, "--dtype", "float32"])
+        serve.check_weights(args, int(1.5 * least))
+
+
+def test_benchmarks_keep_their_own_default():
+    args = build_parser().parse_args(["bench", "decode", "--prompts", "x"])
+    assert args.dtype == "float32"
+
+
+def test_lookup_drafts_where_no_drafter_is_named(model, table, capsys):
+    """In Python as in a terminal; the text is the table's, as it is without."""
+    tokenizer, chain = table
+    loaded = stree_jax.load(model("float32"))
+    ids = tokenizer.encode("ab").ids
+    wanted = said(chain, ids, NEW)
+    result = stree_jax.generate(loaded, "ab", max_new_tokens=NEW)
+    assert result.tokens == [wanted] and 2 in result.origins[0]
+    assert int(result.target_calls[0]) < NEW
+    *_, last = stree_jax.stream(loaded, [ids], max_new_tokens=NEW)
+    assert last.tokens == [wanted] and 2 in last.origins[0]
+    shown = report(
+        capsys,
+        *("generate", "ab", "--model", model("float32"), "--json"),
+        *("--max-new-tokens", NEW),
+    )
+    assert shown["tokens"] == wanted and shown["tokens_by_origin"]["lookup"] > 0
+    plain = stree_jax.generate(loaded, "ab", max_new_tokens=NEW, drafter=None)
+    assert plain.tokens == [wanted] and plain.tree_sizes == (1,)
+    named = stree_jax.generate(loaded, "ab", max_new_tokens=NEW, drafter="auto")
+    assert named.tree_sizes == result.tree_sizes
+
+
+def test_a_conversation_may_change_its_drafter(model, table):
+    """A past of the default goes on without a drafter, and the other way round."""
+    tokenizer, chain = table
+    loaded, ids = stree_jax.load(model("float32")), tokenizer.encode("ab").ids
+    for first, then in ((None, "auto"), ("auto", None)):
+        one = stree_jax.generate(
+            loaded, [ids], max_new_tokens=7, drafter=first, keep_past=True
+        )
+        two = stree_jax.generate(
+            loaded, [[]], max_new_tokens=7, drafter=then, past=one.past
+        )
+        assert one.tokens[0] + two.tokens[0] == said(chain, ids, 14)
+
+
+def test_both_signatures_say_so():
+    for function in (stree_jax.generate, stree_jax.stream):
+        assert inspect.signature(function).parameters["drafter"].default == "auto"
+    assert inspect.signature(stree_jax.load).parameters["dtype"].default is None
+    for command in ("generate", "chat", "serve", "tune", "plan"):
+        words = [command] + ["--memory", "1GB"] * (command == "plan")
+        args = build_parser().parse_args(words)
+        assert args.dtype is None and args.drafter is None
