@@ -19,6 +19,37 @@ from stree_jax.speculation.staged_drafter import AHEAD, WIDTH, Staged
 DEMO, NO_DRAFTER = "demo", "none"
 
 
+def named_drafter(
+    target: str,
+    drafter: str | None,
+    ngrams: str | None = None,
+    ahead: int | None = None,
+    width: int | None = None,
+) -> str:
+    """Returns the drafter's name, the default one if none is given; nothing is read.
+
+    Args:
+      target, drafter, ngrams, ahead, width: as of `load_pair`.
+
+    Raises:
+      ValueError: the drafter does not exist, or does not go with the other options.
+    """
+    if drafter in (None, AUTO):
+        drafter = DEMO if target == DEMO else LOOKUP
+    name = str(drafter)
+    _check_drafter(name)
+    if ngrams is None and ahead is not None:
+        raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
+    if ngrams is None and width is not None:
+        raise ValueError("--width: tokens that n-grams guess; add --ngrams FILE")
+    if ngrams is not None and name in (LOOKUP, MTP, NO_DRAFTER):
+        raise ValueError(
+            "--ngrams: they guess for a drafting model; give one with --drafter "
+            "(for n-grams alone: --drafter FILE)"
+        )
+    return name
+
+
 def load_pair(
     target: str,
     drafter: str | None,
@@ -44,18 +75,7 @@ def load_pair(
       width: tokens of a node that they guess, likewise.
       mesh: the devices that the target is cut over; a drafting model is whole on each.
     """
-    if drafter in (None, AUTO):
-        drafter = DEMO if target == DEMO else LOOKUP
-    _check_drafter(str(drafter))
-    if ngrams is None and ahead is not None:
-        raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
-    if ngrams is None and width is not None:
-        raise ValueError("--width: tokens that n-grams guess; add --ngrams FILE")
-    if ngrams is not None and drafter in (LOOKUP, MTP, NO_DRAFTER):
-        raise ValueError(
-            "--ngrams: they guess for a drafting model; give one with --drafter "
-            "(for n-grams alone: --drafter FILE)"
-        )
+    drafter = named_drafter(target, drafter, ngrams, ahead, width)
     table = None if ngrams is None else load_ngrams(ngrams)
     model = load(target, dtype=dtype, mtp=drafter == MTP, mesh=mesh)
     if drafter == NO_DRAFTER:

@@ -160,10 +160,11 @@ def check_model(args: argparse.Namespace) -> None:
     from stree_jax.byte_sizes import bytes_named
     from stree_jax.checkpoint import resolve
     from stree_jax.convert.tokenizer import has_tokenizer
-    from stree_jax.pair import NO_DRAFTER, pair_configs
+    from stree_jax.pair import NO_DRAFTER, named_drafter, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
 
     limit = None if args.memory is None else bytes_named(args.memory)
+    named_drafter(args.model, args.drafter, args.ngrams, args.ahead, args.width)
     if on_hub(args.model):
         return
     drafter = args.drafter
@@ -214,12 +215,17 @@ def check_options(args: argparse.Namespace) -> None:
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
     """Keys of a file, one a line, or else of the environment."""
+    from stree_jax.convert.errors import CheckpointError
     from stree_jax.convert.files import read_file
 
     if file is None:
         own = os.environ.get(KEY_VARIABLE, "").strip()
         return (own.encode(),) if own else ()
-    keys = tuple(line.strip() for line in read_file(file, pipe=True).splitlines())
+    try:
+        lines = read_file(file, pipe=True).splitlines()
+    except CheckpointError as error:
+        raise ValueError(f"--api-key-file: {error}") from error
+    keys = tuple(line.strip() for line in lines)
     keys = tuple(key for key in keys if key)
     if not keys:
         raise ValueError(f"--api-key-file: {file} has no key")
@@ -293,8 +299,8 @@ def given_template(file: Path | None) -> str | None:
     try:
         text = read_text(file, pipe=True)
         check_template(text)
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        raise ValueError(f"--chat-template: {error}") from error
     except ValueError as error:
         raise ValueError(f"--chat-template: {file}: {error}") from error
     return text
@@ -310,6 +316,7 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
     from stree_jax.checkpoint import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
+    from stree_jax.convert.whole_texts import for_whole_texts
 
     directory, tokenizer = resolve(name), model.tokenizer
     if template is None:
@@ -321,6 +328,7 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
     def spell(messages: Sequence[dict[str, str]], turn: "Turn") -> list[int]:
         said = cast(Sequence[Message], messages)
         text = render_checked(template, said, special, **vars(turn))
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        whole = for_whole_texts(tokenizer)
+        return whole.encode(text, add_special_tokens=False).ids
 
     return spell

@@ -41,7 +41,7 @@ def test_the_papers_pair(tmp_path, tokenizer, capsys):
     GPT-NeoX's tokenizer.json is put beside what they are converted to."""
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for name in ("mamba2-2.7b", "mamba2-130m"):
-        write_native(tmp_path / "hub" / name, pickled=True, vocab=277)
+        write_native(tmp_path / "hub" / name, rows=288, vocab=280)
         assert sorted(f.name for f in (tmp_path / "hub" / name).iterdir()) == [
             "config.json",
             "pytorch_model.bin",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import stree_jax
-from bench.prompts import read_records
+from bench.prompts import read_prompts
 from stree_jax import tuning
 from stree_jax.checkpoint import info
 from stree_jax.cli import main as cli
@@ -116,7 +116,7 @@ def test_files_that_commands_are_given(tmp_path, capsys, kind):
     assert str(file) in refused(stree_jax.load_ngrams, file)
     assert str(file) in refused(api_keys, file)
     assert str(file) in refused(read_tokenizer_file, file)
-    assert str(file) in refused(read_records, file, 3)
+    assert str(file) in refused(read_prompts, [file], 3)
     for option in (["generate", "--file"], ["generate", "x", "--drafter"]):
         assert cli.main([*option, str(file)]) == 2
         out, err = capsys.readouterr()

@@ -6,7 +6,6 @@ them for a prompt; `tokenizers` itself would make 8 tokens and 56 pads of every 
 
 import io
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from stree_jax.cli.main import main
 from stree_jax.cli.serve import speller
 from stree_jax.convert import convert_checkpoint
 from stree_jax.convert.export import export_hf
+from stree_jax.server.protocol import Turn
 from stree_jax.training.corpus import encode_corpus
 from stree_jax.training.recipe import prepare, read_tokenizer_file
 from tests.support.table_models import byte_level, follow, write_gguf, write_llama
@@ -162,9 +162,8 @@ def test_the_servers_conversations(make):
     """Messages become as many tokens as they are; 1 for each marker and letter."""
     model = stree_jax.load(make("both"))
     model.tokenizer.enable_truncation(4)
-    args = SimpleNamespace(model=str(make("both")), chat_template=None)
-    spell = speller(args, model)
-    assert len(spell([{"role": "user", "content": PROMPT}])) == 32
+    spell = speller(str(make("both")), model)
+    assert len(spell([{"role": "user", "content": PROMPT}], Turn())) == 32
     messages = [{"role": "user", "content": PROMPT}]
     _, ids = next_turn(saved(**SAVED["left"]), TEMPLATE, {}, messages, [])
     assert len(ids) == 32

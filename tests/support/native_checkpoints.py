@@ -96,8 +96,8 @@ def attention_tensors(rng, prefix, d, c):
     return {f"{prefix}.{name}": value for name, value in tensors.items()}
 
 
-def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
-    """A state-spaces checkpoint; vocabulary padded to 64 rows."""
+def write_native(directory, *, pickled=True, vocab=VOCAB, rows=64, ssm=None, **options):
+    """A state-spaces checkpoint whose embedding is padded to so many rows."""
     rng = np.random.default_rng(0)
     ssm_cfg = {"layer": "Mamba2", "headdim": 8, "d_state": 5} | (ssm or {})
     config = {
@@ -115,7 +115,7 @@ def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
     d_mlp = 48 - inner
     d_hidden = -(-config.get("d_intermediate", 0) // 128) * 128
     layer_norm = not config.get("rms_norm", True)
-    tensors = {"backbone.embedding.weight": _tensor(rng, 64, d, scale=0.4)}
+    tensors = {"backbone.embedding.weight": _tensor(rng, rows, d, scale=0.4)}
     for i in range(2):
         layer = f"backbone.layers.{i}"
         attends = i in config["attn_layer_idx"]
@@ -138,8 +138,8 @@ def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
             )
         )
         if ssm_cfg.get("bias"):
-            for name, rows in (("in_proj", inner + channels + heads), ("out_proj", d)):
-                bias = _tensor(rng, rows, scale=0.3)
+            for name, width in (("in_proj", inner + channels + heads), ("out_proj", d)):
+                bias = _tensor(rng, width, scale=0.3)
                 tensors[f"{layer}.mixer.{name}.bias"] = bias
         if not ssm_cfg.get("conv_bias", True):
             del tensors[f"{layer}.mixer.conv1d.bias"]
@@ -158,7 +158,7 @@ def write_native(directory, *, pickled=True, vocab=VOCAB, ssm=None, **options):
         tensors["backbone.norm_f.bias"] = _tensor(rng, d, scale=0.3)
     head = tensors["backbone.embedding.weight"].clone()
     if not config["tie_embeddings"]:
-        head = _tensor(rng, 64, d)
+        head = _tensor(rng, rows, d)
     tensors["lm_head.weight"] = head
     return write_checkpoint(directory, config, tensors, pickled=pickled)
 

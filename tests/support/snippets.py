@@ -29,6 +29,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import jax
+from tokenizers import Tokenizer, models
 
 from stree_jax.cli import main as cli
 from tests.support import mtp
@@ -76,27 +77,26 @@ PARSED = {
 
 
 class Snippet(NamedTuple):
-    """A block of code of a page; `line` is where its first line stands."""
+    """A block of code of a page, the `number`th of its language there."""
 
     page: Path
-    line: int
+    number: int
     language: str
     code: str
 
     @property
     def id(self):
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}-{self.number}"
 
 
 def snippets(language, pages=PAGES):
     """Returns all blocks of a language, page by page."""
     found = []
     for page in pages:
-        text = page.read_text("utf-8")
-        for match in BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start()) + 2
-            found.append(Snippet(page, line, match[1], match[2]))
-    return [snippet for snippet in found if snippet.language == language]
+        blocks = BLOCK.findall(page.read_text("utf-8"))
+        codes = [code for kind, code in blocks if kind == language]
+        found += [Snippet(page, i, language, code) for i, code in enumerate(codes, 1)]
+    return found
 
 
 # Stand-ins
@@ -123,10 +123,12 @@ def _models(root):
     chat.write_text(TEMPLATE)
     for size in ("2.7b", "130m"):
         name = f"state-spaces/mamba2-{size}"
-        write_native(root / name, pickled=True, vocab=2048)
+        write_native(root / name, pickled=True, rows=2048, vocab=2048)
     predicting = root / "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"
     mtp.write(predicting)
-    byte_level(more=()).save(str(predicting / "tokenizer.json"))
+    letters = {letter: i for i, letter in enumerate("Once def fib(n):")}
+    few = Tokenizer(models.BPE(letters, []))
+    few.save(str(predicting / "tokenizer.json"))
     tokens = byte_level()
     chain = follow(tokens, ["O", "n", "c", "e"])
     write_gguf(root / "model-Q4_K_M.gguf", tokens, chain, eos="</s>")
