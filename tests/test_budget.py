@@ -92,6 +92,7 @@ def test_turns_stay_in_their_caches(target, monkeypatch):
     limit = size_of(target.params) + int(budget.SCRATCH * max(said))
     whole = [p + t for p, t in zip(PROMPTS, first.tokens, strict=True)]
     past, arrays = first.past, set()
+    earlier = stree_jax.speculation.loop.resume_decoding_jit._cache_size()
     del first
     for turn in range(3):
         before = past.target
@@ -106,7 +107,7 @@ def test_turns_stay_in_their_caches(target, monkeypatch):
         past = result.past
         arrays.add(size_of((past.target, past.drafter)))
         programs = stree_jax.speculation.loop.resume_decoding_jit._cache_size()
-        assert programs == 1, f"turn {turn} compiled another program"
+        assert programs - earlier <= 1, f"turn {turn} compiled another program"
     assert len(arrays) == 1
 
 
