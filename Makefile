@@ -17,7 +17,7 @@ KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 	touch $@ .venv/.core
 
 demo: .venv/.core
-	$(BIN)/stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --compare
+	$(BIN)/stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --dtype float32 --compare
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
