@@ -38,10 +38,10 @@ def generation_notes(fields: ConfigFields) -> Iterator[str]:
             continue
         way_on = ""
         if name == "repetition_penalty":
-            way_on = f"; pass {name}={value!r:.20} to follow it"
+            way_on = f"; Sampling(temperature=0, {name}={value!r:.20}) follows it"
         yield (
-            f"{fields.file}: {name} {reprlib.repr(value)} is not applied by default, "
-            f"as transformers' generate does{way_on}"
+            f"{fields.file}: {name} {reprlib.repr(value)} is not applied here, though "
+            f"generate of transformers does so by default{way_on}"
         )
 
 

@@ -131,7 +131,7 @@ def test_generation_settings_that_are_not_followed_are_said(counting, name):
     said = []
     open_checkpoint(counting, warn=said.append)
     assert len(said) == 1 and f"{name} {GENERATION[name]}"[:30] in said[0]
-    option = "; pass repetition_penalty=1.1 to follow it"
+    option = "; Sampling(temperature=0, repetition_penalty=1.1) follows it"
     assert said[0].endswith(option) == (name == "repetition_penalty")
 
 
