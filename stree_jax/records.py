@@ -31,8 +31,10 @@ QUESTIONS = (
 )
 INPUTS = ("input", "context")
 ANSWERS = (
-    *("completion", "response", "output", "answer", "canonical_solution", "chosen"),
-    *("solution", "targets", "target", "code", "summary", "highlights"),
+    # Where a problem has both, the solution is the way and the answer its last number.
+    *("completion", "response", "output", "solution", "answer", "canonical_solution"),
+    *("chosen", "reply", "generation", "continuation", "targets", "target", "code"),
+    *("summary", "highlights"),
 )
 TEXTS = ("text", "content", "raw_content")
 LISTS = ("data", "train", "instances", "records", "examples")  # of a file's records
@@ -40,7 +42,10 @@ LISTS = ("data", "train", "instances", "records", "examples")  # of a file's rec
 _SPEAKERS = ("role", "from")
 _CONTENTS = ("content", "value", "parts")
 # In names of fields that a prompt alone must not have: its answer would be lost.
-_OTHER_ANSWERS = ("completion", "response", "answer", "output", "solution", "rejected")
+_OTHER_ANSWERS = (
+    *("completion", "response", "answer", "output", "solution", "rejected", "target"),
+    *("chosen", "generat", "repl", "continuation", "reference", "result", "truth"),
+)
 _ROLES = {  # names that data sets give to the roles of chat templates
     **{name: "user" for name in ("human", "user", "prompter")},
     **{name: "assistant" for name in ("gpt", "chatgpt", "assistant", "bot", "model")},
