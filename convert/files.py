@@ -49,7 +49,9 @@ def read_file(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> bytes:
     if len(body) > most:  # files of /proc have no size
         raise CheckpointError(f"{path}: more than {most} bytes")
     if is_pipe and not body:
-        raise CheckpointError(f"{path}: not a regular file, and an empty pipe")
+        raise CheckpointError(
+            f"{path}: not a regular file; a pipe that nothing wrote to"
+        )
     return body
 
 

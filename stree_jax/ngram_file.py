@@ -96,7 +96,9 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     path = path if named is None or path.exists() else fetch(named)
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path}: no such file")
+            other = path.exists() and not path.is_dir()
+            problem = "not a regular file" if other else "no such file"
+            raise CheckpointError(f"{path}: {problem}")
         with path.open("rb") as opened:
             head = opened.read(8 + MOST_HEADER)
             _split(path, head)  # before the rest is read, of whatever size

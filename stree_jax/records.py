@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,8 +32,10 @@ QUESTIONS = (
 )
 INPUTS = ("input", "context")
 ANSWERS = (
-    *("completion", "response", "output", "answer", "canonical_solution", "chosen"),
-    *("solution", "targets", "target", "code", "summary", "highlights"),
+    # Where a problem has both, the solution is the way and the answer its last number.
+    *("completion", "response", "output", "solution", "answer", "canonical_solution"),
+    *("chosen", "reply", "generation", "continuation", "targets", "target", "code"),
+    *("summary", "highlights"),
 )
 TEXTS = ("text", "content", "raw_content")
 LISTS = ("data", "train", "instances", "records", "examples")  # of a file's records
@@ -40,12 +43,16 @@ LISTS = ("data", "train", "instances", "records", "examples")  # of a file's rec
 _SPEAKERS = ("role", "from")
 _CONTENTS = ("content", "value", "parts")
 # In names of fields that a prompt alone must not have: its answer would be lost.
-_OTHER_ANSWERS = ("completion", "response", "answer", "output", "solution", "rejected")
+_OTHER_ANSWERS = (
+    *("completion", "response", "answer", "output", "solution", "rejected", "target"),
+    *("chosen", "generat", "repl", "continuation", "reference", "result", "truth"),
+)
 _ROLES = {  # names that data sets give to the roles of chat templates
     **{name: "user" for name in ("human", "user", "prompter")},
     **{name: "assistant" for name in ("gpt", "chatgpt", "assistant", "bot", "model")},
     **{"function_call": "assistant", "observation": "tool"},
 }
+MOST_LINE = 2**28  # bytes
 _MOST_KEYS = 12  # of a record that are named in an error
 
 
@@ -169,12 +176,12 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00")
 
 
 def _lines(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
-    first = stream.readline()
+    first = _line(stream, path)
     if first[:2] in _MARKS:  # UTF-16 has zero bytes around its line ends
         text = _text(first + stream.read(), path)
         numbered: Iterator[tuple[int, str]] = enumerate(text.split("\n"), 1)
     else:
-        chained = (line for part in ([first], stream) for line in part)
+        chained = chain([first], iter(lambda: _line(stream, path), b""))
         numbered = (
             (number, _text(line, f"{path}:{number}"))
             for number, line in enumerate(chained, 1)
@@ -182,6 +189,21 @@ def _lines(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:
     for number, line in numbered:
         if line.strip():
             yield f"{path}:{number}", _json(line, f"{path}:{number}")
+
+
+def _line(stream: IO[bytes], path: str) -> bytes:
+    """Returns the next line; b"" at the end.
+
+    Raises:
+      ValueError: it is too long for a record.
+    """
+    line = stream.readline(MOST_LINE + 1)
+    if len(line) > MOST_LINE:
+        raise ValueError(
+            f"{path}: a line of more than {MOST_LINE >> 20} MiB; want one JSON value a "
+            "line"
+        )
+    return line
 
 
 def _whole(stream: IO[bytes], path: str) -> Iterator[tuple[str, Any]]:

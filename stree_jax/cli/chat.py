@@ -111,6 +111,20 @@ def render(
         raise ValueError(_template_problem(error)) from error
 
 
+def given_template(file: Path | None) -> str | None:
+    """Returns the text of --chat-template; raises ValueError if it is no template."""
+    if file is None:
+        return None
+    try:
+        text = read_text(file, pipe=True)
+        check_template(text)
+    except CheckpointError as error:
+        raise ValueError(f"--chat-template: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"--chat-template: {file}: {error}") from error
+    return text
+
+
 def check_template(template: str) -> None:
     """Raises ValueError if a template has a syntax error."""
     try:

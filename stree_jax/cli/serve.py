@@ -80,6 +80,7 @@ def run_serve(args: argparse.Namespace) -> int:
         raise ValueError(
             f"serve: {error.name} is not installed: pip install 'stree-jax[serve]'"
         ) from error
+    from stree_jax.cli.chat import given_template
     from stree_jax.server.origins import origins_named, with_origins
 
     check_options(args)
@@ -286,24 +287,6 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
             f"memory: {shown_bytes(limit)} are too few: the weights alone are "
             f"{shown_bytes(size)}; take a smaller model or --dtype"
         )
-
-
-def given_template(file: Path | None) -> str | None:
-    """Returns the text of --chat-template; raises ValueError if it is no template."""
-    from stree_jax.cli.chat import check_template
-    from stree_jax.convert.errors import CheckpointError
-    from stree_jax.convert.files import read_text
-
-    if file is None:
-        return None
-    try:
-        text = read_text(file, pipe=True)
-        check_template(text)
-    except CheckpointError as error:
-        raise ValueError(f"--chat-template: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"--chat-template: {file}: {error}") from error
-    return text
 
 
 def speller(name: str, model: "Model", template: str | None = None) -> "Spell | None":

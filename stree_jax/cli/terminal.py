@@ -161,14 +161,14 @@ def read_stdin(line: bool = False) -> str:
       ValueError: it is closed, not UTF-8, or more than a prompt can have.
     """
     if sys.stdin is None:
-        raise ValueError("standard input: it is closed; give the prompt as an argument")
+        raise ValueError("standard input: it is closed; nothing can be read from it")
     # Files and pipes hold UTF-8, whatever encoding the terminal has.
     typed = sys.stdin.isatty() or not hasattr(sys.stdin, "buffer")
     stream = sys.stdin if typed else sys.stdin.buffer
     read = stream.readline if line else stream.read
     try:
         found = read(MOST_TEXT + 1)
-        text = found if isinstance(found, str) else universal(found.decode("utf-8"))
+        text = found if isinstance(found, str) else universal(found.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input: not UTF-8 text ({error.reason})") from error
     if len(found) > MOST_TEXT:

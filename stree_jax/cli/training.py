@@ -167,13 +167,17 @@ def speller(args: argparse.Namespace) -> "Spell | None":
     """Returns what spells a conversation as the target's chat template does, or None
     if it has no template."""
     from stree_jax.checkpoint import resolve
-    from stree_jax.cli.chat import read_chat_template, read_special_tokens, render
+    from stree_jax.cli.chat import (
+        given_template,
+        read_chat_template,
+        read_special_tokens,
+        render,
+    )
 
     directory = resolve(args.target)
-    if args.chat_template is None:
+    template = given_template(args.chat_template)
+    if template is None:
         template = read_chat_template(directory)
-    else:
-        template = args.chat_template.read_text("utf-8")
     if template is None:
         return None
     found, special = template, read_special_tokens(directory)

@@ -7,6 +7,7 @@ from stree_jax.server.errors import invalid
 
 # Fields of answers that clients send back; they hold no text.
 OF_ANSWERS = {"refusal", "annotations", "audio", "tool_calls", "function_call"}
+EMPTY: tuple[Any, ...] = ("", [], {}, False)  # what a field that says nothing holds
 TEXTS_OF_MESSAGES = ("name", "reasoning_content")  # the template has to use them
 
 
@@ -23,10 +24,7 @@ def _message(i: int, message: Any) -> dict[str, str]:
         raise invalid(f"{where}: want an object with a role", where)
     known = {"role", "content", *TEXTS_OF_MESSAGES}
     known |= {name for name in OF_ANSWERS if not message.get(name)}
-    extra = {name for name, v in message.items() if v is not None} - known
-    if extra:
-        name = f"{where}.{min(extra)}"
-        raise invalid(f"{name}: this server does not support it", name)
+    _refuse_others(where, message, known)
     found = {
         "role": message["role"],
         "content": _content(f"{where}.content", message.get("content")),
@@ -40,6 +38,18 @@ def _message(i: int, message: Any) -> dict[str, str]:
     return found
 
 
+def _refuse_others(where: str, value: Mapping[str, Any], known: set[str]) -> None:
+    """Raises ApiError for a field that says something and is not one of `known`."""
+    others = {name for name, v in value.items() if v is not None and not _is_empty(v)}
+    if extra := others - known:
+        name = f"{where}.{min(extra)}"
+        raise invalid(f"{name}: this server does not support it", name)
+
+
+def _is_empty(value: Any) -> bool:
+    return any(value == empty and type(value) is type(empty) for empty in EMPTY)
+
+
 def _content(where: str, content: Any) -> str:
     """A text, from one or from parts of text."""
     parts = [content] if isinstance(content, str) else content
@@ -51,6 +61,7 @@ def _content(where: str, content: Any) -> str:
             if part.get("type") != "text":
                 problem = f"{where}: only parts of type text are supported"
                 raise invalid(problem, where)
+            _refuse_others(where, part, {"type", "text", "cache_control"})
             part = part.get("text")
         if not is_text(part):
             raise invalid(f"{where}: want texts of whole characters", where)

@@ -46,6 +46,7 @@ WITHOUT_EFFECT |= {
     "dry_penalty_last_n",
     "dry_sequence_breakers",
     "xtc_threshold",
+    "adaptive_decay",
 }
 # Values that ask for nothing; any other value would change the answer.
 NOTHING: dict[str, tuple[Any, ...]] = {
@@ -64,6 +65,14 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,),
     "id_slot": (-1,),
     "grammar": ("",),
+    "top_n_sigma": (-1,),
+    "adaptive_target": (-1,),
+    "penalize_nl": (False,),
+    "n_keep": (0,),
+    "n_discard": (0,),
+    "t_max_predict_ms": (-1,),
+    "lora": ([],),
+    "detokenize": (True,),  # vLLM
     "timings_per_token": (False,),
     "return_progress": (False,),
     "return_tokens": (False,),
@@ -100,10 +109,12 @@ NOTHING_OF: dict[Kind, dict[str, tuple[Any, ...]]] = {
         "audio": (),
         "prediction": (),
         "reasoning_effort": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
+        "best_of": (1,),
         "web_search_options": (),
     },
 }
+CHOICES = {"tool_choice": "tools", "function_call": "functions"}
 READ = {
     "model",
     "max_tokens",
@@ -259,6 +270,9 @@ def parse(kind: Kind, body: Any) -> Request:
 
 def _check_unsupported(kind: Kind, fields: Mapping[str, Any]) -> None:
     nothing = NOTHING | NOTHING_OF[kind]
+    for choice, names in CHOICES.items():
+        if fields.get(names) == []:  # of none, "auto" chooses none
+            nothing |= {choice: ("none", "auto")}
     known = READ | READ_OF[kind] | WITHOUT_EFFECT
     for name, value in fields.items():
         if name in nothing:

@@ -5,6 +5,7 @@ Letters: B rows of a pass, S tokens of a prompt, L tokens of a window, d width.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,8 @@ def filled(
                 f"{file}: of another target, text or size; take another --work, or "
                 "delete it"
             )
-    kept = np.memmap(file, dtype, "r+" if done else "w+", shape=shape)
+    _make_room(file, int(np.prod(shape)) * np.dtype(dtype).itemsize, is_new=not done)
+    kept = np.memmap(file, dtype, "r+", shape=shape)
     with tqdm(total=shape[0], initial=done, unit="row", desc=what) as bar:
         while done < shape[0]:
             end = min(done + step, shape[0])
@@ -131,6 +133,26 @@ def filled(
                 kept.flush()
                 told.write_text(json.dumps({**wanted, "done": done}), "utf-8")
     return kept
+
+
+def _make_room(file: Path, size: int, is_new: bool) -> None:
+    """Gives a file that will be mapped all its bytes: a mapped file with holes would
+    end the process by a signal where the disk is full.
+
+    Raises:
+      ValueError: the disk has not so many.
+    """
+    try:
+        with open(file, "wb" if is_new else "r+b") as opened:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(opened.fileno(), 0, size)
+            else:
+                opened.truncate(size)
+    except OSError as error:
+        if is_new:
+            file.unlink(missing_ok=True)
+        problem = f"{error.strerror}; {size / 1e9:.3f} GB are needed"
+        raise ValueError(f"{file}: cannot be written ({problem})") from error
 
 
 def spread_windows(tokens: np.ndarray, length: int, count: int) -> np.ndarray:

@@ -64,6 +64,9 @@ class Job:
             raise ValueError(f"{self.out}: exists already; choose another place")
         if not self.out.absolute().parent.is_dir():
             raise ValueError(f"{self.out.parent}: no such directory")
+        work = next(p for p in (self.work, *self.work.absolute().parents) if p.exists())
+        if not work.is_dir():
+            raise ValueError(f"{work}: no directory, so it cannot hold the run's saves")
 
 
 @dataclass(frozen=True)

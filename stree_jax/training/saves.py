@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from flax import struct
+
+from stree_jax.convert.store import os_problem, quiet_orbax
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
@@ -84,6 +87,35 @@ class Saves:
         state_only = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         state = self.manager.restore(step, args=state_only)["state"]
         return Progress(state, told["history"], [np.float32(v) for v in told["recent"]])
+
+
+def check_room(directory: Path, state: TrainState) -> None:
+    """Raises ValueError if the disk has no room for a save, before hours of work."""
+    sizes = jax.tree.map(lambda x: x.nbytes, state)
+    need, free = sum(jax.tree.leaves(sizes)), shutil.disk_usage(directory).free
+    if free < need:
+        raise ValueError(
+            f"{directory}: a save needs {need / 1e9:.3f} GB on the disk, where "
+            f"{free / 1e9:.3f} GB are free"
+        )
+
+
+@contextlib.contextmanager
+def one_line_errors(directory: Path) -> Iterator[None]:
+    """Words what the system refuses to a save, such as a full disk, in one line.
+
+    Raises:
+      ValueError: in place of the error of whatever wrote it.
+    """
+    try:
+        with quiet_orbax():
+            yield
+    except Exception as error:
+        problem = os_problem(error)
+        about_no_file = isinstance(error, OSError) and error.filename is None
+        if problem is None or about_no_file:  # such as a closed standard output
+            raise
+        raise ValueError(f"{directory}: cannot be written ({problem})") from error
 
 
 @contextlib.contextmanager

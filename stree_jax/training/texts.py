@@ -1,6 +1,7 @@
 """The texts in files and folders, and an account of what was read and what was not."""
 
 import gzip
+import os
 import re
 import zipfile
 import zlib
@@ -24,6 +25,7 @@ _TEXTS = (".py", ".txt", ".md")
 _ARCHIVES = (".zip", ".whl")
 _READ = (*_TEXTS, *RECORD_SUFFIXES)
 SUFFIXES = (*_READ, *(f"{suffix}.gz" for suffix in _READ), *_ARCHIVES)
+_READ_IN_PARTS = (*_ARCHIVES, ".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 WAYS_ON = {
     "to read it as text, name it .txt": (),
     "write its rows as JSON Lines first": (".parquet", ".arrow", ".csv", ".tsv"),
@@ -175,7 +177,9 @@ class _Reader:
           found: whether the file was found in a folder, not given by name.
         """
         self.tally.files += 1
-        self.tally.read_bytes += path.stat().st_size
+        self.tally.read_bytes += (size := path.stat().st_size)
+        if not path.name.lower().endswith(_READ_IN_PARTS):
+            _check_fits(path, size)
         try:
             if path.name.lower().endswith(_ARCHIVES):
                 yield from self._archive(path)
@@ -273,6 +277,16 @@ class _Reader:
         text = text.encode("utf-8", "replace").decode().replace("\r\n", "\n")
         self.tally.blank += not text.strip()
         return kind(text)
+
+
+def _check_fits(path: Path, size: int) -> None:
+    """Raises ValueError for a file that is read whole but larger than memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise ValueError(
+            f"{path}: {size / 1e9:.0f} GB are read at once, and this machine has "
+            f"{memory / 1e9:.0f} GB of memory; split it, or write it as JSON Lines"
+        )
 
 
 def _is_test_or_metadata(name: str) -> bool:

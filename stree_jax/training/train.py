@@ -38,7 +38,9 @@ from stree_jax.training.saves import (
     Progress,
     Saves,
     TrainState,
+    check_room,
     finish_on_ctrl_c,
+    one_line_errors,
 )
 
 Batch = Any  # a pytree of arrays
@@ -319,9 +321,13 @@ def learn(
     learner = _Learner(subject, train, teacher, examples, progress)
     run = Progress(learner.begin(), [], [])
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    folder = ocp.CheckpointManager(directory.absolute(), options=options)
     settings = {**examples.settings, **dataclasses.asdict(train)}
-    with folder as manager, finish_on_ctrl_c() as interrupted:
+    with (
+        one_line_errors(directory),
+        ocp.CheckpointManager(directory.absolute(), options=options) as manager,
+        finish_on_ctrl_c() as interrupted,
+    ):
+        check_room(directory, run.state)
         saves = Saves(directory, settings, manager)
         run = saves.newest(run.state) or run
         times = 60 * (minutes or np.inf), 60 * save_minutes

@@ -8,6 +8,7 @@ import pytest
 
 from stree_jax.cli import main as cli
 from stree_jax.cli import serve
+from stree_jax.cli.chat import given_template
 from stree_jax.server.protocol import Turn
 
 LOADED = serve.loaded
@@ -90,7 +91,7 @@ def test_a_template_spells_a_conversation(tmp_path):
     file.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
-    spell = serve.speller("demo", model, serve.given_template(file))
+    spell = serve.speller("demo", model, given_template(file))
     ids = spell([{"role": "user", "content": "import os"}], Turn())
     assert model.tokenizer.decode(ids) == "user: import os\n"
     assert serve.speller("demo", model) is None  # the bundled model has none of its own

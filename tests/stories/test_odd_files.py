@@ -1,6 +1,7 @@
 """Files that are no files, or far too large, wherever one is read: refused at once, in
 one line. A pipe would keep the reader waiting, /dev/zero would never end."""
 
+import errno
 import os
 import shutil
 import signal
@@ -20,7 +21,10 @@ from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.serve import api_keys
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import read_file
-from stree_jax.training.recipe import read_tokenizer_file
+from stree_jax.training.recipe import Job, read_tokenizer_file
+from stree_jax.training.saves import one_line_errors
+from stree_jax.training.texts import Tally, read_texts
+from stree_jax.training.train import TrainConfig
 from tests.support.table_models import byte_level, padded_size, write_llama
 
 KINDS = ("pipe", "device", "folder", "terabyte")
@@ -193,3 +197,77 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     with pytest.raises(CheckpointError, match="0.00 GB are free"):
         stree_jax.save(loaded, tmp_path / "dst")
     assert list(tmp_path.iterdir()) == []
+
+
+FULL_WORK = """
+import resource, sys
+from stree_jax.cli.main import main
+
+model, text, work, kind, size = sys.argv[1:]
+size = int(size)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+small = "--steps 1 --batch 2 --length 16 --save-minutes 99".split()
+small += dict(heads="--tokens 400 --own-tokens 0", distill="--width 64 --layers 1")[
+    kind
+].split()
+words = kind, "--target", model, "--text", text, "--out", work + "-out", "--work", work
+sys.exit(main([*words, *small]))
+"""
+
+
+@pytest.mark.parametrize(("kind", "size"), [("heads", 4000), ("distill", 60_000)])
+def test_a_full_disk_ends_a_training_in_one_line(model, tmp_path, kind, size):
+    """`heads` ended by a signal (a mapped file), `distill` with 300 lines."""
+    text = tmp_path / "text.txt"
+    text.write_text("abc def " * 4000)
+    work = tmp_path / "work"
+    done = subprocess.run(
+        [*(sys.executable, "-c", FULL_WORK, str(model), str(text)), str(work), kind]
+        + [str(size)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"stree-jax: {work}")
+    assert "cannot be written (File too large" in last
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chat_template_for_training(model, tmp_path, capsys, kind):
+    file = put(tmp_path / "given", kind)
+    words = ["distill", "--target", str(model), "--chat-template", str(file)]
+    text = tmp_path / "text.txt"
+    text.write_text("abc")
+    words += ["--text", str(text), "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--work", str(tmp_path / "work")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--chat-template" in err and str(file) in err
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.md.gz"])
+def test_a_text_without_an_end(tmp_path, monkeypatch, name):
+    """A terabyte of zeros has one line, and no memory holds it."""
+    monkeypatch.setattr("stree_jax.records.MOST_LINE", 4096)
+    given = put(tmp_path / name, "terabyte")
+    assert str(given) in refused(list, read_texts([given], Tally()))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "terabyte"])
+def test_saves_cannot_be_kept_in_a_file(tmp_path, kind):
+    work = put(tmp_path / "work", kind)
+    for place in (work, work / "below"):
+        job = Job([tmp_path], tmp_path / "out", place, TrainConfig(steps=1))
+        assert str(work) in refused(job.check)
+
+
+def test_only_errors_about_files_are_worded_as_such(tmp_path):
+    with pytest.raises(BrokenPipeError), one_line_errors(tmp_path):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # of standard output
+    with (
+        pytest.raises(ValueError, match="cannot be written"),
+        one_line_errors(tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device", "file")

@@ -147,6 +147,9 @@ def test_variables_of_a_template():
         (dict(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "content"),
         (dict(content=[{"type": "text", "text": "a"}, {"type": "file"}]), "content"),
         (dict(content=None, tool_calls=[{"id": "1"}]), "tool_calls"),
+        (dict(content=[{"type": "text", "text": "a", "image": "b"}]), "content.image"),
+        (dict(images=["x"]), "images"),
+        (dict(prefix=True), "prefix"),
         (dict(tool_call_id="1"), "tool_call_id"),
         (dict(weight=0), "weight"),
         (dict(name=7), "name"),
@@ -166,6 +169,14 @@ def test_answers_that_are_sent_back_are_taken():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     found = parse("chat", dict(messages=[message("user", parts), answer])).messages
     assert found == (message("user", "ab"), message("assistant", "yes"))
+
+
+def test_fields_that_say_nothing_are_taken():
+    """As pages store a chat's messages, and as LiteLLM marks what is to be cached."""
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    asked = message("user", [part], images=[], metadata={}, prefix=False, id="")
+    found = parse("chat", dict(messages=[asked])).messages
+    assert found == (message("user", "a"),)
 
 
 def test_the_server_s_tokens_are_the_text_s(tmp_path):

@@ -78,6 +78,7 @@ def chat_text(service, **fields):
         dict(logit_bias={"5": 0}),
         dict(logit_bias=[]),
         dict(dry_multiplier=0.0, dry_base=1.75, xtc_probability=0, xtc_threshold=0.1),
+        dict(top_n_sigma=-1.0, n_keep=0, n_discard=0, t_max_predict_ms=-1, lora=[]),
         dict(mirostat=0, mirostat_tau=5.0, dynatemp_range=0, typical_p=1.0, id_slot=-1),
         dict(response_format={"type": "text", "json_schema": None}),
         dict(logprobs=False),
@@ -102,6 +103,9 @@ def test_values_that_other_servers_take(service, fields):
     [
         dict(tools=[]),
         dict(tools=None, tool_choice=None),
+        dict(tools=[], tool_choice="auto", parallel_tool_calls=True),
+        dict(functions=[], function_call="auto"),
+        dict(verbosity="medium", best_of=1),
         dict(logprobs=0, top_logprobs=0),
         dict(logprobs=False),
         dict(top_logprobs=0),

@@ -97,6 +97,8 @@ def test_a_prompt_on_standard_input_is_utf_8(monkeypatch):
     assert terminal.read_stdin() == "é\n東"
     monkeypatch.setattr("sys.stdin", Typed("ascii", "é\n東".encode()))
     assert [terminal.read_stdin(line=True) for _ in range(3)] == ["é\n", "東", ""]
+    monkeypatch.setattr("sys.stdin", Typed("ascii", b"\xef\xbb\xbfp"))
+    assert terminal.read_stdin() == "p"  # without the mark, as of --file
     monkeypatch.setattr("sys.stdin", Typed("latin-1", b"\xe9"))
     with pytest.raises(ValueError, match="standard input: not UTF-8 text"):
         terminal.read_stdin()
