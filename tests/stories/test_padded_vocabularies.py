@@ -9,14 +9,15 @@ import warnings
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling
+from stree_jax import NGrams, Sampling, Staged
 from stree_jax.speculation.accept import Rule
 from tests import distribution
-from tests.support.table_models import byte_level, follow, spm, write_llama
+from tests.support.table_models import SPECIAL, byte_level, follow, spm, write_llama
 from tests.support.tiny import STOP, tiny
 
 TREE = "parents:0,0,1,1,2"
@@ -137,6 +138,53 @@ def test_another_tokenizer_is_warned_of(pair, tmp_path):
             target, "a", max_new_tokens=2, drafter=other, tree="chain:2"
         )
     assert result.texts == ["bc"]
+
+
+def ngrams(rows):
+    """Guesses nothing; only its size counts here."""
+    return NGrams(jnp.zeros(rows), jnp.zeros(1, jnp.int32), ())
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (dict(tree="chain:2", memory="1GB"), "drafter"),
+        (dict(tree="beam:2x2"), "drafter"),
+        (dict(tree="chain:2", stage=288), "drafter"),
+        (dict(tree="chain:2", stage=288, equal=True), None),
+        (dict(tree="chain:2", stage=272, equal=True), None),
+        (dict(tree="chain:2", stage=250, equal=True), "n-grams"),
+        (dict(tree="chain:2", stage="model", equal=True), "guesser"),
+    ],
+)
+def test_a_call_warns_once(pair, tmp_path, options, warned):
+    """n-grams of the drafter's size are of its tokenizer, which has been compared."""
+    target, drafter = pair
+    stage, equal = options.pop("stage", None), options.pop("equal", False)
+    other = saved(tmp_path / "other", byte_level(SPECIAL[:3]), 288)
+    drafter = drafter if equal else other
+    if stage is not None:
+        guesser = other if stage == "model" else ngrams(stage)
+        drafter = Staged(drafter, guesser, ahead=1, width=1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = stree_jax.generate(
+            target, "a", max_new_tokens=2, drafter=drafter, **options
+        )
+    assert result.texts == ["bc"]
+    said = [str(w.message).split(":")[0] for w in found]
+    assert said == ([] if warned is None else [warned])
+
+
+def test_other_special_tokens_are_not_warned_of(pair, tmp_path):
+    """Warnings are errors here. A base model drafts well for its chat model."""
+    target, _ = pair
+    base = byte_level((*SPECIAL[:3], "<|reserved_0|>", "<|reserved_1|>"))
+    drafter = saved(tmp_path / "base", base, 288)
+    result = stree_jax.generate(
+        target, "a", max_new_tokens=2, drafter=drafter, tree="chain:2"
+    )
+    assert (result.texts, result.target_calls.tolist()) == (["bc"], [1])
 
 
 def test_unknown_tokens_are_warned_of(target, prompts):
