@@ -5,6 +5,7 @@ The output is that of plain decoding, or distributed as it; other tokens under t
 ids are warned of.
 """
 
+import io
 import warnings
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ import pytest
 
 import stree_jax
 from stree_jax import NGrams, Sampling, Staged
+from stree_jax.arguments import warn_of_drafter
+from stree_jax.cli.main import main
 from stree_jax.speculation.accept import Rule
 from tests import distribution
 from tests.support.table_models import SPECIAL, byte_level, follow, spm, write_llama
@@ -145,35 +148,54 @@ def ngrams(rows):
     return NGrams(jnp.zeros(rows), jnp.zeros(1, jnp.int32), ())
 
 
-@pytest.mark.parametrize(
-    ("options", "warned"),
-    [
-        (dict(tree="chain:2", memory="1GB"), "drafter"),
-        (dict(tree="beam:2x2"), "drafter"),
-        (dict(tree="chain:2", stage=288), "drafter"),
-        (dict(tree="chain:2", stage=288, equal=True), None),
-        (dict(tree="chain:2", stage=272, equal=True), None),
-        (dict(tree="chain:2", stage=250, equal=True), "n-grams"),
-        (dict(tree="chain:2", stage="model", equal=True), "guesser"),
-    ],
-)
-def test_a_call_warns_once(pair, tmp_path, options, warned):
-    """n-grams of the drafter's size are of its tokenizer, which has been compared."""
-    target, drafter = pair
-    stage, equal = options.pop("stage", None), options.pop("equal", False)
-    other = saved(tmp_path / "other", byte_level(SPECIAL[:3]), 288)
-    drafter = drafter if equal else other
-    if stage is not None:
-        guesser = other if stage == "model" else ngrams(stage)
-        drafter = Staged(drafter, guesser, ahead=1, width=1)
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A drafter with fewer special tokens, so that all other ids are shifted."""
+    return saved(tmp_path_factory.mktemp("other") / "m", byte_level(SPECIAL[:3]), 288)
+
+
+def warned_of(run):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        result = stree_jax.generate(
-            target, "a", max_new_tokens=2, drafter=drafter, **options
-        )
-    assert result.texts == ["bc"]
-    said = [str(w.message).split(":")[0] for w in found]
-    assert said == ([] if warned is None else [warned])
+        run()
+    return [str(w.message).split(":")[0] for w in found]
+
+
+def test_a_call_warns_once(pair, other):
+    """Within a limit of memory, several ways to decode are tried."""
+    options = dict(max_new_tokens=2, drafter=other, tree="chain:2", memory="1GB")
+    assert warned_of(lambda: stree_jax.generate(pair[0], "a", **options)) == ["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("equal", "stage", "warned"),
+    [
+        (False, 288, ["drafter"]),
+        (True, 288, []),
+        (True, 272, []),
+        (True, 250, ["n-grams"]),
+        (True, "other", ["guesser"]),
+    ],
+)
+def test_stages_are_warned_of_by_name(pair, other, equal, stage, warned):
+    """n-grams of the drafter's size are of its tokenizer, which has been compared."""
+    target, drafter = pair
+    guesser = other if stage == "other" else ngrams(stage)
+    staged = Staged(drafter if equal else other, guesser, ahead=1, width=1)
+    assert warned_of(lambda: warn_of_drafter(target, staged)) == warned
+
+
+def test_a_command_warns_once(pair, other, tmp_path, capsys, monkeypatch):
+    """It may decode many times: here in two turns."""
+    for name, model in (("target", pair[0]), ("other", other)):
+        stree_jax.save(model, tmp_path / name)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\na\n"))
+    argv = ["chat", "--model", tmp_path / "target", "--drafter", tmp_path / "other"]
+    argv += ["--tree", "chain:2", "--max-new-tokens", 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main([str(arg) for arg in argv]) == 0
+    assert capsys.readouterr().err.count("its tokenizer differs") == 1
 
 
 def test_other_special_tokens_are_not_warned_of(pair, tmp_path):
