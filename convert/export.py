@@ -72,7 +72,7 @@ def export_hf(
             for_whole_texts(tokenizer).save(str(temporary / "tokenizer.json"))
             settings = temporary / "tokenizer_config.json"
             if not settings.exists():
-                _write_json(settings, _tokenizer_json(config, tokenizer))
+                _write_json(settings, tokenizer_json(config, tokenizer))
 
 
 def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
@@ -144,8 +144,11 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _tokenizer_json(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
+def tokenizer_json(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+    """Returns a tokenizer_config.json: what tokenizer.json does not hold."""
+    fields: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if config.stop_tokens:
         fields["eos_token"] = tokenizer.id_to_token(config.stop_tokens[0])
+    if tokenizer.encode_special_tokens:
+        fields["split_special_tokens"] = True
     return fields

@@ -102,8 +102,7 @@ def check_mesh(model: Model, drafter: Any, limit: int | None) -> None:
 
 
 def check_drafter(target: Model, drafter: Any) -> None:
-    """Raises ValueError for a drafter that does not fit the target, and warns if its
-    tokens are not the target's."""
+    """Raises ValueError for a drafter that does not fit the target."""
     if isinstance(drafter, Staged):
         check_drafter(target, drafter.model)
         guesser = drafter.guesser
@@ -119,7 +118,6 @@ def check_drafter(target: Model, drafter: Any) -> None:
                 raise ValueError("width: only n-grams guess more than one token a node")
         return
     if isinstance(drafter, NGrams):
-        warn_of_other_tokens("n-grams", target, drafter.num_tokens, None)
         return
     if isinstance(drafter, Heads):
         _check_heads(target, drafter)
@@ -138,8 +136,24 @@ def check_drafter(target: Model, drafter: Any) -> None:
             "or 'mtp'"
         )
     check_model("drafter", drafter)
-    tokenizer = getattr(drafter, "tokenizer", None)
-    warn_of_other_tokens("drafter", target, drafter.config.num_tokens, tokenizer)
+
+
+def warn_of_drafter(target: Model, drafter: Any, name: str = "drafter") -> None:
+    """Warns of each part of a checked drafter whose tokens are not the target's.
+
+    Args:
+      name: what the drafter is called in the warning.
+    """
+    if isinstance(drafter, Staged):
+        guesser, own = drafter.guesser, drafter.model.config.num_tokens
+        warn_of_drafter(target, drafter.model, name)
+        if not (isinstance(guesser, NGrams) and guesser.num_tokens == own):
+            warn_of_drafter(target, guesser, "guesser")
+    elif isinstance(drafter, NGrams):
+        warn_of_other_tokens("n-grams", target, drafter.num_tokens, None)
+    elif isinstance(drafter, models.Model):
+        tokenizer = getattr(drafter, "tokenizer", None)
+        warn_of_other_tokens(name, target, drafter.config.num_tokens, tokenizer)
 
 
 def _check_heads(target: Model, heads: Heads) -> None:

@@ -1,5 +1,6 @@
 """Loading, saving and describing models."""
 
+import json
 import math
 import tempfile
 import warnings
@@ -21,9 +22,11 @@ from stree_jax.checks import as_path, check_not_forked, flag, shown, with_hints
 from stree_jax.convert import CheckpointError as CheckpointError
 from stree_jax.convert import find, open_checkpoint, source_dtype
 from stree_jax.convert.configs import check_mtp
+from stree_jax.convert.export import tokenizer_json
 from stree_jax.convert.gguf.header import is_gguf, only_gguf
 from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
 from stree_jax.convert.quantized import scheme_names
+from stree_jax.convert.special_tokens import SETTINGS
 from stree_jax.convert.store import (
     atomic_directory,
     check_config,
@@ -212,6 +215,9 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         if tokenizer is not None:  # before its checksum is taken
             whole = for_whole_texts(tokenizer)
             whole.save(str(temporary / "tokenizer.json"))
+            if whole.encode_special_tokens:
+                said = tokenizer_json(model.config, whole)
+                (temporary / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
         write_directory(temporary, model.config, dtype, model.params)
 
 

@@ -24,6 +24,7 @@ from stree_jax.arguments import (
     listed_prompts,
     lists_by_row,
     stop_token_table,
+    warn_of_drafter,
 )
 from stree_jax.buckets import bucket
 from stree_jax.budget import fitted
@@ -125,6 +126,7 @@ def checked(
     drafter = LOOKUP if isinstance(drafter, str) and drafter == AUTO else drafter
     check_mesh(model, drafter, limit)
     spec = spec_for(model, drafter, tree, rule, times)
+    warn_of_drafter(model, drafter)
     n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
     capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
     V = model.config.num_tokens

@@ -163,7 +163,10 @@ def text_so_far(
 
 
 def runs_by_origin(
-    decoder: Decoder, tokens: Sequence[int], origins: Sequence[int]
+    decoder: Decoder,
+    tokens: Sequence[int],
+    origins: Sequence[int],
+    size: int | None = None,
 ) -> list[tuple[str, int]]:
     """Returns a text's pieces, and the origin of each, as in `draft.ORIGINS`.
 
@@ -171,6 +174,7 @@ def runs_by_origin(
 
     Args:
       decoder: the `Continuation` of the prompt that the tokens follow.
+      size: characters of the text, where a stop string is cut off it; None: all.
     """
     runs, done = [], ""
     for place, origin in enumerate(origins):
@@ -178,7 +182,7 @@ def runs_by_origin(
         text = decoder.decode(list(tokens[: place + 1])) if ends else ""
         if not ends or (text.endswith(UNFINISHED) and text != done):
             continue  # a run goes on, or has ended within a character
-        runs.append((text[len(done) :], int(origin)))
+        runs.append((text[len(done) : size], int(origin)))
         done = text
     return runs
 

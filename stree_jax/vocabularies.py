@@ -44,13 +44,18 @@ def warn_of_other_tokens(
 
 @lru_cache(maxsize=8)  # of large vocabularies, a comparison takes 0.1 s
 def _difference(target: "Tokenizer", drafter: "Tokenizer") -> str | None:
-    """Describes ids that stand for different tokens, or returns None."""
+    """Describes ids that stand for different tokens, or returns None.
+
+    Ids that are special tokens in both may differ, as between a base model and its chat
+    model: hardly any text has them.
+    """
     if target is drafter:
         return None
     ours = {i: token for token, i in target.get_vocab().items()}
     theirs = {i: token for token, i in drafter.get_vocab().items()}
     both = ours.keys() & theirs.keys()
-    other = sorted(i for i in both if ours[i] != theirs[i])
+    special = _special_ids(target) & _special_ids(drafter)
+    other = sorted(i for i in both - special if ours[i] != theirs[i])
     if not other:
         return None
     i = other[0]
@@ -58,3 +63,8 @@ def _difference(target: "Tokenizer", drafter: "Tokenizer") -> str | None:
         f"its tokenizer differs from the target's in {len(other)} of {len(both)} "
         f"tokens ({i} is {theirs[i]!r:.40}, the target's {i} is {ours[i]!r:.40})"
     )
+
+
+def _special_ids(tokenizer: "Tokenizer") -> set[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return {i for i, token in added.items() if token.special}

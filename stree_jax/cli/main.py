@@ -8,7 +8,7 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -274,7 +274,7 @@ def execute(args: argparse.Namespace) -> int:
     """Run a command; a user's mistake is one line on stderr and exit code 2."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = show_warning
+            warnings.showwarning = shown_once()
             with telling():
                 return run_command(args)
     except BrokenPipeError:
@@ -319,9 +319,19 @@ def telling() -> Iterator[None]:
         log.setLevel(level)
 
 
-def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """In one line, without a place in the code."""
-    tell(f"stree-jax: warning: {message}")
+def shown_once() -> Callable[..., None]:
+    """Returns a function that tells a warning in one line, the first time it is given.
+
+    A command may decode many times: every turn of a chat, every run of a comparison.
+    """
+    told: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            tell(f"stree-jax: warning: {message}")
+
+    return show
 
 
 def run_command(args: argparse.Namespace) -> int:

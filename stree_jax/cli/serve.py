@@ -235,6 +235,7 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
 
 def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     """The model, who decodes, in which sizes, and how many bytes that leaves."""
+    from stree_jax.arguments import warn_of_drafter
     from stree_jax.byte_sizes import bytes_named
     from stree_jax.cli.terminal import waiting
     from stree_jax.default_tree import spec_for
@@ -251,6 +252,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     if (args.rule or "").partition("/")[0] == "typical":
         say("rule typical: answers are not the model's own text")
     wish, named = sizes_of(args)
+    warn_of_drafter(model, drafter)
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), wish, None
     asked = model, drafter, args.tree, args.rule

@@ -452,7 +452,8 @@ def explained(decoder: Decoder, result: Generation, colours: bool) -> str:
       decoder: the `Continuation` of the prompt.
     """
     origins = result.origins[0].tolist()
-    runs = runs_by_origin(decoder, result.tokens[0], origins)
+    size = None if result.texts is None else len(result.texts[0])
+    runs = runs_by_origin(decoder, result.tokens[0], origins, size)
     marked = "".join(mark(text, ORIGINS[origin], colours) for text, origin in runs)
     usual = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
     there = sorted(usual | set(origins))

@@ -115,7 +115,9 @@ def _inside_text(tokenizer: "Tokenizer") -> "Tokenizer":
     fields = json.loads(tokenizer.to_str())
     for name in ("normalizer", "pre_tokenizer"):
         fields[name] = _without_start(fields[name])
-    return type(tokenizer).from_str(json.dumps(fields))
+    copy = type(tokenizer).from_str(json.dumps(fields))
+    copy.encode_special_tokens = tokenizer.encode_special_tokens  # no part of the JSON
+    return copy
 
 
 def _without_start(part: Any) -> Any:

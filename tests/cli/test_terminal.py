@@ -220,7 +220,7 @@ class Spelling:
 def test_words_are_marked_by_who_drafted_them():
     text = "abcdé".encode()
     one = dataclasses.replace(
-        part("", len(text), 1.0),
+        part(text.decode(), len(text), 1.0),
         tokens=[list(text)],
         origins=[np.array([0, 1, 1, 2, 2, 0], np.uint8)],  # é is half looked up
     )

@@ -5,18 +5,22 @@ The output is that of plain decoding, or distributed as it; other tokens under t
 ids are warned of.
 """
 
+import io
 import warnings
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling
+from stree_jax import NGrams, Sampling, Staged
+from stree_jax.arguments import warn_of_drafter
+from stree_jax.cli.main import main
 from stree_jax.speculation.accept import Rule
 from tests import distribution
-from tests.support.table_models import byte_level, follow, spm, write_llama
+from tests.support.table_models import SPECIAL, byte_level, follow, spm, write_llama
 from tests.support.tiny import STOP, tiny
 
 TREE = "parents:0,0,1,1,2"
@@ -137,6 +141,72 @@ def test_another_tokenizer_is_warned_of(pair, tmp_path):
             target, "a", max_new_tokens=2, drafter=other, tree="chain:2"
         )
     assert result.texts == ["bc"]
+
+
+def ngrams(rows):
+    """Guesses nothing; only its size counts here."""
+    return NGrams(jnp.zeros(rows), jnp.zeros(1, jnp.int32), ())
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A drafter with fewer special tokens, so that all other ids are shifted."""
+    return saved(tmp_path_factory.mktemp("other") / "m", byte_level(SPECIAL[:3]), 288)
+
+
+def warned_of(run):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message).split(":")[0] for w in found]
+
+
+def test_a_call_warns_once(pair, other):
+    """Within a limit of memory, several ways to decode are tried."""
+    options = dict(max_new_tokens=2, drafter=other, tree="chain:2", memory="1GB")
+    assert warned_of(lambda: stree_jax.generate(pair[0], "a", **options)) == ["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("equal", "stage", "warned"),
+    [
+        (False, 288, ["drafter"]),
+        (True, 288, []),
+        (True, 272, []),
+        (True, 250, ["n-grams"]),
+        (True, "other", ["guesser"]),
+    ],
+)
+def test_stages_are_warned_of_by_name(pair, other, equal, stage, warned):
+    """n-grams of the drafter's size are of its tokenizer, which has been compared."""
+    target, drafter = pair
+    guesser = other if stage == "other" else ngrams(stage)
+    staged = Staged(drafter if equal else other, guesser, ahead=1, width=1)
+    assert warned_of(lambda: warn_of_drafter(target, staged)) == warned
+
+
+def test_a_command_warns_once(pair, other, tmp_path, capsys, monkeypatch):
+    """It may decode many times: here in two turns."""
+    for name, model in (("target", pair[0]), ("other", other)):
+        stree_jax.save(model, tmp_path / name)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\na\n"))
+    argv = ["chat", "--model", tmp_path / "target", "--drafter", tmp_path / "other"]
+    argv += ["--tree", "chain:2", "--max-new-tokens", 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main([str(arg) for arg in argv]) == 0
+    assert capsys.readouterr().err.count("its tokenizer differs") == 1
+
+
+def test_other_special_tokens_are_not_warned_of(pair, tmp_path):
+    """Warnings are errors here. A base model drafts well for its chat model."""
+    target, _ = pair
+    base = byte_level((*SPECIAL[:3], "<|reserved_0|>", "<|reserved_1|>"))
+    drafter = saved(tmp_path / "base", base, 288)
+    result = stree_jax.generate(
+        target, "a", max_new_tokens=2, drafter=drafter, tree="chain:2"
+    )
+    assert (result.texts, result.target_calls.tolist()) == (["bc"], [1])
 
 
 def test_unknown_tokens_are_warned_of(target, prompts):

@@ -171,6 +171,15 @@ def test_pieces_by_origin_continue_the_prompt():
     assert runs_by_origin(decoder, ids[1:], [1, 0]) == [(" world", 1), (" again", 0)]
 
 
+@pytest.mark.parametrize(
+    ("stop", "printed"), [("again", "Hello world "), ("o", "Hello w")]
+)
+def test_an_explained_text_ends_before_the_stop_string(path, capsys, stop, printed):
+    argv = "generate", "Hello", "--model", path, "--drafter", "none", "--stop", stop
+    assert run(capsys, *argv, "--explain").split("\n")[0] == printed
+    assert run(capsys, *argv).split("\n")[0] == printed
+
+
 def test_gguf_text_continues_the_prompt(tmp_path):
     tokenizer = spm()
     names = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
@@ -342,6 +351,9 @@ def test_continuing_text_is_encoded_without_what_a_start_gets():
     stripped = byte_level()
     stripped.normalizer = normalizers.Strip()
     assert stripped.decode(encode_continuation(stripped, " a")) == " a"
+    split = spm()
+    split.encode_special_tokens = True  # split_special_tokens of tokenizer_config.json
+    assert split.decode(encode_continuation(split, "a<s>")) == "a<s>"
     plain = byte_level()
     plain.add_tokens([AddedToken("<x>", special=True)])
     assert encode_continuation(plain, "ab<x>") == plain.encode("ab<x>").ids

@@ -161,6 +161,24 @@ def test_no_space_before_pieces(tmp_path):
     same(write(tmp_path / "m", spm(), files))
 
 
+def test_a_saved_model_keeps_split_special_tokens(tmp_path):
+    """tokenizer.json has no place for it."""
+    tokenizer = spm()
+    chain = follow(tokenizer, ["a", "n", "</s>"])
+    path = write_llama(tmp_path / "m", len(chain), chain=chain, tokenizer=tokenizer)
+    for name, values in settings(split_special_tokens=True).items():
+        (path / name).write_text(json.dumps(values))
+    stree_jax.save(stree_jax.load(path), tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "exported")]) == 0
+    wanted = [tokenizer.token_to_id(piece) for piece in ("<0x3C>", "<0x73>", "<0x3E>")]
+    for name in ("m", "saved", "exported"):
+        model = stree_jax.load(tmp_path / name)
+        assert model.tokenizer.encode("<s>").ids[-3:] == wanted
+        assert model.config.stop_tokens == (2,)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert theirs.eos_token == "</s>"
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
