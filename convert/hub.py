@@ -328,7 +328,9 @@ def shards_of(found: Repository, file: str) -> list[str]:
     """Returns the names of all shards of a GGUF file, or of another file itself."""
     if file not in found.sizes:
         where = "" if found.cached is None else f" in the cache ({found.problem})"
-        raise CheckpointError(f"{found.name.repo}: no file {file}{where}")
+        there = first_shards(f for f in found.sizes if f.endswith(Path(file).suffix))
+        also = f"; it has {', '.join(there[:MOST_LISTED])}" if there else ""
+        raise CheckpointError(f"{found.name.repo}: no file {file}{where}{also}")
     shard = SHARD.fullmatch(file)
     if shard is None:
         return [file]

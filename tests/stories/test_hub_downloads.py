@@ -289,7 +289,9 @@ def test_several_quantizations_are_listed(quantizations):
         assert "name one, such as o/gguf/" in problem
         assert info_refused(name) == problem
     assert "no GGUF files of Q5_K_M" in refused("o/gguf:Q5_K_M")
-    assert "o/gguf: no file tiny-Q2_K.gguf" in refused("o/gguf/tiny-Q2_K.gguf")
+    missing = refused("o/gguf/tiny-Q2_K.gguf")
+    assert "o/gguf: no file tiny-Q2_K.gguf" in missing
+    assert all(file in missing for file in QUANTS)
     assert not quantizations.files()
 
 
