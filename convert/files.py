@@ -8,6 +8,7 @@ from stree_jax.convert.errors import CheckpointError
 
 MOST_TEXT = 2**26  # bytes of a prompt, a template or a config: beyond any real one
 MOST_TOKENIZER = 2**28  # the largest published tokenizer.json has 2**25
+POINTER = b"version https://git-lfs"  # what Git LFS has in place of a large file
 
 
 def check_readable(path: Path, most: int) -> None:
@@ -67,7 +68,28 @@ def read_text(path: Path, most: int = MOST_TEXT, pipe: bool = False) -> str:
         text = read_file(path, most, pipe).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text ({error.reason})") from error
+    if text.startswith(POINTER.decode()):
+        check_fetched(path)
     return universal(text)
+
+
+def check_fetched(path: Path) -> None:
+    """Refuses a file that `git clone` has left on the server.
+
+    Raises:
+      CheckpointError: one line that says how to fetch it.
+    """
+    try:
+        check_readable(path, MOST_TOKENIZER)
+        with path.open("rb") as opened:
+            if opened.read(len(POINTER)) != POINTER:
+                return
+    except (OSError, CheckpointError):
+        return  # for whoever reads it
+    raise CheckpointError(
+        f"{path}: only the place of a file that Git LFS keeps; fetch it with git lfs "
+        "pull, or the whole model with hf download"
+    )
 
 
 def universal(text: str) -> str:

@@ -6,7 +6,10 @@ fetch are chosen from the repository's list of files: those that `load` opens.
 """
 
 import glob
+import json
+import math
 import re
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,6 +49,11 @@ MOST_LISTED = 24  # files in a message
 HEADER_PIECES = (2**20, 2**23, MAX_HEADER)  # bytes of a GGUF file to try, in turn
 FIRST_PIECE = 2**17  # bytes of a safetensors file: its whole header, as a rule
 CONNECTIONS = 8
+LAST_PIECE = 2**18  # bytes of a file of torch: its list of records, as a rule
+RECORD = 2**10  # bytes before a record's content, its name among them, at most
+NUMBERS = re.compile(r"[^/]*/data/\d+")  # records of a file of torch to leave out
+SAMPLED = re.compile(r"(?:.*\.)?(?:lm_head|embed_tokens|embeddings?)\.weight")
+SAMPLE = 2**13  # numbers of a tensor that are fetched at one place
 
 Wanted = Sequence[Sequence[str]]  # of each group, the first file that is there
 
@@ -206,12 +214,17 @@ def fetch(name: HubName, wanted: Wanted = ()) -> Path:
 
 
 def fetch_headers(name: HubName, folder: Path) -> Path:
-    """Fetch the config, the tokenizer and the headers of a repository's weights, and no
-    weights. Weights that are in the cache already are used as they are.
+    """Fetch a repository's config, tokenizer and the headers of its weights. Weights
+    that are all in the cache already are used as they are.
+
+    A file of torch that is no ZIP archive (as torch before 1.6 wrote them) has its list
+    of tensors among their numbers, and is fetched whole.
 
     Args:
       folder: an empty folder. The weights' files in it have the headers and the size of
         those on the hub, and zeros in place of numbers, which take no room on the disk.
+        Only a few numbers of the embedding and the head are there, which tell whether
+        the two are equal.
 
     Returns: a directory or GGUF file that can be described, and not loaded.
     """
@@ -225,6 +238,8 @@ def fetch_headers(name: HubName, folder: Path) -> Path:
         weights = [file for file in files if file.endswith(WEIGHTS)]
         small = [file for file in files if file not in weights]
         kept = {file: _cached(name, file) for file in weights}
+        if None in kept.values():  # zeros are not to be compared with numbers
+            kept = dict.fromkeys(weights)
         if small:
             snapshot = found.get(small)
             kept |= {file: snapshot / file for file in small}
@@ -233,11 +248,6 @@ def fetch_headers(name: HubName, folder: Path) -> Path:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).symlink_to(path.absolute())
         missing = [file for file, path in kept.items() if path is None]
-        if pickled := [file for file in missing if file.endswith(PICKLED)]:
-            raise CheckpointError(
-                f"{name}: its weights are only in {pickled[0]}, whose list of tensors "
-                "cannot be read without downloading all of it; load or convert it first"
-            )
         with ThreadPoolExecutor(CONNECTIONS) as pool, one_line(name):
             list(pool.map(lambda file: _write_header(found, file, folder), missing))
         return folder
@@ -318,7 +328,9 @@ def shards_of(found: Repository, file: str) -> list[str]:
     """Returns the names of all shards of a GGUF file, or of another file itself."""
     if file not in found.sizes:
         where = "" if found.cached is None else f" in the cache ({found.problem})"
-        raise CheckpointError(f"{found.name.repo}: no file {file}{where}")
+        there = first_shards(f for f in found.sizes if f.endswith(Path(file).suffix))
+        also = f"; it has {', '.join(there[:MOST_LISTED])}" if there else ""
+        raise CheckpointError(f"{found.name.repo}: no file {file}{where}{also}")
     shard = SHARD.fullmatch(file)
     if shard is None:
         return [file]
@@ -339,12 +351,16 @@ def _write_header(found: Repository, file: str, folder: Path) -> None:
     """Write a file of weights that has its header and its size, but no numbers."""
     target, size = folder / file, found.sizes[file] or 0
     target.parent.mkdir(parents=True, exist_ok=True)
+    if file.endswith(PICKLED):
+        _write_records(found, file, target)
+        return
     if not file.endswith(".gguf"):
         piece = _range(found.name, file, 0, FIRST_PIECE)
         length = 8 + int.from_bytes(piece[:8], "little")
         if len(piece) < length <= MAX_HEADER:
             piece += _range(found.name, file, len(piece), length)
         _write_sparse(target, piece[:length], size)
+        _write_samples(found, file, target, piece[:length])
         return
     for end in HEADER_PIECES:
         _write_sparse(target, _range(found.name, file, 0, min(end, size)), size)
@@ -362,6 +378,59 @@ def _write_sparse(target: Path, begin: bytes, size: int) -> None:
     with target.open("wb") as opened:
         opened.write(begin)
         opened.truncate(max(size, len(begin)))
+
+
+def _write_samples(found: Repository, file: str, target: Path, header: bytes) -> None:
+    """Write some numbers of the embedding and the head to a file that has its header,
+    at the same places of both: from the first on, and from the middle on."""
+    try:
+        tensors = json.loads(header[8:])
+        asked = [
+            (len(header) + begin, end - begin, math.prod(tensors[name]["shape"]))
+            for name in tensors
+            if SAMPLED.fullmatch(name)
+            for begin, end in [tensors[name]["data_offsets"]]
+        ]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return  # for whoever describes the file
+    with target.open("r+b") as opened:
+        for start, size, count in asked:
+            width = size // max(count, 1)  # bytes of a number
+            for first in (0, count // 2):
+                begin = start + first * width
+                end = begin + min(SAMPLE, count - first) * width
+                if 0 <= begin < end:
+                    opened.seek(begin)
+                    opened.write(_range(found.name, file, begin, end))
+
+
+def _write_records(found: Repository, file: str, target: Path) -> None:
+    """Write a file of torch, a ZIP archive, without its tensors' numbers."""
+    size = found.sizes[file] or 0
+
+    def write(begin: int, end: int) -> None:
+        begin, end = max(begin, 0), min(end, size)
+        if begin >= end:
+            return
+        with target.open("r+b") as opened:
+            opened.seek(begin)
+            opened.write(_range(found.name, file, begin, end))
+
+    _write_sparse(target, b"", size)
+    write(size - LAST_PIECE, size)
+    try:
+        with zipfile.ZipFile(target) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError):
+        records = []
+    if not records:  # no archive, or its list is longer than that piece
+        target.unlink()
+        target.symlink_to((found.get([file]) / file).absolute())
+        return
+    for record in records:
+        if not NUMBERS.fullmatch(record.filename):
+            begin = record.header_offset
+            write(begin, begin + RECORD + record.compress_size)
 
 
 def _range(name: HubName, file: str, start: int, end: int) -> bytes:

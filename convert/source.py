@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.convert.files import read_text
+from stree_jax.convert.files import check_fetched, read_text
 from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
 from stree_jax.convert.rows import Index
 
@@ -32,6 +33,7 @@ PIECE = 2**24  # numbers of a tensor that are read at once
 ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
 ADAPTER = "adapter_config.json"
 MAX_NAME = 255  # characters of a file's name
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.(?:safetensors|bin)$")
 # What to say of params.json, and of tensors that are named as in consolidated.*.
 OWN_FORMAT = (
     "Mistral's own format and Meta's are not read; want config.json and "
@@ -219,7 +221,11 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Any]]:
     found = weights_among(file_names(directory))
     if found is None:
         names = " or ".join(WEIGHT_FILES)
-        raise CheckpointError(f"{directory}: no weights; want {names}, or their index")
+        there = [name for name in file_names(directory) if _SHARD.search(name)]
+        also = f" ({there[0]} is a shard, without the index)" if there else ""
+        raise CheckpointError(
+            f"{directory}: no weights; want {names}, or their index{also}"
+        )
     if found.endswith(INDEX):
         return _shards(directory / found)
     return [directory / found], {}
@@ -289,6 +295,14 @@ def _without_config(directory: Path) -> str:
             "an adapter of PEFT, not a model; merge it into its base model "
             "(merge_and_unload) and save that"
         )
+    patterns = ("*/config.json", "snapshots/*/config.json")  # the latter in a cache
+    below = [file for pattern in patterns for file in directory.glob(pattern)]
+    if models := [file.parent for file in sorted(below)]:
+        return f"no config.json; name a directory that has one, such as {models[0]}"
+    if weights_among(file_names(directory)):
+        return (
+            "weights, but no config.json, which says what they are; put it beside them"
+        )
     return (
         "no config.json; not a checkpoint (want a directory of transformers, mamba_ssm "
         "or `stree-jax convert`, or a GGUF file)"
@@ -328,6 +342,7 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
                 shape = tuple(part.get_shape())
                 found[name] = TensorInfo(file, shape, DTYPES.get(dtype, dtype), start)
     except (SafetensorError, OSError, ValueError, LookupError) as error:
+        check_fetched(file)
         raise CheckpointError(f"{file}: not a whole safetensors file ({error})") from (
             error
         )
@@ -357,7 +372,10 @@ def _load_bin(file: Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):  # of odd pickles
             loaded = torch.load(file, weights_only=True, **options)
     except Exception as error:  # a damaged pickle can raise anything
+        check_fetched(file)
         reason = (str(error) or type(error).__name__).splitlines()[0]
+        if reason.startswith("Weights only load failed"):  # and advice to run its code
+            reason = "more than tensors is in it, or it is damaged"
         raise CheckpointError(f"{file}: refused by torch.load ({reason})") from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(t, torch.Tensor)

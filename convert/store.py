@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ CHUNK_BYTES = 2**26  # who wants a part of a parameter reads chunks of it
 SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
 SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
 HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
+REMOVALS = 40  # attempts, 0.05 s apart
 THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -111,9 +113,18 @@ def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
             raise
         raise CheckpointError(f"{dst}: cannot be written ({problem})") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         if lock is not None:
             os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a directory in which threads of a failed write may still make files."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.05)
 
 
 def os_problem(error: Exception) -> str | None:

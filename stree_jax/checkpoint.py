@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
 
 BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
 _NAMES = ", ".join(BUNDLED)
+_ADDRESS = re.compile(  # of a page on the hub
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)"
+    r"|([^/.~]+/[^/]+)/(?:tree|blob|resolve)/"
+)
 
 
 @struct.dataclass
@@ -116,14 +121,23 @@ def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
     if path.is_file() and is_gguf(path):
         return path
     if not path.is_dir():
-        also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
-        problem = "no such directory"
-        if there:
-            problem = "not a directory or a GGUF file"
-        elif path.suffix == ".gguf":
-            problem = "no such file"
-        raise CheckpointError(f"{path}: {problem}{also}")
+        raise CheckpointError(_no_model(name, path, there))
     return only_gguf(path) or path
+
+
+def _no_model(name: str, path: Path, there: bool) -> str:
+    """Says that a path is no directory or GGUF file, and what to name instead."""
+    if there:
+        if (path.parent / "config.json").is_file():
+            return f"{path}: a file of a model; name its directory, {path.parent}"
+        return f"{path}: not a directory or a GGUF file"
+    if on_hub := _ADDRESS.match(name):
+        return f"{name}: no such directory; of the hub, name {on_hub[1] or on_hub[2]}"
+    if name.startswith("~"):
+        return f"{path}: no such directory; ~ is not replaced: want the whole path"
+    also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
+    what = "file" if path.suffix.lower() == ".gguf" else "directory"
+    return f"{path}: no such {what}{also}"
 
 
 @with_hints

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.files import check_fetched
 from stree_jax.convert.gguf.blocks import KINDS, Kind, without_ones
 from stree_jax.convert.source import file_names, weights_among
 
@@ -197,6 +198,7 @@ def read_one(file: Path) -> Header:
 
 def _parse(cursor: _Cursor) -> Header:
     if cursor.take(4, "GGUF") != MAGIC:
+        check_fetched(cursor.file)
         raise cursor.error("not a GGUF file")
     version = cursor.number("version", "<u4")
     if version not in VERSIONS:

@@ -122,21 +122,55 @@ def test_the_shards_of_the_index(hub, models):
     assert hub.files() == sorted([*SMALL, *shards, "model.safetensors.index.json"])
 
 
-def test_pickled_weights_where_there_are_no_others(hub, models):
+def pickled(repo, **options):
+    """Puts a file of torch in place of a repository's weights, and returns its path."""
     torch = pytest.importorskip("torch")
-    repo = put(hub, models)
     tensors = load_file(repo / "model.safetensors")
-    (repo / "model.safetensors").unlink()
-    for name in ("consolidated", "model.fp16", "adapter_model"):
-        (repo / f"{name}.safetensors").unlink()
-    torch.save(
-        {k: torch.tensor(v) for k, v in tensors.items()}, repo / "pytorch_model.bin"
-    )
-    assert "cannot be read without downloading" in info_refused("o/llama")
-    assert not hub.bytes_of(".bin")
+    for file in repo.glob("*.safetensors"):
+        file.unlink()
+    tensors = {k: torch.tensor(v) for k, v in tensors.items()}
+    torch.save(tensors, repo / "pytorch_model.bin", **options)
+    return repo / "pytorch_model.bin"
+
+
+def test_pickled_weights_where_there_are_no_others(hub, models, capsys):
+    """`info` and `plan` fetch a file's list of tensors, which is an archive's."""
+    file = pickled(put(hub, models))
+    facts = info("o/llama")
+    assert facts["layers"] == {"attention": 2, "mlp": 2} and not facts["tied_head"]
+    code, out, err = run(capsys, "plan", "--model", "o/llama", "--memory", "1GB")
+    assert code == 0, err
+    pieces = [count for _, name, count in hub.sent if name == file.name]
+    assert max(pieces) <= 2**18 and sum(pieces) < file.stat().st_size
     assert text(stree_jax.load("o/llama")) == ["ab"]
     assert hub.files() == sorted([*SMALL, "pytorch_model.bin"])
-    assert info("o/llama")["layers"] == {"attention": 2, "mlp": 2}
+    assert info("o/llama") == facts
+
+
+def test_older_pickles_are_fetched_whole(hub, models, capsys):
+    """Files of torch before 1.6, in which the list is among the numbers."""
+    pickled(put(hub, models), _use_new_zipfile_serialization=False)
+    code, out, err = run(capsys, "plan", "--model", "o/llama", "--memory", "1GB")
+    assert code == 0, err
+    assert info("o/llama")["parameters"] == info(hub.folder / "o/llama")["parameters"]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_info_tells_a_head_trained_apart(hub, models, apart, shards):
+    """Of a config that says tied, by a few numbers of both tensors."""
+    repo = put(hub, models)
+    tensors = load_file(repo / "model.safetensors")
+    if not apart:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.float16)
+    save_file(tensors, repo / "model.safetensors")
+    config = json.loads((repo / "config.json").read_text())
+    config["tie_word_embeddings"] = True
+    (repo / "config.json").write_text(json.dumps(config))
+    if shards:
+        in_shards(repo)
+    assert info("o/llama")["tied_head"] == (not apart) == info(repo)["tied_head"]
 
 
 def info_refused(name):
@@ -255,7 +289,9 @@ def test_several_quantizations_are_listed(quantizations):
         assert "name one, such as o/gguf/" in problem
         assert info_refused(name) == problem
     assert "no GGUF files of Q5_K_M" in refused("o/gguf:Q5_K_M")
-    assert "o/gguf: no file tiny-Q2_K.gguf" in refused("o/gguf/tiny-Q2_K.gguf")
+    missing = refused("o/gguf/tiny-Q2_K.gguf")
+    assert "o/gguf: no file tiny-Q2_K.gguf" in missing
+    assert all(file in missing for file in QUANTS)
     assert not quantizations.files()
 
 

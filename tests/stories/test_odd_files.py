@@ -21,6 +21,7 @@ from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.serve import api_keys
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import read_file
+from stree_jax.convert.store import atomic_directory
 from stree_jax.training.recipe import Job, read_tokenizer_file
 from stree_jax.training.saves import one_line_errors
 from stree_jax.training.texts import Tally, read_texts
@@ -185,6 +186,30 @@ def test_a_full_disk_is_one_line(model, tmp_path):
     assert len(lines) == 9, done.stderr
     problem = f"{dst}: cannot be written (File too large)"
     assert {line.removeprefix("stree-jax: ") for line in lines} == {problem}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_whose_threads_end_late_leaves_nothing(tmp_path, monkeypatch):
+    """One makes a file while the folder is being removed, which then is not empty."""
+    rmtree, late = shutil.rmtree, [b"the last thread"]
+
+    def remove(folder, **options):
+        if late:
+            (Path(folder) / "late").mkdir()
+            monkeypatch.setattr(os, "rmdir", not_empty)
+            late.pop()
+        rmtree(folder, **options)
+        monkeypatch.undo()
+
+    def not_empty(folder, **options):
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with (
+        pytest.raises(CheckpointError, match="full"),
+        atomic_directory(tmp_path / "dst"),
+    ):
+        raise CheckpointError("the disk is full")
     assert list(tmp_path.iterdir()) == []
 
 
