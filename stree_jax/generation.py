@@ -347,7 +347,9 @@ def _growing(
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
     auto = isinstance(plan.spec.policy, AdaptivePolicy)
-    measures = auto and options.get("times") is None
+    # Of a text of one token, nothing is drafted, whatever steps take.
+    drafts = auto and to_host(decoding.requests.max_new_tokens).max() > 1
+    measures = drafts and options.get("times") is None
     if measures:
         with no_collection():
             spec = tuning.timed(plan.spec, decoding, plan.spare)
