@@ -216,7 +216,7 @@ def class_with_hints(kind: type[R]) -> type[R]:
         check_keywords(kind.__name__, fields, known)
         init(self, *args, **fields)
 
-    kind.__init__ = checked  # type: ignore[method-assign]
+    kind.__init__ = checked  # type: ignore[method-assign, assignment]
     return kind
 
 

@@ -284,7 +284,7 @@ def test_results_and_paths_in_wrong_places():
 
 
 def test_names_of_drafters_are_the_same_everywhere(nothing_runs):
-    """"auto", the default of `generate`, is taken wherever a drafter is named; "none",
+    """ "auto", the default of `generate`, is taken wherever a drafter is named; "none",
     the command's name for plain decoding, leads to None."""
     for function in ("generate", "stream", "tune", "generate_tokens"):
         call, right = getattr(stree_jax, function), calls()[function]
