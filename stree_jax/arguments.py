@@ -104,6 +104,8 @@ def check_mesh(model: Model, drafter: Any, limit: int | None) -> None:
 def check_drafter(target: Model, drafter: Any) -> None:
     """Raises ValueError for a drafter that does not fit the target."""
     if isinstance(drafter, Staged):
+        integer("ahead", drafter.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
+        integer("width", drafter.width, 1, 16, "1..16 guesses of a node")
         check_drafter(target, drafter.model)
         guesser = drafter.guesser
         if guesser is not None:
@@ -112,8 +114,6 @@ def check_drafter(target: Model, drafter: Any) -> None:
                     f"guesser: want NGrams, a model or a Staged, got {type(guesser)}"
                 )
             check_drafter(target, guesser)
-            integer("ahead", drafter.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
-            integer("width", drafter.width, 1, 16, "1..16 guesses of a node")
             if drafter.width > 1 and not isinstance(guesser, NGrams):
                 raise ValueError("width: only n-grams guess more than one token a node")
         return
@@ -132,8 +132,8 @@ def check_drafter(target: Model, drafter: Any) -> None:
         if drafter in (LOOKUP, MTP):
             return
         raise ValueError(
-            f"drafter: got a string; give stree_jax.load({shown(drafter)}), 'lookup' "
-            "or 'mtp'"
+            f"drafter: got a string; give stree_jax.load({shown(drafter)}), "
+            "'lookup', 'mtp', or None for plain decoding"
         )
     check_model("drafter", drafter)
 

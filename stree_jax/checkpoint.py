@@ -206,6 +206,7 @@ def load(
     return Model(params, config, tokenizer, mesh=mesh, cut=cut)
 
 
+@with_hints
 def save(model: models.Model, dst: str | PathLike[str]) -> None:
     """Write a model as one of our directories, atomically; dst must not exist.
 

@@ -197,14 +197,27 @@ def check_not_forked() -> None:
 def with_hints(function: Callable[P, R]) -> Callable[P, R]:
     """Makes calls with an unknown keyword raise a TypeError that names the function and
     what to write instead, before anything else is done."""
-    name, parameters = function.__name__, inspect.signature(function).parameters
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        check_keywords(name, options, parameters)
+        known = inspect.signature(call).parameters  # `generate` is given its own later
+        check_keywords(function.__name__, options, known)
         return function(*args, **options)
 
     return call
+
+
+def class_with_hints(kind: type[R]) -> type[R]:
+    """Makes a dataclass refuse an unknown field as `with_hints` does."""
+    init, known = kind.__init__, inspect.signature(kind).parameters
+
+    @wraps(init)
+    def checked(self: R, *args: Any, **fields: Any) -> None:
+        check_keywords(kind.__name__, fields, known)
+        init(self, *args, **fields)
+
+    kind.__init__ = checked  # type: ignore[method-assign, assignment]
+    return kind
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -32,7 +32,6 @@ from stree_jax.byte_sizes import bytes_named
 from stree_jax.checkpoint import Model
 from stree_jax.checks import (
     DEFAULT_NEW_TOKENS,
-    check_keywords,
     check_not_forked,
     flag,
     integer,
@@ -53,7 +52,7 @@ from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.specs import AUTO, LOOKUP, is_custom
+from stree_jax.speculation.specs import AUTO, LOOKUP, is_custom, named_drafter
 from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
@@ -123,12 +122,13 @@ def checked(
     model = as_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
-    drafter = LOOKUP if isinstance(drafter, str) and drafter == AUTO else drafter
+    drafter = named_drafter(drafter)
     check_mesh(model, drafter, limit)
     spec = spec_for(model, drafter, tree, rule, times)
     warn_of_drafter(model, drafter)
-    n = integer("n", n, 1, 2**16, "at least 1 sample per prompt")
-    capacity = integer("capacity", capacity, 0, 2 * MOST_TOKENS, "rows of the caches")
+    n = integer("n", n, 1, 2**16, f"1..{2**16} samples per prompt")
+    most = 2 * MOST_TOKENS
+    capacity = integer("capacity", capacity, 0, most, f"0..{most} rows of the caches")
     V = model.config.num_tokens
     if logprobs is not None:
         logprobs = integer("logprobs", logprobs, 0, V, f"0..{V} best tokens")
@@ -244,9 +244,7 @@ def _stop_strings(
     return pieces, StopAutomata(*map(jax.device_put, arrays))
 
 
-KNOWN = tuple(inspect.signature(checked).parameters)
-
-
+@with_hints
 def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:
     """Returns text of the target, several tokens a pass where drafting pays.
 
@@ -301,11 +299,11 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
       ValueError: before anything is run, naming the argument that is wrong.
       TypeError: an option that does not exist, with what to write instead.
     """
-    check_keywords("generate", options, KNOWN)
     (result,) = stream(model, prompts, steps=FOREVER, **options)
     return result
 
 
+@with_hints
 def stream(
     model: Model, prompts: Prompts, *, steps: int = 8, **options: Unpack[Options]
 ) -> Iterator[Generation]:
@@ -320,8 +318,7 @@ def stream(
     Raises:
       ValueError, TypeError: as `generate`.
     """
-    check_keywords("stream", options, [*KNOWN, "steps"])
-    steps = integer("steps", steps, 1, FOREVER, "at least 1")
+    steps = integer("steps", steps, 1, FOREVER, f"1..{FOREVER} passes")
     began = time.perf_counter()
     with no_collection():
         call = checked(model, prompts, **options)
@@ -352,7 +349,9 @@ def _growing(
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
     auto = isinstance(plan.spec.policy, AdaptivePolicy)
-    measures = auto and options.get("times") is None
+    # Of a text of one token, nothing is drafted, whatever steps take.
+    drafts = auto and to_host(decoding.requests.max_new_tokens).max() > 1
+    measures = drafts and options.get("times") is None
     if measures:
         with no_collection():
             spec = tuning.timed(plan.spec, decoding, plan.spare)

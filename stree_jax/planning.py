@@ -34,7 +34,7 @@ from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.speculation.loop import cache_capacity
 from stree_jax.speculation.ngrams import NGrams
-from stree_jax.speculation.specs import LOOKUP, MTP
+from stree_jax.speculation.specs import LOOKUP, MTP, named_drafter
 from stree_jax.speculation.tree import Auto
 
 KEPT = 5  # choices that fit, the fastest first
@@ -194,6 +194,7 @@ def plan(
     _check_plan(dtypes, acceptance)
     check = flag("check", check)
     config = model if isinstance(model, ModelConfig) else model.config
+    drafter = named_drafter(drafter)
     if isinstance(drafter, models.Model | Heads):
         drafter = drafter.config
     least: list[_Option] = []

@@ -51,8 +51,8 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(draft=True, tree="Z"), "tree: unknown name 'Z'; known: A, B, C, D, E"),
         (dict(draft=True, tree=[-1, 1]), r"parents\[1\]: node 1 is its own parent"),
         (dict(draft=True, tree=[0]), r"parents\[0\]: the root's parent is -1"),
-        (dict(n=0), "n: want at least 1 sample per prompt, got 0"),
-        (dict(n=1.5), "n: want at least 1 sample per prompt, got 1.5"),
+        (dict(n=0), "n: want 1..65536 samples per prompt, got 0"),
+        (dict(n=1.5), "n: want 1..65536 samples per prompt, got 1.5"),
         (dict(max_new_tokens=1.5), f"max_new_tokens: {ONE.format('integer')}, got 1.5"),
         (dict(stop_tokens=1.5), f"stop_tokens: {LIST.format('integer')}, got 1.5"),
         (dict(sampling=3), f"sampling: {ONE.format('Sampling')}, got 3"),
@@ -71,7 +71,7 @@ LIST = "want one list of {}s for all prompts or a list of one for each of the 2"
         (dict(prompts=5), "prompts: want a text or a list of prompts, got 5"),
         (dict(prompts=[[[8], [9, 9]]]), r"prompts\[0\]: want integers with 1 axes"),
         (dict(logprobs=1.5), r"logprobs: want 0\.\.47 best tokens, got 1\.5"),
-        (dict(capacity=-1), "capacity: want rows of the caches, got -1"),
+        (dict(capacity=-1), "capacity: want 0..33554432 rows of the caches, got -1"),
         (
             dict(rule=["mss"]),
             "rule: want a name such as .mss. or a Rule, got",
@@ -229,7 +229,7 @@ def test_a_model_prints_in_a_line_or_so(target):
 
 
 def test_a_stream_wants_steps(target):
-    with pytest.raises(ValueError, match="steps: want at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps: want 1..2147483647 passes, got 0"):
         list(stree_jax.stream(target, [[8]], max_new_tokens=2, steps=0, drafter=None))
 
 

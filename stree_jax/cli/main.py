@@ -35,8 +35,8 @@ CLOSED_PIPE = 128 + 13  # as if SIGPIPE had ended the process
 GENERATE_NOTES = """
 --json prints the text, its tokens and figures. tokens_per_s counts from the ninth pass
 on, without compilation (null if there are so few); prefill_s, decode_s and first_run_s
-(seconds) include compilation. With --compare a second run is timed, and first_run_s
-alone includes it."""
+(seconds) include compilation. With --compare both ways of decoding run several
+times, and all figures but first_run_s are those of the run with the median time."""
 CHAT_NOTES = (
     "Ctrl-C ends an answer; /exit, Ctrl-D or the end of the input ends the chat."
 )

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.checks import as_integer, as_real, flag, integer, shown
+from stree_jax.checks import (
+    as_integer,
+    as_real,
+    class_with_hints,
+    flag,
+    integer,
+    shown,
+    with_hints,
+)
 from stree_jax.models.keys import key_of
 from stree_jax.sampling.threefry import as_threefry
 
@@ -19,6 +27,7 @@ LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # smaller ones are 0 th
 RANGE = f"{LEAST:.2g}..{MOST:.2g} (float32)"
 
 
+@class_with_hints
 @dataclass(frozen=True)
 class Sampling:
     """How one row is sampled.
@@ -126,6 +135,7 @@ def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
     return by_seed(key, seeds, numbers).reshape(-1)
 
 
+@with_hints
 def sampling_rows(
     settings: Sequence[Sampling],
     key: jax.Array | None = None,
@@ -153,7 +163,7 @@ def sampling_rows(
         if not isinstance(one, Sampling):
             raise ValueError(f"settings[{i}]: want a Sampling, got {shown(one)}")
     filters = flag("filters", filters)
-    samples = integer("samples", samples, 1, 2**16, "at least 1 row per prompt")
+    samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
     # Always Threefry: other generators give a row other numbers in another batch.
     key = key_of(0) if key is None else as_threefry(key)
     seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]

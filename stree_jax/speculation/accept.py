@@ -35,7 +35,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax import cpu_kernels
-from stree_jax.checks import as_real, shown
+from stree_jax.checks import as_real, class_with_hints, shown, with_hints
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
@@ -108,6 +108,7 @@ class Typical:
             object.__setattr__(self, name, number)
 
 
+@class_with_hints
 @dataclass(frozen=True)
 class Rule:
     """How drafts are accepted and how they are drawn; see `resolve_rule`."""
@@ -164,6 +165,7 @@ class Rule:
 NAIVE = Rule("naive", "top_k")  # all there is to greedy decoding
 
 
+@with_hints
 def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
     """A rule from "mss", or from "naive/coupled": acceptance and drafting.
 

@@ -53,7 +53,7 @@ from stree_jax.speculation.on_mesh import (
     on_one_device,
 )
 from stree_jax.speculation.policy import Policy
-from stree_jax.speculation.specs import make_spec
+from stree_jax.speculation.specs import make_spec, named_drafter
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
@@ -297,8 +297,8 @@ def generate_tokens(
 
     Args:
       target: verifies; what comes out is its own text.
-      drafter: proposes: a model, heads of the target, "lookup" or "mtp"; None for plain
-        decoding (then `tree` is `chain(0)`).
+      drafter: proposes: a model, heads of the target, "lookup" (or "auto", as in
+        `generate`) or "mtp"; None for plain decoding (then `tree` is `chain(0)`).
       tree: the drafted tree, or a name or parents of one; "auto" chooses at every step.
       prompts: [B, S] ints, padded on the right.
       lengths: [B] ints, 1 .. S.
@@ -339,7 +339,7 @@ def generate_tokens(
     tree = resolve_tree(tree)
     if not isinstance(rule, Rule):  # tests plant rules that would bias the output
         rule = resolve_rule(rule, tree)
-    spec = make_spec(target, drafter, tree, rule, times)
+    spec = make_spec(target, named_drafter(drafter), tree, rule, times)
     decoding = init_decoding(
         spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
     )

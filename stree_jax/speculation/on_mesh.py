@@ -113,12 +113,19 @@ def on_mesh(
     def local(models: Any, *args: Any) -> Any:
         return function(parts_of(models), *args)
 
+    def there(spec: P) -> P:
+        """The axes of a spec that this mesh has; "data" or "model" may be missing."""
+        return P(*(axis if axis in mesh.axis_names else None for axis in spec))
+
+    in_specs = (model_specs(models), *arg_specs)
+    in_specs, out_specs = jax.tree.map(there, (in_specs, out_specs))
+
     # What is alike on every device is so by construction, which nothing can prove of
     # custom calls.
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(model_specs(models), *arg_specs),
+        in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
     )

@@ -54,6 +54,21 @@ def is_custom(drafter: Any) -> bool:
     return not isinstance(drafter, type) and all(hasattr(drafter, m) for m in methods)
 
 
+def named_drafter(drafter: Any) -> Any:
+    """Returns "lookup" for "auto", which stands for it, and any other value as it is.
+
+    Raises:
+      ValueError: the name "none", which the command line has for None.
+    """
+    if not isinstance(drafter, str):
+        return drafter
+    if drafter.lower() in ("none", "plain"):
+        raise ValueError(
+            f"drafter: got the string {drafter!r}; give None for plain decoding"
+        )
+    return LOOKUP if drafter == AUTO else drafter
+
+
 def check_times(times: Any) -> None:
     """Raises ValueError for step times of another type."""
     if times is not None and not isinstance(times, StepTimes):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from stree_jax.checks import as_integer, decimal, shown
+from stree_jax.checks import as_integer, decimal, shown, with_hints
 from stree_jax.cpu_kernels import MOST_ROOM
 from stree_jax.models import Nodes, tree_nodes
 
@@ -222,6 +222,7 @@ def _check_size(what: str, nodes: int) -> None:
         raise ValueError(f"{what}: {nodes} nodes; want at most {MAX_NODES}")
 
 
+@with_hints
 def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
     """A validated tree from its parents.
 
@@ -267,6 +268,7 @@ def make_tree(parents: Sequence[int] | np.ndarray) -> Tree:
     )
 
 
+@with_hints
 def chain(n: int) -> Tree:
     """n drafted tokens in a row: n + 1 nodes (vanilla speculation)."""
     (n,) = _integers("chain", n=n)
@@ -276,6 +278,7 @@ def chain(n: int) -> Tree:
     return make_tree(np.arange(-1, n))
 
 
+@with_hints
 def full_tree(branching: int, depth: int) -> Tree:
     """Every node above `depth` has `branching` children."""
     branching, depth = _integers("full_tree", branching=branching, depth=depth)
@@ -326,6 +329,7 @@ def from_child_counts(levels: Sequence[Sequence[int]]) -> Tree:
     return make_tree(parents)
 
 
+@with_hints
 def layered(width: int, depth: int) -> Tree:
     """`depth` layers of `width` nodes below the root, more children to better ranks.
 
@@ -340,6 +344,7 @@ def layered(width: int, depth: int) -> Tree:
     return from_child_counts([[width]] + [inner] * (depth - 1))
 
 
+@with_hints
 def pruned(
     children: int, levels: int, nodes: int | None = None, leaves: int | None = None
 ) -> Tree:

@@ -212,13 +212,14 @@ def test_the_command_on_a_mesh(capsys):
     assert capsys.readouterr().out.startswith("def f(")
 
 
-def test_one_device_is_a_mesh():
+@pytest.mark.parametrize("axes", ["data=1,model=1", "data=1", "model=1"])
+def test_one_device_is_a_mesh(axes):
     from stree_jax import generate, shard
     from tests.support.tiny import tiny
 
     model = tiny(1)
     alone = generate(model, [[9, 8, 7]], max_new_tokens=4, drafter=None).tokens
-    mesh = make_mesh("data=1,model=1")
+    mesh = make_mesh(axes)
     assert (
         generate(shard(model, mesh), [[9, 8, 7]], max_new_tokens=4, drafter=None).tokens
         == alone

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax import tuning
 from stree_jax.cli import main as cli
 from stree_jax.cli import serve
 from stree_jax.cli.main import build_parser
@@ -156,3 +157,17 @@ def test_both_signatures_say_so():
         words = [command] + ["--memory", "1GB"] * (command == "plan")
         args = build_parser().parse_args(words)
         assert args.dtype is None and args.drafter is None
+
+
+def test_a_text_of_one_token_waits_for_no_measuring(model, monkeypatch):
+    """Steps are timed to choose what is drafted, and here nothing is."""
+
+    def measured(*_):
+        raise AssertionError("steps were measured")
+
+    monkeypatch.setattr(tuning, "timed", measured)
+    loaded = stree_jax.load(model("float32"))
+    one = stree_jax.generate(loaded, ["a", "b"], max_new_tokens=[1, 1])
+    assert [len(row) for row in one.tokens] == [1, 1]
+    with pytest.raises(AssertionError, match="measured"):
+        stree_jax.generate(loaded, ["a", "b"], max_new_tokens=[1, 2])

@@ -215,6 +215,17 @@ def test_keywords_of_other_libraries_name_the_way_on(function, name, nothing_run
         ("score", "input_ids", "use tokens="),
         ("score", "token", "did you mean 'tokens'?"),
         ("generate_tokens", "temperature", "use sampling="),
+        ("generate", "prompt", "use prompts="),
+        ("generate", "input_ids", "use prompts="),
+        ("generate", "options", "did you mean "),
+        ("stream", "step", "did you mean 'steps'?"),
+        ("save", "destination", "known: model, dst"),
+        ("sampling_rows", "seed", "use key="),
+        ("Sampling", "topk", "did you mean 'top_k'?"),
+        ("Sampling", "max_tokens", "known: temperature, top_k"),
+        ("Rule", "draft", "did you mean 'drafting'?"),
+        ("chain", "length", "known: n"),
+        ("make_tree", "parent", "did you mean 'parents'?"),
     ],
 )
 def test_keywords_of_other_functions(function, name, hint):
@@ -270,3 +281,41 @@ def test_results_and_paths_in_wrong_places():
         stree_jax.generate(model, [[8]], past=result)
     with pytest.raises(ValueError, match=r"^tree: unknown name 'e'; did you mean 'E'"):
         stree_jax.generate(model, [[8]], drafter="lookup", tree="e")
+
+
+def test_names_of_drafters_are_the_same_everywhere(nothing_runs):
+    """ "auto", the default of `generate`, is taken wherever a drafter is named; "none",
+    the command's name for plain decoding, leads to None."""
+    for function in ("generate", "stream", "tune", "generate_tokens"):
+        call, right = getattr(stree_jax, function), calls()[function]
+        right.pop("sampling", None)
+        for name in ("none", "None"):
+            with pytest.raises(ValueError, match="^drafter: .*give None for plain"):
+                call(**right | {"drafter": name})
+        with pytest.raises(Ran):
+            list(call(**right | {"drafter": "auto"}))
+    model = calls()["plan"]["model"]
+    plans = [stree_jax.plan(model, "8GB", drafter=d) for d in ("auto", "lookup")]
+    assert plans[0].best == plans[1].best
+    with pytest.raises(ValueError, match="^drafter: .*give None for plain"):
+        stree_jax.plan(model, "8GB", drafter="none")
+    with pytest.raises(ValueError, match="^drafter: .*or None for plain decoding"):
+        stree_jax.generate(model, [[8]], drafter="demo-drafter")
+
+
+@pytest.mark.parametrize(
+    "name", ["n", "capacity", "steps", "samples", "ahead", "width"]
+)
+def test_numbers_out_of_range_are_told_the_range(name):
+    model, big = tiny(1, layers=("mamba",)), 2**40
+    with pytest.raises(ValueError, match=rf"^{name}: want [01]\.\.\d+ .*, got {big}"):
+        match name:
+            case "steps":
+                stree_jax.stream(model, [[8]], steps=big)
+            case "samples":
+                stree_jax.sampling_rows([Sampling()], samples=big)
+            case "ahead" | "width":
+                drafter = stree_jax.Staged(model, None, **{name: big})
+                stree_jax.generate(model, [[8]], drafter=drafter, tree="A")
+            case _:
+                stree_jax.generate(model, [[8]], **{name: big})
