@@ -154,7 +154,7 @@ def repository(name: HubName) -> Repository:
 
 @contextmanager
 def one_line(name: HubName) -> Iterator[None]:
-    """Turn whatever a download raises into a CheckpointError of one line."""
+    """Turns any error of a download into a CheckpointError of one line."""
     try:
         yield
     except CheckpointError:
@@ -371,7 +371,7 @@ def _write_header(found: Repository, file: str, folder: Path) -> None:
             read_one(target)
             return
         except CheckpointError:
-            continue  # the last one is for whoever describes the file
+            continue  # the last error is reported when the file is described
 
 
 def _write_sparse(target: Path, begin: bytes, size: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from stree_jax.result import Generation
 
-# One run of a short text takes milliseconds, and whatever else the machine does changes
-# it by half or more. So both ways run in turn, at least this often and for so many
+# One run of a short text takes milliseconds, and other work on the machine changes it
+# by half or more. So both ways run in turn, at least this often and for so many
 # seconds, unless a single turn takes LONG_S.
 LEAST_TURNS, MOST_TURNS = 3, 200
 LEAST_S, LONG_S = 2.0, 30.0

@@ -11,11 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import stree_jax
 from stree_jax.checkpoint import info
 from stree_jax.cli import conversation
 from stree_jax.cli import main as cli
-from stree_jax.cli.chat import Message, render
 from tests.support import published, snippets
 
 NEW = 6
@@ -162,32 +160,31 @@ def test_gguf_files(name, made, tmp_path, capsys, monkeypatch):
     assert answer.strip() == said.strip()
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-0.5B-Instruct", "granite-4.0-h-micro-bf16.gguf"]
-)
-def test_serve(name, made, capsys):
-    """A chat over HTTP is what `generate` says after the template's text."""
+@pytest.mark.parametrize("name", [*published.DIRECTORIES, *published.GGUF_FILES])
+def test_serve(name, made, tmp_path, capsys):
+    """A chat over HTTP is what transformers says in it; of a GGUF file, what it says
+    with the file's numbers, exported."""
     import openai
 
     path, port = made(name), snippets.free_port()
-    model = stree_jax.load(path, dtype="float32")
-    template = published.CHATML if "Qwen" in name else published.GRANITE
-    text = render(template, [Message(role="user", content="Hello")], {})
-    plain = stree_jax.generate(
-        model, [text], max_new_tokens=NEW, drafter=None, stop_tokens=None
-    )
+    theirs = path
+    if name in published.GGUF_FILES:
+        theirs = tmp_path / "theirs"
+        run(capsys, "export", path, theirs, *FLOAT32)
+    tokenizer = AutoTokenizer.from_pretrained(theirs)
+    turn = [{"role": "user", "content": "Hello"}]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    ids = tokenizer.apply_chat_template(turn, **options)
+    expected = tokenizer.decode(reference(theirs, ids), skip_special_tokens=True)
     options = "--model", str(path), "--name", "m", "--drafter", "none", *FLOAT32
     with snippets.served(port, *options, "--context", "256") as process:
         snippets.wait_until_ready(port, process)
         url = f"http://127.0.0.1:{port}/v1"
         with openai.OpenAI(base_url=url, api_key="none") as client:
             answer = client.chat.completions.create(
-                model="m",
-                messages=[{"role": "user", "content": "Hello"}],
-                max_tokens=NEW,
-                temperature=0,
+                model="m", messages=turn, max_tokens=NEW, temperature=0
             )
-    assert answer.choices[0].message.content == plain.texts[0]
+    assert answer.choices[0].message.content.strip() == expected.strip()
 
 
 @pytest.mark.parametrize("command", ["info", "generate", "chat", "convert", "export"])
