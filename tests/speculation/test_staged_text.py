@@ -274,15 +274,24 @@ def test_beams_are_refused(target, drafter, ngrams):
     assert "\n" not in str(caught.value)
 
 
-def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
-    """Each part's vocabulary, and how many levels are guessed."""
+def test_parts_of_another_vocabulary_are_warned_of(target, drafter, ngrams, prompts):
+    """The text is plain decoding's all the same."""
     config = replace(drafter.config, num_tokens=REAL - 1)
     other = drafter.replace(config=config)
     few = ngrams.replace(unigram=ngrams.unigram[:-1])
+    plain = stree_jax.generate(target, prompts, max_new_tokens=6, drafter=None)
     for who, match in [
         (Staged(other, ngrams), "drafter: its vocabulary"),
         (Staged(drafter, few), "n-grams: its vocabulary"),
-        (Staged(drafter, Staged(other, ngrams)), "drafter: its vocabulary"),
+    ]:
+        with pytest.warns(UserWarning, match=match):
+            result = continued(target, None, who, prompts, max_new_tokens=6, tree="A")
+        assert result.tokens == plain.tokens
+
+
+def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
+    """How many levels are guessed, how wide, and by what."""
+    for who, match in [
         (Staged(drafter, ngrams, 0), "ahead: want 1..15"),
         (Staged(drafter, ngrams, 16), "ahead: want 1..15"),
         (Staged(drafter, ngrams, width=0), "width: want 1..16"),
