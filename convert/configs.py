@@ -63,7 +63,7 @@ def read_config(
     Args:
       dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
         transformers up to 5.23 does; their authors' code follows `time_step_limit`.
-      warn: called with one line if a stop token is none that can be generated, MTP
+      warn: called with one line if a stop token is outside the vocabulary, MTP
         layers cannot be kept, or a field is not followed (`notes`).
       mtp: whether to read the layers that predict further tokens; None: if there are
         some that can be read.
@@ -152,7 +152,7 @@ def export_format(config: ModelConfig) -> str:
     all others want mixers and gated MLPs in turns: qwen3, qwen2 and llama attention and
     no multipliers, with norms of q and k, with biases of q, k and v alone, and else;
     bamba an MLP bias or a part of each head rotating; granitemoe attention and experts
-    without an MLP beside them; granitemoehybrid what is left.
+    without an MLP beside them; granitemoehybrid all others.
 
     Raises:
       CheckpointError: no class has them.

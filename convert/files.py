@@ -85,7 +85,7 @@ def check_fetched(path: Path) -> None:
             if opened.read(len(POINTER)) != POINTER:
                 return
     except (OSError, CheckpointError):
-        return  # for whoever reads it
+        return  # reading the file reports the error
     raise CheckpointError(
         f"{path}: only the place of a file that Git LFS keeps; fetch it with git lfs "
         "pull, or the whole model with hf download"

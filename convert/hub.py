@@ -392,7 +392,7 @@ def _write_samples(found: Repository, file: str, target: Path, header: bytes) ->
             for begin, end in [tensors[name]["data_offsets"]]
         ]
     except (ValueError, TypeError, LookupError, RecursionError):
-        return  # for whoever describes the file
+        return  # describing the file reports the error
     with target.open("r+b") as opened:
         for start, size, count in asked:
             width = size // max(count, 1)  # bytes of a number
