@@ -216,7 +216,7 @@ def class_with_hints(kind: type[R]) -> type[R]:
         check_keywords(kind.__name__, fields, known)
         init(self, *args, **fields)
 
-    # mypy allows no new method on a class; a subclass would change its name and pickles.
+    # mypy allows no new method on a class; a subclass would change its pickles.
     kind.__init__ = checked  # type: ignore[method-assign, assignment]
     return kind
 

@@ -29,7 +29,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    """Writes a model without an MLP beside its experts; granitemoehybrid writes others."""
+    """Writes a model without an MLP beside its experts."""
     c, moe = given(config.attention), given(config.moe)
     require(FORMAT, {"lack of rotary": c.rope is not None})
     hf.check_width(FORMAT, config, c)

@@ -19,7 +19,7 @@ ORIGINAL = "rope.scaling.original_context_length"
 
 
 def rope(fields: ConfigFields, head_dim: int) -> Rope:
-    """Checks that whole heads rotate: no architecture here stores another form."""
+    """Checks that whole heads rotate, as in every architecture here."""
     dim = fields.size(ROTATED, head_dim)
     if dim != head_dim or dim % 2:
         problem = f"{dim} of {head_dim} channels is not supported"
