@@ -17,7 +17,6 @@ import numpy as np
 from stree_jax.bench import budget_turns, budgets
 from stree_jax.bench.budgets import Subject, run_time
 from stree_jax.bench.method import Run, measure
-from stree_jax.bench.options import COUNTED, MEMORY_PARTS, MEMORY_SHAPES
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.shapes import config_of
 from stree_jax.bench.speculation import (
@@ -30,12 +29,13 @@ from stree_jax.bench.speculation import (
     workload,
 )
 from stree_jax.buckets import bucket
-from stree_jax.checkpoint import Model
-from stree_jax.cost import Acceptance, expected_tau
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.default_tree import accuracy_of, tree_for
-from stree_jax.memory import Room, memory_of
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads
+from stree_jax.options import COUNTED, MEMORY_PARTS, MEMORY_SHAPES
+from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.speculation.gain import Acceptance, expected_tau
 from stree_jax.speculation.tree import Tree, resolve_tree
 
 PAIR = MEMORY_SHAPES[0]  # the models that the options name

@@ -15,12 +15,12 @@ from stree_jax.bench.budgets import choice_of, run_time
 from stree_jax.bench.memory import resident
 from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.speculation import PLAIN, check_ties
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import encode_prompts, generate, tune
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
-from stree_jax.planning import Choice, Request, plan
 from stree_jax.result import Generation
+from stree_jax.sizing.plan import Choice, Request, plan
 from stree_jax.speculation.specs import LOOKUP
 from stree_jax.speculation.tree import Auto, Tree, resolve_tree
 

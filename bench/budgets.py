@@ -1,7 +1,7 @@
 """Arithmetic of memory: SpecMemo's figures of models that nobody has to run.
 
-Bytes are `stree_jax.memory`'s, from shapes alone: by part against batch, context and
-tree (Fig. 3), the longest text in a budget (Fig. 4), caches of a fixed share of the
+Bytes are those of `sizing.memory`, from shapes alone: by part against batch, context
+and tree (Fig. 3), the longest text in a budget (Fig. 4), caches of a fixed share of the
 memory beside the planner's (Fig. 13), and the paper's own formulas beside ours.
 """
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from stree_jax.bench.shapes import config_of
 from stree_jax.buckets import bucket
-from stree_jax.candidates import assumed
-from stree_jax.cost import greedy_tree
-from stree_jax.memory import Memory, abstract_heads, abstract_model, memory_of
 from stree_jax.models import Model, param_dtype
 from stree_jax.models.heads import Heads, HeadsConfig, first_heads
-from stree_jax.planning import (
+from stree_jax.sizing.candidates import assumed
+from stree_jax.sizing.memory import Memory, abstract_heads, abstract_model, memory_of
+from stree_jax.sizing.plan import (
     Choice,
     Request,
     plan,
     specmemo_bytes,
     specmemo_cache_bytes,
 )
+from stree_jax.speculation.gain import greedy_tree
 from stree_jax.speculation.tree import Tree, chain, pruned
 
 DRAFTERS = {"mamba2-2.7b": "mamba2-130m"}  # of other shapes: Medusa heads

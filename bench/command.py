@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for.
 
     Args:
-      args: of `stree_jax.bench.options`.
+      args: of `stree_jax.options`.
 
     Raises:
       ValueError: options that do not go together, or a package that is missing.

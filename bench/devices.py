@@ -22,7 +22,7 @@ from stree_jax.bench.shapes import config_of
 from stree_jax.bench.tables import megabytes, table
 from stree_jax.devices import make_mesh
 from stree_jax.models import param_shapes
-from stree_jax.models.placement import abstract_model
+from stree_jax.models.sharding.placement import abstract_model
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import Decoding

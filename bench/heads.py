@@ -24,14 +24,14 @@ from stree_jax.bench.speculation import (
 )
 from stree_jax.bench.staged import bytes_a_token, records_of
 from stree_jax.bench.tables import shown, table
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model
 from stree_jax.models.heads import Heads
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import score
-from stree_jax.speculation.ngrams import NGrams
-from stree_jax.traffic import heads_read, weights_read
+from stree_jax.sizing.traffic import heads_read, weights_read
+from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.training.heads import accuracy_table, ranks_in
 
 TYPICAL = "typical"

@@ -15,8 +15,8 @@ from stree_jax.bench.memory import read_bandwidth
 from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
 from stree_jax.bench.tables import shown, table, with_quartiles
 from stree_jax.cpu_kernels import level
-from stree_jax.models.linear import linear
-from stree_jax.models.quantized import Quantized
+from stree_jax.models.weights.int8 import Quantized
+from stree_jax.models.weights.linear import linear
 from stree_jax.pallas_kernels import (
     Implementation,
     Replayed,

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import tuning
 from stree_jax.bench.method import (
     Run,
     measure,
@@ -22,20 +21,21 @@ from stree_jax.bench.method import (
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.tables import shown, table
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import begin, encode_prompts
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
+from stree_jax.sizing import step_times
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
-from stree_jax.speculation.adaptive_policy import AdaptivePolicy
+from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.staged import Staged
 from stree_jax.speculation.specs import LOOKUP
-from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
@@ -195,7 +195,7 @@ def decode_once(
     began = time.perf_counter()
     spec = plan.spec
     if isinstance(spec.policy, AdaptivePolicy):
-        spec = tuning.timed(spec, decoding)
+        spec = step_times.timed(spec, decoding)
         plan = replace(plan, spec=spec)  # whose n-grams guess, or not
     decoding = loop.advance_jit(
         spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify

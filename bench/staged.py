@@ -33,12 +33,13 @@ from stree_jax.bench.speculation import (
     workload,
 )
 from stree_jax.bench.tables import shown, table
-from stree_jax.checkpoint import Model
-from stree_jax.cost import MeasuredTime, staged_gain, staged_passes
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import continuation
+from stree_jax.sizing.pass_time import MeasuredTime
 from stree_jax.speculation.draft import ORIGINS
-from stree_jax.speculation.ngrams import NGrams, likeliest
+from stree_jax.speculation.drafters.ngrams import NGrams, likeliest
+from stree_jax.speculation.gain import staged_gain, staged_passes
 from stree_jax.speculation.tree import Tree, resolve_tree
 
 NGRAMS_ALONE, SPECULATIVE = "n-grams alone", "speculative"

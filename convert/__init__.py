@@ -46,8 +46,8 @@ from stree_jax.convert.tokenizer import (
 )
 from stree_jax.models import ModelConfig, nest, param_shapes, stored
 from stree_jax.models.params import Param, is_int8
-from stree_jax.models.parts import cut_at
-from stree_jax.models.placement import (
+from stree_jax.models.sharding.parts import cut_at
+from stree_jax.models.sharding.placement import (
     Make,
     Slices,
     group_for,
@@ -55,7 +55,7 @@ from stree_jax.models.placement import (
     placed,
     taken,
 )
-from stree_jax.models.shards import WHOLE, Cut
+from stree_jax.models.sharding.shards import WHOLE, Cut
 
 
 def source_dtype(source: Source) -> np.dtype:

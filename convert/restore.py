@@ -28,9 +28,9 @@ from stree_jax.models import (
 from stree_jax.models.memory import size_of
 from stree_jax.models.params import NORMAL, Param, stored_dtype
 from stree_jax.models.params import Path as ParamPath
-from stree_jax.models.parts import cut_at
-from stree_jax.models.placement import group_for, part_indices, spec_of
-from stree_jax.models.shards import MODEL, WHOLE, Cut
+from stree_jax.models.sharding.parts import cut_at
+from stree_jax.models.sharding.placement import group_for, part_indices, spec_of
+from stree_jax.models.sharding.shards import MODEL, WHOLE, Cut
 
 
 def restored(

@@ -37,7 +37,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.memory import weight_bytes
 from stree_jax.models.params import Path as ParamPath
-from stree_jax.models.shards import WHOLE, Cut
+from stree_jax.models.sharding.shards import WHOLE, Cut
 
 FORMAT, VERSION = "stree-jax", 1
 PARAMS = "params"  # folder of the weights

@@ -35,8 +35,6 @@ from stree_jax.models.params import nest as nest
 from stree_jax.models.params import parameter_count as parameter_count
 from stree_jax.models.params import stored as stored
 from stree_jax.models.params import stored_dtype as stored_dtype
-from stree_jax.models.quantized import INT8 as INT8
-from stree_jax.models.quantized import Quantized as Quantized
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
 from stree_jax.models.reading import chunk_of as chunk_of
 from stree_jax.models.reading import extend as extend
@@ -58,3 +56,5 @@ from stree_jax.models.state import init_state as init_state
 from stree_jax.models.state import shortened as shortened
 from stree_jax.models.state import whole_blocks as whole_blocks
 from stree_jax.models.state import written_over as written_over
+from stree_jax.models.weights.int8 import INT8 as INT8
+from stree_jax.models.weights.int8 import Quantized as Quantized

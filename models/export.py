@@ -11,7 +11,6 @@ from stree_jax.models.config_json import from_json, to_json
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.models.model import Model
 from stree_jax.models.nodes import Nodes
-from stree_jax.models.quantized import Quantized
 from stree_jax.models.state import (
     AttentionRecord,
     AttentionState,
@@ -22,6 +21,7 @@ from stree_jax.models.state import (
     Pending,
     State,
 )
+from stree_jax.models.weights.int8 import Quantized
 
 
 def register_for_export(

@@ -20,7 +20,6 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.keys import key_of
-from stree_jax.models.linear import linear
 from stree_jax.models.model import Model, derived, logits_of
 from stree_jax.models.params import (
     ZEROS,
@@ -32,7 +31,8 @@ from stree_jax.models.params import (
     declare,
     parameter_count,
 )
-from stree_jax.models.quantized import INT8
+from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.linear import linear
 
 MOST_HEADS, MOST_BLOCKS = 64, 16
 

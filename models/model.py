@@ -13,12 +13,11 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.cpu_kernels import table_rows
-from stree_jax.models.attention import Attention
 from stree_jax.models.config import LayerKind, ModelConfig, given
-from stree_jax.models.linear import linear
-from stree_jax.models.mamba2 import Mamba2Mixer
-from stree_jax.models.mlp import MLP
-from stree_jax.models.moe import MoE
+from stree_jax.models.mixers.attention import Attention
+from stree_jax.models.mixers.mamba2 import Mamba2Mixer
+from stree_jax.models.mixers.mlp import MLP
+from stree_jax.models.mixers.moe import MoE
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
 from stree_jax.models.params import (
@@ -30,8 +29,7 @@ from stree_jax.models.params import (
     parameter_count,
     shared_params,
 )
-from stree_jax.models.quantized import Quantized
-from stree_jax.models.shards import WHOLE, Cut, gathered, own, own_rows, total
+from stree_jax.models.sharding.shards import WHOLE, Cut, gathered, own, own_rows, total
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
@@ -44,6 +42,8 @@ from stree_jax.models.state import (
     init_state,
 )
 from stree_jax.models.tracing import traced_once
+from stree_jax.models.weights.int8 import Quantized
+from stree_jax.models.weights.linear import linear
 
 
 @struct.dataclass

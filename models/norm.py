@@ -9,9 +9,9 @@ from flax import linen as nn
 
 from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
 from stree_jax.models.config import MambaConfig
-from stree_jax.models.linear import as_row
 from stree_jax.models.params import declare, norm_params
-from stree_jax.models.shards import mean_of_neighbours
+from stree_jax.models.sharding.shards import mean_of_neighbours
+from stree_jax.models.weights.linear import as_row
 
 
 def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.Array:

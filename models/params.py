@@ -23,8 +23,8 @@ from stree_jax.models.config import (
     MoEConfig,
     given,
 )
-from stree_jax.models.quantized import INT8, Quantized, quantize
-from stree_jax.models.shards import Run, run_width
+from stree_jax.models.sharding.shards import Run, run_width
+from stree_jax.models.weights.int8 import INT8, Quantized, quantize
 
 # Small numbers that decide how fast a state forgets, or which expert is taken.
 FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype

@@ -14,8 +14,8 @@ from stree_jax.models.keys import key_of
 from stree_jax.models.model import LanguageModel
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.params import Params, Path, by_path, cast_params, nest, stored
-from stree_jax.models.quantized import INT8
 from stree_jax.models.state import init_state
+from stree_jax.models.weights.int8 import INT8
 
 MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
 

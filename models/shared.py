@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from stree_jax.models.attention import Attention
 from stree_jax.models.config import ModelConfig, given
-from stree_jax.models.linear import linear
-from stree_jax.models.mlp import MLP
+from stree_jax.models.mixers.attention import Attention
+from stree_jax.models.mixers.mlp import MLP
 from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import Norm
 from stree_jax.models.params import adapter_runs, declare, low_rank_params
-from stree_jax.models.shards import WHOLE, Cut, Run
+from stree_jax.models.sharding.shards import WHOLE, Cut, Run
 from stree_jax.models.state import AttentionRecord, AttentionState
+from stree_jax.models.weights.linear import linear
 
 
 class LowRank(nn.Module):

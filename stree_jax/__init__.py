@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from stree_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from stree_jax.checkpoint import CheckpointError as CheckpointError
-    from stree_jax.checkpoint import Model as Model
-    from stree_jax.checkpoint import load as load
-    from stree_jax.checkpoint import save as save
+    from stree_jax.checkpoints.checkpoint import CheckpointError as CheckpointError
+    from stree_jax.checkpoints.checkpoint import Model as Model
+    from stree_jax.checkpoints.checkpoint import load as load
+    from stree_jax.checkpoints.checkpoint import save as save
+    from stree_jax.checkpoints.heads import load_heads as load_heads
+    from stree_jax.checkpoints.heads import save_heads as save_heads
+    from stree_jax.checkpoints.ngrams import load_ngrams as load_ngrams
+    from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
     from stree_jax.devices import make_mesh as make_mesh
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
     from stree_jax.generation import tune as tune
-    from stree_jax.heads_file import load_heads as load_heads
-    from stree_jax.heads_file import save_heads as save_heads
     from stree_jax.models.heads import Heads as Heads
-    from stree_jax.models.placement import shard as shard
-    from stree_jax.ngram_file import load_ngrams as load_ngrams
-    from stree_jax.ngram_file import save_ngrams as save_ngrams
-    from stree_jax.planning import plan as plan
+    from stree_jax.models.sharding.placement import shard as shard
     from stree_jax.result import Generation as Generation
     from stree_jax.result import Past as Past
     from stree_jax.sampling.settings import Sampling as Sampling
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
     from stree_jax.scoring import first_difference as first_difference
     from stree_jax.scoring import score as score
     from stree_jax.scoring import score_tree as score_tree
+    from stree_jax.sizing.plan import plan as plan
+    from stree_jax.sizing.traffic import Traffic as Traffic
     from stree_jax.speculation.accept import Rule as Rule
     from stree_jax.speculation.accept import resolve_rule as resolve_rule
-    from stree_jax.speculation.adaptive_policy import StepTimes as StepTimes
+    from stree_jax.speculation.adaptive.policy import StepTimes as StepTimes
+    from stree_jax.speculation.drafters.ngrams import NGrams as NGrams
+    from stree_jax.speculation.drafters.staged import Staged as Staged
     from stree_jax.speculation.loop import generate_tokens as generate_tokens
-    from stree_jax.speculation.ngrams import NGrams as NGrams
-    from stree_jax.speculation.staged_drafter import Staged as Staged
     from stree_jax.speculation.tree import NAMED_TREES as NAMED_TREES
     from stree_jax.speculation.tree import Auto as Auto
     from stree_jax.speculation.tree import Beam as Beam
@@ -49,28 +50,27 @@ if TYPE_CHECKING:
     from stree_jax.speculation.tree import layered as layered
     from stree_jax.speculation.tree import make_tree as make_tree
     from stree_jax.speculation.tree import pruned as pruned
-    from stree_jax.traffic import Traffic as Traffic
 
 _NAMES = {
-    "checkpoint": "CheckpointError Model load save",
+    "checkpoints.checkpoint": "CheckpointError Model load save",
     "devices": "make_mesh",
     "generation": "generate stream tune",
-    "heads_file": "load_heads save_heads",
+    "checkpoints.heads": "load_heads save_heads",
     "models.heads": "Heads",
-    "models.placement": "shard",
-    "ngram_file": "load_ngrams save_ngrams",
-    "planning": "plan",
+    "models.sharding.placement": "shard",
+    "checkpoints.ngrams": "load_ngrams save_ngrams",
+    "sizing.plan": "plan",
     "result": "Generation Past",
     "sampling.settings": "Sampling sampling_rows",
     "scoring": "first_difference score score_tree",
     "speculation.accept": "Rule resolve_rule",
-    "speculation.adaptive_policy": "StepTimes",
+    "speculation.adaptive.policy": "StepTimes",
     "speculation.loop": "generate_tokens",
-    "speculation.ngrams": "NGrams",
-    "speculation.staged_drafter": "Staged",
+    "speculation.drafters.ngrams": "NGrams",
+    "speculation.drafters.staged": "Staged",
     "speculation.tree": "NAMED_TREES Auto Beam Tree cartesian chain full_tree layered "
     "make_tree pruned",
-    "traffic": "Traffic",
+    "sizing.traffic": "Traffic",
 }
 _MODULE_OF = {name: m for m, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_MODULE_OF]

@@ -9,25 +9,25 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from stree_jax import models
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.checks import as_integer, integer, shown
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
-from stree_jax.models.parts import part_config
-from stree_jax.models.placement import axis_size
-from stree_jax.models.shards import MODEL
+from stree_jax.models.sharding.parts import part_config
+from stree_jax.models.sharding.placement import axis_size
+from stree_jax.models.sharding.shards import MODEL
 from stree_jax.models.state import over_parts
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import encode_continuation
+from stree_jax.speculation.drafters.medusa import LastHidden
+from stree_jax.speculation.drafters.model import model_state
+from stree_jax.speculation.drafters.mtp import Heard
+from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.staged import Staged, StagedState, staged_past
 from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS
-from stree_jax.speculation.medusa import LastHidden
-from stree_jax.speculation.model_drafter import model_state
-from stree_jax.speculation.mtp_drafter import Heard
-from stree_jax.speculation.ngrams import NGrams
 from stree_jax.speculation.specs import LOOKUP, MTP, bare, is_custom
-from stree_jax.speculation.staged_drafter import Staged, StagedState, staged_past
 from stree_jax.speculation.tree import DEEPEST
 from stree_jax.vocabularies import warn_of_other_tokens
 

@@ -6,16 +6,16 @@ import numpy as np
 
 from stree_jax import models
 from stree_jax.arguments import check_drafter
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.checks import decimal, shown
-from stree_jax.cost import Acceptance, greedy_tree
 from stree_jax.models.heads import Heads
 from stree_jax.speculation.accept import Rule, resolve_rule
-from stree_jax.speculation.adaptive_policy import StepTimes
+from stree_jax.speculation.adaptive.policy import StepTimes
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.staged import Staged
+from stree_jax.speculation.gain import Acceptance, greedy_tree
 from stree_jax.speculation.specs import LOOKUP, MTP, check_times, make_spec, picked_tree
-from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     MAX_NODES,

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
-from stree_jax import models, tuning
+from stree_jax import models
 from stree_jax.arguments import (
     MOST_TOKENS,
     Prompts,
@@ -27,9 +27,7 @@ from stree_jax.arguments import (
     warn_of_drafter,
 )
 from stree_jax.buckets import bucket
-from stree_jax.budget import fitted
-from stree_jax.byte_sizes import bytes_named
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.checks import (
     DEFAULT_NEW_TOKENS,
     check_not_forked,
@@ -46,14 +44,18 @@ from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.sampling.stop_strings import token_bytes, token_table
+from stree_jax.sizing import step_times
+from stree_jax.sizing.budget import fitted
+from stree_jax.sizing.step_times import Measured
+from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.adaptive_policy import AdaptivePolicy, StepTimes
+from stree_jax.speculation.adaptive.policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.drafters.staged import Staged
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
 from stree_jax.speculation.specs import AUTO, LOOKUP, is_custom, named_drafter
-from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     Auto,
@@ -61,7 +63,6 @@ from stree_jax.speculation.tree import (
     resolve_tree,
 )
 from stree_jax.start import Start, no_collection
-from stree_jax.tuning import Measured
 from stree_jax.version import __version__
 
 
@@ -178,11 +179,11 @@ def checked(
         asked = model, drafter, tree, rule
         spec, spare = fitted(limit, start, keep_past, *asked)
         if times is not None and isinstance(spec.policy, AdaptivePolicy):
-            spec = tuning.with_times(spec, times)
+            spec = step_times.with_times(spec, times)
     at_first = spec
     if times is None and model.mesh is None:
         sizes = start.rows, start.text_room(spec), sampling is not None
-        at_first = tuning.with_known(spec, *sizes)
+        at_first = step_times.with_known(spec, *sizes)
     if is_custom(drafter) and spec.rule.needs_q and rows is not None:
         _trace_step(at_first, start)
     return (
@@ -354,7 +355,7 @@ def _growing(
     measures = drafts and options.get("times") is None
     if measures:
         with no_collection():
-            spec = tuning.timed(plan.spec, decoding, plan.spare)
+            spec = step_times.timed(plan.spec, decoding, plan.spare)
         plan = replace(plan, spec=spec)
     shown = [0] * len(plan.text)
     running = True
@@ -367,7 +368,7 @@ def _growing(
         if measures and not running:
             drafted = (t.passes for t in result.traffic if t.stage == "drafter")
             steps_taken = result.calls_by_size, sum(drafted)
-            tuning.doubt(plan.spec, decoding, *steps_taken, result.decode_s)
+            step_times.doubt(plan.spec, decoding, *steps_taken, result.decode_s)
         yield result
 
 
@@ -410,10 +411,12 @@ def tune(
         sampling=Sampling(temperature=1.0) if sampled else None,
         capacity=context,
     )
-    times = tuning.measured_anew(plan.spec, decoding)
-    alone = tuning.without_stage(plan.spec)
+    times = step_times.measured_anew(plan.spec, decoding)
+    alone = step_times.without_stage(plan.spec)
     if alone is not plan.spec:
-        tuning.stage_pays(plan.spec, times, tuning.measured_anew(alone, decoding))
+        step_times.stage_pays(
+            plan.spec, times, step_times.measured_anew(alone, decoding)
+        )
     return times
 
 

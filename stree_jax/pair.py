@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoint import Model, described, headers, load
+from stree_jax.checkpoints.checkpoint import Model, described, headers, load
+from stree_jax.checkpoints.heads import heads_config, is_heads, load_heads
+from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
-from stree_jax.heads_file import heads_config, is_heads, load_heads
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
-from stree_jax.ngram_file import load_ngrams
-from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
 from stree_jax.speculation.specs import AUTO, LOOKUP, MTP
-from stree_jax.speculation.staged_drafter import AHEAD, WIDTH, Staged
 
 DEMO, NO_DRAFTER = "demo", "none"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.checkpoint import load
+from stree_jax.checkpoints.checkpoint import load
 from stree_jax.convert import find
 from stree_jax.convert.configs import hf_config, read_config
 from stree_jax.convert.errors import CheckpointError

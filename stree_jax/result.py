@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import State
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import cut_text, held_back
+from stree_jax.sizing.traffic import Traffic, drafting_stages, traffic_of
 from stree_jax.speculation.accept import Promise, Rule
-from stree_jax.speculation.adaptive_drafter import to_keep
+from stree_jax.speculation.adaptive.drafter import to_keep
 from stree_jax.speculation.decoding import (
     OUT_OF_LENGTH,
     RUNNING,
@@ -24,7 +25,6 @@ from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.on_mesh import to_host
 from stree_jax.speculation.step import Spec
-from stree_jax.traffic import Traffic, drafting_stages, traffic_of
 
 FINISH_REASONS = {
     RUNNING: "running",

@@ -10,7 +10,7 @@ from jax import lax
 
 from stree_jax import models
 from stree_jax.arguments import check_model, checked_tokens
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.checks import check_not_forked, with_hints
 from stree_jax.models import (
     PREFILL_CHUNK,
@@ -23,6 +23,7 @@ from stree_jax.models import (
     param_dtype,
     prefill,
 )
+from stree_jax.sampling.ranks import rank_of
 from stree_jax.speculation.on_mesh import whole_on
 from stree_jax.speculation.tree import Tree, make_tree
 
@@ -159,3 +160,31 @@ def score_tree(
     length = jnp.full((1,), S, jnp.int32)
     bare = base_model(model)
     return _score_tree(bare, padded, length, tokens[None], tree)
+
+
+_rank_of_jit = jax.jit(rank_of)
+
+
+def drafter_ranks(
+    drafter: Model, prompt: Sequence[int], text: Sequence[int]
+) -> np.ndarray:
+    """Ranks [n] int32 of a text's tokens among the drafter's guesses.
+
+    Args:
+      prompt: [S] token ids, S >= 1.
+      text: [n] token ids that the target wrote after it; entry i of the result is the
+        rank of text[i] once the drafter has read prompt + text[:i].
+
+    Raises:
+      ValueError: an empty prompt, ids outside the vocabulary.
+    """
+    read = np.asarray(checked_tokens("prompt", prompt, drafter.config, 1))
+    tokens = np.asarray(checked_tokens("text", text, drafter.config, 1))
+    if read.size == 0:
+        raise ValueError("prompt: want at least one token, got none")
+    size = read.size + tokens.size
+    # Whole chunks, so that texts of about equal sizes share compiled programs.
+    both = np.pad(np.concatenate([read, tokens]), (0, -size % PREFILL_CHUNK))
+    guesses = score(drafter, both[None])[0, :, : drafter.config.num_tokens]
+    ranks = _rank_of_jit(guesses, jnp.asarray(np.roll(both, -1)))
+    return np.asarray(ranks)[read.size - 1 : size - 1]

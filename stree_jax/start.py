@@ -15,7 +15,7 @@ import numpy as np
 from stree_jax.buckets import PAST_STEP, bucket
 from stree_jax.models import PREFILL_CHUNK, cache_rows, whole_blocks
 from stree_jax.sampling.requests import Requests
-from stree_jax.speculation.adaptive_drafter import to_keep
+from stree_jax.speculation.adaptive.drafter import to_keep
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.loop import (
     cache_capacity,

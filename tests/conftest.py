@@ -123,9 +123,9 @@ def programs_of_one_module():
 @pytest.fixture(scope="module")
 def nothing_measured(tmp_path_factory):
     """No step times are known, of this process or others."""
-    from stree_jax import tuning
+    from stree_jax.sizing import step_times
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("kept")))
-        patch.setattr(tuning, "_known", {})
+        patch.setattr(step_times, "_known", {})
         yield

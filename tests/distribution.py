@@ -21,9 +21,10 @@ from stree_jax import Sampling, sampling_rows
 from stree_jax.models import MambaConfig, ModelConfig, init_params
 from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
 from stree_jax.sampling.settings import SamplingRows
-from stree_jax.speculation import accept, model_drafter
+from stree_jax.speculation import accept
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.model_drafter import ModelDrafter
+from stree_jax.speculation.drafters import model as model_drafter
+from stree_jax.speculation.drafters.model import ModelDrafter
 from stree_jax.speculation.tree import Tree, make_tree
 from tests.support.tiny import perturbed
 

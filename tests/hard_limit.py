@@ -65,9 +65,9 @@ def address_space() -> int:
 def child(case: Case) -> None:
     """Print a line of JSON for each thing that happened; the last may be missing."""
     import stree_jax
-    from stree_jax import budget
-    from stree_jax.memory import SCRATCH
     from stree_jax.pair import load_pair
+    from stree_jax.sizing import budget
+    from stree_jax.sizing.memory import SCRATCH
 
     said: list[int] = []
     real = budget._needs

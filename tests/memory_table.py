@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stree_jax.memory import Room, abstract_model, compiled_bytes, memory_of
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,
@@ -21,6 +20,7 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
 )
+from stree_jax.sizing.memory import Room, abstract_model, compiled_bytes, memory_of
 
 LIMIT = 0.03
 LAYERS = {

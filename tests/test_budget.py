@@ -4,8 +4,8 @@ import jax
 import pytest
 
 import stree_jax
-from stree_jax import budget, tuning
 from stree_jax.models.memory import size_of
+from stree_jax.sizing import budget, step_times
 from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -130,10 +130,10 @@ def test_a_past_that_was_taken_over_is_gone(target):
 
 def test_times_are_not_measured_where_a_copy_does_not_fit(target, plain, monkeypatch):
     said = promised(monkeypatch)
-    monkeypatch.setattr(tuning, "measured", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(step_times, "measured", lambda *args: pytest.fail("measured"))
     asked = ASKED | {"drafter": "lookup", "tree": "auto:1,4"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "timed", lambda spec, *args: spec)
+        patch.setattr(step_times, "timed", lambda spec, *args: spec)
         stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
     limit = size_of(target.params) + int(budget.SCRATCH * max(said)) + 1
     result = stree_jax.generate(target, PROMPTS, **asked, memory=limit)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import stree_jax
+from stree_jax.checkpoints.heads import save_heads
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
-from stree_jax.heads_file import save_heads
-from stree_jax.memory import Room, abstract_model, compiled_bytes, memory_of
 from stree_jax.models import (
     INT8,
     Quantized,
@@ -21,6 +20,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
 from stree_jax.models.params import FLOAT32_PARAMS, group_of
+from stree_jax.sizing.memory import Room, abstract_model, compiled_bytes, memory_of
 from tests.models.configs import CONFIGS
 from tests.support.checkpoints import HF_CASES
 from tests.support.native import INSTRUCTIONS, use

@@ -11,9 +11,9 @@ import pytest
 
 from stree_jax import cpu_kernels
 from stree_jax.generation import begin
-from stree_jax.memory import Room, abstract_heads, abstract_model, memory_of
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from stree_jax.temporaries import drafting_models, padded_rows, temporaries_of
+from stree_jax.sizing.memory import Room, abstract_heads, abstract_model, memory_of
+from stree_jax.sizing.temporaries import drafting_models, padded_rows, temporaries_of
 from tests.support.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +82,7 @@ def test_terms_of_the_temporaries(kernels, monkeypatch):
     monkeypatch.setenv("STREE_JAX_CPU_KERNELS", kernels)
     in_place = cpu_kernels.level() is not None  # none may have been built
     target = abstract(tiny(1, layers=("mamba", "attention")))
-    from stree_jax.memory import abstract_program
+    from stree_jax.sizing.memory import abstract_program
 
     spec, _ = abstract_program(target, "lookup", "chain:1", Room(2, 4096, 64))
     found = temporaries_of(spec, 2)
@@ -99,7 +99,7 @@ def test_terms_of_the_temporaries(kernels, monkeypatch):
 
 
 def test_who_drafts_by_passes_of_its_own(target):
-    from stree_jax.memory import abstract_program
+    from stree_jax.sizing.memory import abstract_program
 
     spec, _ = abstract_program(abstract(target), abstract(target), "A", Room(1, 384, 8))
     assert len(drafting_models(spec.drafter)) == 1

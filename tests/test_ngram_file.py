@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save, save_file
 
+from stree_jax.checkpoints.ngrams import _digest, _split, load_ngrams, save_ngrams
 from stree_jax.convert.errors import CheckpointError
-from stree_jax.ngram_file import _digest, _split, load_ngrams, save_ngrams
-from stree_jax.speculation.ngrams import ASSUMED_RATES
+from stree_jax.speculation.drafters.ngrams import ASSUMED_RATES
 from stree_jax.training.ngrams import count_grams, katz
 
 V = 9

@@ -7,15 +7,6 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import candidates, planning, tuning
-from stree_jax.byte_sizes import bytes_named
-from stree_jax.cost import Acceptance
-from stree_jax.memory import (
-    CompiledBytes,
-    abstract_heads,
-    abstract_model,
-    memory_of,
-)
 from stree_jax.models.heads import (
     Heads,
     HeadsConfig,
@@ -23,7 +14,17 @@ from stree_jax.models.heads import (
     head_logits,
     init_heads,
 )
-from stree_jax.planning import Request, plan
+from stree_jax.sizing import candidates, step_times
+from stree_jax.sizing import plan as planning
+from stree_jax.sizing.memory import (
+    CompiledBytes,
+    abstract_heads,
+    abstract_model,
+    memory_of,
+)
+from stree_jax.sizing.plan import Request, plan
+from stree_jax.sizing.units import bytes_named
+from stree_jax.speculation.gain import Acceptance
 from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -80,7 +81,7 @@ def test_the_bytes_are_those_of_the_choice(ample, target, drafter):
     """Planned and told of by the two functions alike, for caches that hold it all."""
     best = ample.best
     abstract = [
-        stree_jax.memory.abstract_model(c, np.dtype(best.dtype))
+        stree_jax.sizing.memory.abstract_model(c, np.dtype(best.dtype))
         for c in (target, drafter)
     ]
     room = Request(**ASKED).room(candidates.topology(best.tree).depth)
@@ -162,8 +163,8 @@ def test_first_heads_say_the_same():
 
 def test_measured_steps_decide(target, drafter, monkeypatch):
     """A machine where a second node costs as much as ten passes: plain is fastest."""
-    steep = tuning.Measured({1: 1.0, 4: 40.0, 8: 80.0, 16: 160.0}, 0.5, 0.5)
-    monkeypatch.setattr(tuning, "known", lambda spec, decoding: steep)
+    steep = step_times.Measured({1: 1.0, 4: 40.0, 8: 80.0, 16: 160.0}, 0.5, 0.5)
+    monkeypatch.setattr(step_times, "known", lambda spec, decoding: steep)
     found = plan(target, 100 * MB, drafter=drafter, **ASKED)
     assert found.best.measured and found.best.tau == 1.0 and found.best.step_s == 1.0
     verify = candidates._between(steep.by_size)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import tuning
 from stree_jax.generation import begin
 from stree_jax.sampling.settings import Sampling
+from stree_jax.sizing import step_times
 from tests.support.tiny import perturbed, tiny
 
 TREE = "auto:1,4"
@@ -30,9 +30,9 @@ def drafter(target):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_doubted", {})
-    monkeypatch.setattr(tuning, "_to_measure", set())
+    monkeypatch.setattr(step_times, "_known", {})
+    monkeypatch.setattr(step_times, "_doubted", {})
+    monkeypatch.setattr(step_times, "_to_measure", set())
     return tmp_path / "kept"
 
 
@@ -44,9 +44,9 @@ def measured(monkeypatch):
     def measure(spec, decoding):
         calls.append(spec)
         sizes = spec.policy.tree.sizes
-        return tuning.Measured({n: 1.0 * n for n in sizes}, 0.5, 0.25)
+        return step_times.Measured({n: 1.0 * n for n in sizes}, 0.5, 0.25)
 
-    monkeypatch.setattr(tuning, "measured", measure)
+    monkeypatch.setattr(step_times, "measured", measure)
     return calls
 
 
@@ -62,14 +62,14 @@ def times_of(model, drafter="lookup", tree=TREE, batch=1, sampled=False, context
         sampling=sampling,
         capacity=context,
     )
-    return tuning.times_of(plan.spec, begun)
+    return step_times.times_of(plan.spec, begun)
 
 
 def test_times_are_measured_once_and_kept(target, folder, measured, monkeypatch):
     for _ in range(2):
         found = times_of(target)
     assert len(measured) == 1
-    monkeypatch.setattr(tuning, "_known", {})  # another process
+    monkeypatch.setattr(step_times, "_known", {})  # another process
     assert times_of(target) == found
     assert len(measured) == 1
     assert [file.name for file in folder.iterdir()] == ["steps.json"]
@@ -128,7 +128,7 @@ def test_an_odd_file_is_measured_over(target, folder, measured, text):
     begun, plan = begin(
         target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE, capacity=500
     )
-    key = tuning.key_of(plan.spec, *tuning._facts(begun))
+    key = step_times.key_of(plan.spec, *step_times._facts(begun))
     folder.mkdir()
     (folder / "steps.json").write_text(text.replace("KEY", key))
     times_of(target)
@@ -140,13 +140,13 @@ def test_one_odd_entry_costs_no_other(target, folder, measured):
     found = times_of(target)
     file = folder / "steps.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"other": 1}))
-    tuning._known.clear()
-    assert times_of(target) == found and tuning.is_kept(found)
+    step_times._known.clear()
+    assert times_of(target) == found and step_times.is_kept(found)
     assert len(measured) == 1
 
 
 def test_nothing_is_kept_where_nothing_can_be(target, measured, monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(step_times, "_known", {})
     for named in ("off", str(tmp_path / "file" / "below")):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("STREE_JAX_CACHE", named)
@@ -166,7 +166,7 @@ def test_real_steps_are_timed_on_copies(target, drafter, folder, caplog):
         target, [[3, 4]], max_new_tokens=2, drafter=drafter, tree="auto:1,2,4"
     )
     with caplog.at_level(logging.INFO, logger="stree_jax"):
-        times = tuning.measured(plan.spec, begun)
+        times = step_times.measured(plan.spec, begun)
     assert "measuring" in caplog.text
     assert list(times.by_size) == [1, 2, 4]
     numbers = [*times.by_size.values(), times.draft, times.level]
@@ -182,7 +182,7 @@ def test_a_disturbed_measurement_is_not_taken_for_the_machines(target, drafter):
     seconds = dict(
         zip(ways, ([2.0, 9.0], [8.0, 9.0], [4.0], [5.0], [3.0]), strict=True)
     )
-    found = tuning._summary(seconds, ways, plan.spec)
+    found = step_times._summary(seconds, ways, plan.spec)
     assert found.by_size == {1: 2.0, 2: 4.0, 4: 4.0}
     assert found.draft == 1.0 and 0 < found.level < 0.01
 
@@ -197,7 +197,7 @@ def test_only_auto_is_tuned(target):
 
 
 def test_a_generation_does_not_wait_for_times_it_is_given(target, folder, measured):
-    given = tuning.Measured({1: 1.0, 4: 1.1}, 0.0, 0.0).on_device()
+    given = step_times.Measured({1: 1.0, 4: 1.1}, 0.0, 0.0).on_device()
     stree_jax.generate(
         target,
         [[3]],
@@ -217,9 +217,9 @@ def test_times_that_turn_out_too_long_are_measured_again(target, folder, monkeyp
     def measure(spec, decoding):
         calls.append(spec)
         by_size = dict(zip(spec.policy.tree.sizes, next(seconds), strict=True))
-        return tuning.Measured(by_size, 0.0, 0.0)
+        return step_times.Measured(by_size, 0.0, 0.0)
 
-    monkeypatch.setattr(tuning, "measured", measure)
+    monkeypatch.setattr(step_times, "measured", measure)
 
     def generate(prompts):
         stree_jax.generate(
@@ -243,14 +243,14 @@ def test_times_are_doubted_so_often(target, folder, measured):
     begun, plan = begin(target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE)
     calls = np.array([[2, 1]])
     asked = plan.spec, begun, calls
-    assert not tuning.doubt(*asked, 0, 1.0)  # nothing was measured
-    tuning.times_of(plan.spec, begun)
-    assert not tuning.doubt(*asked, 0, 6.0)  # 1 + 1 + 4 s, as measured
-    assert not tuning.doubt(*asked, 0, 5.8)
-    assert tuning.doubt(*asked, 4, 5.8)  # with passes of 0.25 s
-    for _ in range(tuning.AGAIN - 1):
-        assert tuning.doubt(*asked, 0, 1.0)
-    assert not tuning.doubt(*asked, 0, 1.0)
+    assert not step_times.doubt(*asked, 0, 1.0)  # nothing was measured
+    step_times.times_of(plan.spec, begun)
+    assert not step_times.doubt(*asked, 0, 6.0)  # 1 + 1 + 4 s, as measured
+    assert not step_times.doubt(*asked, 0, 5.8)
+    assert step_times.doubt(*asked, 4, 5.8)  # with passes of 0.25 s
+    for _ in range(step_times.AGAIN - 1):
+        assert step_times.doubt(*asked, 0, 1.0)
+    assert not step_times.doubt(*asked, 0, 1.0)
 
 
 def test_a_batchs_plain_steps_are_doubted(target, folder, measured):
@@ -258,9 +258,9 @@ def test_a_batchs_plain_steps_are_doubted(target, folder, measured):
     prompts = [[3, 4], [5]]
     begun, plan = begin(target, prompts, max_new_tokens=9, drafter="lookup", tree=TREE)
     calls = np.array([[2, 1], [7, 0]])
-    plain = tuning.times_of(plan.spec, begun).by_size[1]
-    assert not tuning.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.05)
-    assert tuning.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.15)
+    plain = step_times.times_of(plan.spec, begun).by_size[1]
+    assert not step_times.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.05)
+    assert step_times.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.15)
 
 
 def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):
@@ -275,12 +275,12 @@ def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):
         per_step = 0.01 if int(at.choice) == 0 else 0.03
         return at, 0.002 + per_step * steps + (delay if steps == 0 else 0.0)
 
-    monkeypatch.setattr(tuning, "_timed_steps", timed_steps)
-    found = tuning.measured(plan.spec, begun)
+    monkeypatch.setattr(step_times, "_timed_steps", timed_steps)
+    found = step_times.measured(plan.spec, begun)
     assert found.by_size == pytest.approx({1: 0.01, 4: 0.03})
 
 
 def test_no_step_that_is_disturbed_is_half_of_what_is_timed():
     """Unless steps are so long that one is enough."""
     steps = {1e-4: 32, 1e-3: 20, 0.01: 4, 0.04: 4, 0.1: 1, 2.0: 1}
-    assert {about: tuning._steps_of_segment(about) for about in steps} == steps
+    assert {about: step_times._steps_of_segment(about) for about in steps} == steps

@@ -1,6 +1,6 @@
 // What XLA calls for another level of a tree that grows.
 //
-// Defined by stree_jax/speculation/best_first.py, `_next_level`: all integers are the
+// Defined by stree_jax/speculation/adaptive/best_first.py, `_next_level`: all integers are the
 // same; of equals the first is chosen, as `lax.top_k` does.
 //
 // Letters: B rows, K taps, C candidates, W nodes of a level.

@@ -6,7 +6,7 @@
 // Instructions that multiply unsigned by signed bytes take w + 128: then 128 times the
 // sum of the row is too much in every lane, and a lane begins at what takes it away.
 
-constexpr float LEAST = 1e-30f;  // a group below is 0, as models/quantized.py has it
+constexpr float LEAST = 1e-30f;  // a group below is 0, as models/weights/int8.py has it
 
 // The rows of one product, packed.
 template <class L>

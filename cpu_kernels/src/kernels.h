@@ -77,7 +77,7 @@ struct ScanKernel {
   void (*head)(const Scan&, void* shared, void* own, int64_t head, int64_t next);
 };
 
-// A Mamba2 mixer between its projections: models/mamba2.py. `scan` reads what the
+// A Mamba2 mixer between its projections: models/mixers/mamba2.py. `scan` reads what the
 // mixer writes, but for its C.
 struct Mixer {
   Scan scan;

@@ -1,6 +1,6 @@
 // What stands between a Mamba2 mixer's projections; after scan_body.h.
 //
-// Defined by models/mamba2.py, `definition`. Channels do not mix before the scan, so a
+// Defined by models/mixers/mamba2.py, `definition`. Channels do not mix before the scan, so a
 // thread does all of a head, or of a group's B and C: the window of the convolution moves
 // on, inputs are written down, convolved, scanned. The last tree's arrays may be this
 // one's: what is read of a path is read before its channels are written.

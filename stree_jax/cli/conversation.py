@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from stree_jax.checkpoint import Model, resolve
+from stree_jax.checkpoints.checkpoint import Model, resolve
 from stree_jax.cli.chat import (
     Message,
     next_turn,
@@ -27,8 +27,8 @@ from stree_jax.cli.terminal import (
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.default_tree import tree_for
 from stree_jax.generation import Options, stream
-from stree_jax.planning import Request
 from stree_jax.result import Past
+from stree_jax.sizing.plan import Request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -23,8 +23,8 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
-    from stree_jax.byte_sizes import shown_bytes
-    from stree_jax.checkpoint import info_and_config
+    from stree_jax.checkpoints.checkpoint import info_and_config
+    from stree_jax.sizing.units import shown_bytes
 
     facts, config = info_and_config(args.path)
     decoding = plain_decoding(config, facts["dtype"], args.batch, args.context)
@@ -48,9 +48,9 @@ def plain_decoding(
 ) -> dict[str, Any]:
     """Predicts the bytes of plain decoding by part; `stree-jax plan` does so for trees,
     drafters and limits."""
-    from stree_jax.memory import abstract_model, memory_of
     from stree_jax.models import without_mtp
-    from stree_jax.planning import Request
+    from stree_jax.sizing.memory import abstract_model, memory_of
+    from stree_jax.sizing.plan import Request
 
     new = max(min(128, context // 2), 1)
     request = Request(batch, context, max_new_tokens=new)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stree_jax.bench.options import add_bench_parsers, add_pair_options
 from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
@@ -24,6 +23,7 @@ from stree_jax.cli.serve import NOTES as SERVE_NOTES
 from stree_jax.cli.serve import add_serve_options, run_serve
 from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.cli.training import add_training_parsers, run_training
+from stree_jax.options import add_bench_parsers, add_pair_options
 from stree_jax.version import __version__
 
 if TYPE_CHECKING:
@@ -372,7 +372,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def run_convert(args: argparse.Namespace) -> int:
     from stree_jax import parity
-    from stree_jax.checkpoint import resolve
+    from stree_jax.checkpoints.checkpoint import resolve
     from stree_jax.convert import convert_checkpoint
 
     src, dst = resolve(args.src), args.dst
@@ -394,7 +394,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoint import info, load, resolve
+    from stree_jax.checkpoints.checkpoint import info, load, resolve
     from stree_jax.convert.export import export_hf
 
     src = resolve(args.src)
@@ -404,11 +404,12 @@ def run_export(args: argparse.Namespace) -> None:
 
 
 def run_tune(args: argparse.Namespace) -> None:
-    from stree_jax import cpu_kernels, tuning
+    from stree_jax import cpu_kernels
     from stree_jax.cache_folder import cache_folder
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
-    from stree_jax.speculation.ngrams import NGrams
+    from stree_jax.sizing import step_times
+    from stree_jax.speculation.drafters.ngrams import NGrams
 
     pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
     target, drafter = load_pair(*pair, mesh_asked(args))
@@ -430,7 +431,7 @@ def run_tune(args: argparse.Namespace) -> None:
         print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
         print(f"each pass for more levels: {1e3 * times.level:.3f} ms")
     print(f"CPU kernels: {cpu_kernels.describe()}")
-    if not tuning.is_kept(times):
+    if not step_times.is_kept(times):
         folder = cache_folder()
         why = "is off" if folder is None else f"{folder}: cannot be written to"
         tell(f"not kept: STREE_JAX_CACHE {why}; whoever needs them measures again")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stree_jax.checks import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from stree_jax.planning import Planned
+    from stree_jax.sizing.plan import Planned
 
 NOTES = """
 Bytes are predicted from shapes, without loading or compiling anything; --check compiles
@@ -67,9 +67,9 @@ def add_figure_option(p: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace, draw: Draw) -> None:
-    from stree_jax.byte_sizes import bytes_named
     from stree_jax.pair import pair_configs
-    from stree_jax.planning import plan
+    from stree_jax.sizing.plan import plan
+    from stree_jax.sizing.units import bytes_named
 
     memory = bytes_named(args.memory)  # before anything is read
     pair = pair_configs(args.model, args.drafter)
@@ -93,7 +93,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
 
 def report(found: "Planned") -> str:
     """What to run, where the bytes go, and what else fits."""
-    from stree_jax.byte_sizes import shown_bytes
+    from stree_jax.sizing.units import shown_bytes
 
     best, asked = found.best, found.request
     kind = "measured" if best.measured else "assumed"

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from stree_jax.bench.options import add_pair_options
 from stree_jax.cli.common import option, tell
+from stree_jax.options import add_pair_options
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from stree_jax.checkpoint import Model
+    from stree_jax.checkpoints.checkpoint import Model
     from stree_jax.server.batch import Sizes
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready
@@ -158,11 +158,11 @@ def check_model(args: argparse.Namespace) -> None:
     that does not exist, or is no model; a model without a tokenizer, or with fewer
     tokens than alternatives are offered; weights above --memory. Models of the hub are
     not fetched for it."""
-    from stree_jax.byte_sizes import bytes_named
-    from stree_jax.checkpoint import resolve
+    from stree_jax.checkpoints.checkpoint import resolve
     from stree_jax.convert.tokenizer import has_tokenizer
     from stree_jax.pair import NO_DRAFTER, named_drafter, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
+    from stree_jax.sizing.units import bytes_named
 
     limit = None if args.memory is None else bytes_named(args.memory)
     named_drafter(args.model, args.drafter, args.ngrams, args.ahead, args.width)
@@ -236,11 +236,11 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
 def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     """The model, who decodes, in which sizes, and how many bytes that leaves."""
     from stree_jax.arguments import warn_of_drafter
-    from stree_jax.byte_sizes import bytes_named
     from stree_jax.cli.terminal import waiting
     from stree_jax.default_tree import spec_for
     from stree_jax.pair import load_pair
     from stree_jax.server.fitting import fitted, smaller
+    from stree_jax.sizing.units import bytes_named
 
     limit = None if args.memory is None else bytes_named(args.memory)
     if limit is not None:
@@ -275,11 +275,11 @@ def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
 def check_weights(args: argparse.Namespace, limit: int) -> None:
     """Raises ValueError if the weights alone take more than `limit` bytes; they are not
     read for it."""
-    from stree_jax.byte_sizes import shown_bytes
     from stree_jax.convert.store import weights_named
-    from stree_jax.memory import abstract_model
     from stree_jax.models.memory import size_of
     from stree_jax.pair import pair_configs
+    from stree_jax.sizing.memory import abstract_model
+    from stree_jax.sizing.units import shown_bytes
 
     found = pair_configs(args.model, args.drafter)
     dtype = weights_named(args.dtype or found.dtype)
@@ -298,7 +298,7 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
       name: of the model, as of --model.
       template: to use in place of the model's.
     """
-    from stree_jax.checkpoint import resolve
+    from stree_jax.checkpoints.checkpoint import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
     from stree_jax.convert.whole_texts import for_whole_texts

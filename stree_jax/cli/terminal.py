@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from stree_jax.byte_sizes import shown_bytes
-from stree_jax.checkpoint import Model, resolve
+from stree_jax.checkpoints.checkpoint import Model, resolve
 from stree_jax.cli.common import tell
 from stree_jax.cli.comparison import median_run, speed_of, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
@@ -33,11 +32,12 @@ from stree_jax.generation import (
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.pair import load_pair, pair_configs
-from stree_jax.planning import Planned, Request, plan
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
+from stree_jax.sizing.plan import Planned, Request, plan
+from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.draft import ORIGINS
 from stree_jax.speculation.specs import LOOKUP
 

@@ -166,7 +166,7 @@ def run_training(args: argparse.Namespace) -> None:
 def speller(args: argparse.Namespace) -> "Spell | None":
     """Returns what spells a conversation as the target's chat template does, or None
     if it has no template."""
-    from stree_jax.checkpoint import resolve
+    from stree_jax.checkpoints.checkpoint import resolve
     from stree_jax.cli.chat import (
         given_template,
         read_chat_template,
@@ -197,7 +197,7 @@ def run_distill(args: argparse.Namespace, job: "Job") -> None:
 
 
 def run_heads(args: argparse.Namespace, job: "Job") -> None:
-    from stree_jax.heads_file import save_heads
+    from stree_jax.checkpoints.heads import save_heads
     from stree_jax.training.heads import train_heads
 
     kind = args.heads, args.blocks, args.own_output
@@ -214,8 +214,8 @@ def run_heads(args: argparse.Namespace, job: "Job") -> None:
 
 
 def run_ngrams(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoint import load
-    from stree_jax.ngram_file import check_new, save_ngrams
+    from stree_jax.checkpoints.checkpoint import load
+    from stree_jax.checkpoints.ngrams import check_new, save_ngrams
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
     check_new(args.out)  # before hours of work

@@ -14,17 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import tuning
 from stree_jax.arguments import stop_token_table
 from stree_jax.buckets import bucket
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import PREFILL_CHUNK, ModelConfig, reading_chunk
 from stree_jax.models.keys import key_of
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Sampling, row_key, sampling_rows
 from stree_jax.server.prefixes import Kept, Prefixes
-from stree_jax.speculation.adaptive_policy import AdaptivePolicy
+from stree_jax.sizing import step_times
+from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.loop import (
     advance_jit,
@@ -221,7 +221,7 @@ class Batch:
         self, model: Model, spec: Spec, sizes: Sizes, spare: int | None = None
     ) -> None:
         """Args:
-        spare: bytes for copies to time steps on, see `tuning.timed`.
+        spare: bytes for copies to time steps on, see `step_times.timed`.
         """
         self.model, self.sizes, self.spare = model, sizes, spare
         self.rows: list[Row | None] = [None] * sizes.rows
@@ -338,7 +338,7 @@ class Batch:
         spec, d = self._parts()
         if isinstance(spec.policy, AdaptivePolicy) and d.logprobs is None:
             drawn = d.requests.sampling is not None
-            self._specs[drawn] = tuning.timed(spec, d, self.spare)
+            self._specs[drawn] = step_times.timed(spec, d, self.spare)
 
     def _read(self, asked: Asked, past: Any = None) -> Decoding:
         """A row by itself, with the sizes of the batch.

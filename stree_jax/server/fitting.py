@@ -16,15 +16,15 @@ import jax.numpy as jnp
 
 from stree_jax import models
 from stree_jax.arguments import stop_token_table
-from stree_jax.budget import OFF, TRIES, Way, least_way, ways, weights_given
-from stree_jax.byte_sizes import shown_bytes
-from stree_jax.checkpoint import Model
-from stree_jax.memory import SCRATCH, Room, analysed, parts_of
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models.heads import Heads
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling import logprobs
 from stree_jax.server.batch import GREEDY, Asked, Layout, Sizes, as_asked, requests_of
+from stree_jax.sizing.budget import OFF, TRIES, Way, least_way, ways, weights_given
+from stree_jax.sizing.memory import SCRATCH, Room, analysed, parts_of
+from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.drafter import Drafter

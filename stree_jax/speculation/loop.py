@@ -31,12 +31,12 @@ from stree_jax.models import (
     whole_blocks,
 )
 from stree_jax.models.heads import Heads
-from stree_jax.models.shards import any_row
+from stree_jax.models.sharding.shards import any_row
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
-from stree_jax.speculation.adaptive_policy import (
+from stree_jax.speculation.adaptive.policy import (
     StepTimes,
 )
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding

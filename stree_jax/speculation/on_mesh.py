@@ -24,11 +24,11 @@ from stree_jax.models import (
     nest,
     weights_dtype,
 )
-from stree_jax.models.placement import axis_size, param_specs, part_of
-from stree_jax.models.shards import DATA, MODEL
+from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
+from stree_jax.models.sharding.shards import DATA, MODEL
 from stree_jax.models.state import over_parts
 from stree_jax.sampling.requests import Requests, StopAutomata
-from stree_jax.speculation.adaptive_policy import AdaptivePolicy
+from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec

@@ -18,8 +18,8 @@ from jax import lax
 
 from stree_jax.models import State, commit
 from stree_jax.sampling.settings import no_filters
-from stree_jax.speculation.adaptive_drafter import to_keep
-from stree_jax.speculation.adaptive_policy import AdaptivePolicy
+from stree_jax.speculation.adaptive.drafter import to_keep
+from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import DraftState
 from stree_jax.speculation.policy import Policy, keeps_by_row

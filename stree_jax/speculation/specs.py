@@ -18,25 +18,25 @@ from stree_jax.models import (
 )
 from stree_jax.models.heads import Heads, head_of
 from stree_jax.speculation.accept import Rule, resolve_rule
-from stree_jax.speculation.adaptive_drafter import AdaptiveDrafter
-from stree_jax.speculation.adaptive_policy import (
+from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
+from stree_jax.speculation.adaptive.guessed_levels import Stage
+from stree_jax.speculation.adaptive.policy import (
     AdaptivePolicy,
     StepTimes,
     assumed_times,
 )
-from stree_jax.speculation.beam_drafter import beam_drafter
 from stree_jax.speculation.drafter import (
     Drafter,
     NoDrafter,
 )
-from stree_jax.speculation.guessed_levels import Stage
-from stree_jax.speculation.lookup import LookupDrafter
-from stree_jax.speculation.medusa import MedusaDrafter
-from stree_jax.speculation.model_drafter import ModelDrafter, fill_tree
-from stree_jax.speculation.mtp_drafter import MTPDrafter
-from stree_jax.speculation.ngrams import NGrams
+from stree_jax.speculation.drafters.beam import beam_drafter
+from stree_jax.speculation.drafters.lookup import LookupDrafter
+from stree_jax.speculation.drafters.medusa import MedusaDrafter
+from stree_jax.speculation.drafters.model import ModelDrafter, fill_tree
+from stree_jax.speculation.drafters.mtp import MTPDrafter
+from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.staged import Staged
 from stree_jax.speculation.policy import FixedTree
-from stree_jax.speculation.staged_drafter import Staged
 from stree_jax.speculation.step import Spec, passes_skip
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, Tree
 

@@ -24,6 +24,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation.accept import Accepted, Rule
+from stree_jax.speculation.adaptive.pool import without_rest
 from stree_jax.speculation.decoding import (
     RUNNING,
     Decoding,
@@ -33,7 +34,6 @@ from stree_jax.speculation.decoding import (
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import Drafter, News
 from stree_jax.speculation.policy import Policy
-from stree_jax.speculation.pool import without_rest
 from stree_jax.speculation.tree import Topology
 
 

@@ -34,8 +34,7 @@ from stree_jax.models import (
 from stree_jax.models.argmax import argmax
 from stree_jax.models.keys import key_of
 from stree_jax.sampling.settings import Sampling, sampling_rows
-from stree_jax.speculation.loop import generate_tokens
-from stree_jax.speculation.ngrams import (
+from stree_jax.speculation.drafters.ngrams import (
     EMPTY,
     WAYS,
     NGrams,
@@ -44,6 +43,7 @@ from stree_jax.speculation.ngrams import (
     likeliest,
     log_prob,
 )
+from stree_jax.speculation.loop import generate_tokens
 from stree_jax.speculation.tree import chain
 
 DISCOUNTED = 5  # k: larger counts are believed

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import cpu_kernels
+from stree_jax import cpu_kernels, options
 from stree_jax.bench import (
     benchmarks,
     cost,
     figures,
     method,
-    options,
     plots,
     profile,
     speculation,

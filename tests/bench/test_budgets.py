@@ -13,9 +13,9 @@ from stree_jax.bench.budgets import Subject, last_fit, run_time
 from stree_jax.bench.method import Run
 from stree_jax.bench.prompts import read_turns
 from stree_jax.generation import bucket
-from stree_jax.memory import Room, memory_of
 from stree_jax.models.heads import first_heads
-from stree_jax.planning import Choice, Request, plan
+from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.sizing.plan import Choice, Request, plan
 from tests.bench.pairs import pair_with_words
 from tests.support.heads import random_heads
 

@@ -15,7 +15,8 @@ import pytest
 
 import stree_jax
 from stree_jax import cost
-from stree_jax.cost import Acceptance, MeasuredTime, PassTime
+from stree_jax.sizing.pass_time import MeasuredTime, PassTime
+from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.layout import tree_layout, tree_levels
 from stree_jax.speculation.tree import (
     Beam,

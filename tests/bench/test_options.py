@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from stree_jax.bench import options
-from stree_jax.bench.options import parse_bench
+from stree_jax import options
 from stree_jax.bench.report import TITLES, arguments
 from stree_jax.cli.main import build_parser
+from stree_jax.options import parse_bench
 
 PROMPTS = ["--prompts", "p.jsonl"]
 NEEDED = {

@@ -9,7 +9,8 @@ import pytest
 
 from stree_jax.bench import benchmarks, figures, plots, staged
 from stree_jax.bench.method import Run
-from stree_jax.cost import MeasuredTime, staged_gain, staged_passes
+from stree_jax.sizing.pass_time import MeasuredTime
+from stree_jax.speculation.gain import staged_gain, staged_passes
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import pair_with_words

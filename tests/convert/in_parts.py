@@ -235,7 +235,7 @@ class Cases:
             warnings.simplefilter("always")
             checkpoint = stree_jax.convert.open_checkpoint(path, "float32")
             mesh = mesh_of(model=4)
-            cut = stree_jax.models.placement.cut_for(
+            cut = stree_jax.models.sharding.placement.cut_for(
                 checkpoint.config, mesh, checkpoint.dtype
             )
             told = []

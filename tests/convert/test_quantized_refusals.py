@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from safetensors.numpy import save_file
 
-from stree_jax.checkpoint import info
+from stree_jax.checkpoints.checkpoint import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from tests.support.quantized import E4M3, MODELS, compressed_config, load_file, write
 

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 import stree_jax
-from stree_jax.checkpoint import info
+from stree_jax.checkpoints.checkpoint import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint, store
 from tests.damage.attempts import watched

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stree_jax.cpu_kernels import by_platform
-from stree_jax.models.linear import linear
+from stree_jax.models.weights.linear import linear
 from tests.support.reference import assert_near
 
 X = jnp.arange(6, dtype=jnp.float32).reshape(2, 3)

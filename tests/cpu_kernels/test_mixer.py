@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stree_jax.models import MambaConfig, chain_nodes, tree_nodes
-from stree_jax.models.mamba2 import MixerWeights, equations, mixed
+from stree_jax.models.mixers.mamba2 import MixerWeights, equations, mixed
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.state import LayerPending, MambaRecord, MambaState
 from tests.support.native import built, each_level, use

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.linear import linear
+from stree_jax.models.weights.linear import linear
 from tests.support.native import built, use
 from tests.support.reference import assert_near
 
@@ -94,7 +94,7 @@ def test_with_x64():
 
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
-from stree_jax.models.linear import linear
+from stree_jax.models.weights.linear import linear
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 x = jnp.ones((4, 40)); weight = jnp.arange(8 * 40.0).reshape(8, 40)
 cut = jax.device_put(weight, jax.NamedSharding(mesh, jax.P("d")))
@@ -108,7 +108,7 @@ assert "stree_product" in run.lower(x, weight).as_text()
 """
 BITS = """
 import jax, jax.numpy as jnp, numpy as np, hashlib
-from stree_jax.models.linear import linear
+from stree_jax.models.weights.linear import linear
 from stree_jax.pallas_kernels import replay_tree_scan
 from tests.support.scans import Shape, replay_inputs
 rng = np.random.default_rng(0)

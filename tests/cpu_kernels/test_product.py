@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.linear import linear
-from stree_jax.models.quantized import Quantized, quantize, rounded
+from stree_jax.models.weights.int8 import Quantized, quantize, rounded
+from stree_jax.models.weights.linear import linear
 from tests.support.native import INSTRUCTIONS, built, each_level, use
 from tests.support.reference import assert_near
 

@@ -11,12 +11,11 @@ from stree_jax.cpu_kernels import accept_greedy
 from stree_jax.models import tree_nodes
 from stree_jax.models.argmax import argmax
 from stree_jax.models.nodes import NO_NODE, _tree_tables
-from stree_jax.speculation import layout, pool
+from stree_jax.speculation import layout
 from stree_jax.speculation.accept import _likeliest
-from stree_jax.speculation.best_first import nothing_grown, with_level
-from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.lookup import History, look_up
-from stree_jax.speculation.pool import (
+from stree_jax.speculation.adaptive import pool
+from stree_jax.speculation.adaptive.best_first import nothing_grown, with_level
+from stree_jax.speculation.adaptive.pool import (
     KINDS,
     Pool,
     best_tree,
@@ -24,6 +23,8 @@ from stree_jax.speculation.pool import (
     no_candidates,
     without_rest,
 )
+from stree_jax.speculation.draft import Draft, only_root
+from stree_jax.speculation.drafters.lookup import History, look_up
 from stree_jax.speculation.tree import Auto, Beam, Budget, chain
 from tests.support.native import assert_same, built, use
 from tests.support.reference import random_parents

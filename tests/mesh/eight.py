@@ -14,7 +14,7 @@ from stree_jax.bench.devices import exchanges, on_a_device
 from stree_jax.bench.method import Run
 from stree_jax.generation import begin
 from stree_jax.models import cast_params
-from stree_jax.models.placement import abstract_model
+from stree_jax.models.sharding.placement import abstract_model
 from stree_jax.speculation.loop import advance_jit
 from tests.mesh_check import DEVICES, check_family
 from tests.support.families import FAMILIES, mesh_of, prompts, random_model

@@ -14,8 +14,14 @@ from stree_jax.cli.main import main
 from stree_jax.devices import axes_named, make_mesh
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
 from stree_jax.models.params import mamba_params
-from stree_jax.models.parts import cut_at, cut_of, part_config
-from stree_jax.models.shards import WHOLE, Run, part_slices, part_width, run_width
+from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
+from stree_jax.models.sharding.shards import (
+    WHOLE,
+    Run,
+    part_slices,
+    part_width,
+    run_width,
+)
 from tests.support.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]

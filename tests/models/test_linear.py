@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.models.linear import _product, _skinny_gpu, linear
-from stree_jax.models.quantized import (
+from stree_jax.models.weights.int8 import (
     GPU_LEAST,
     int8_product,
     int8_product_cuda,
     quantize,
 )
+from stree_jax.models.weights.linear import _product, _skinny_gpu, linear
 from tests.support.lowering import lowered
 from tests.support.native import INSTRUCTIONS, use
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stree_jax.models import MambaConfig, by_path, nest, tree_nodes
-from stree_jax.models.mamba2 import Mamba2Mixer
+from stree_jax.models.mixers.mamba2 import Mamba2Mixer
 from stree_jax.models.nodes import Pass
 from stree_jax.models.state import MambaState
 from tests.support.reference import (

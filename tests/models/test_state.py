@@ -17,10 +17,10 @@ from stree_jax.models import (
     init_params,
     init_records,
     init_state,
-    mamba2,
     prefill,
     tree_nodes,
 )
+from stree_jax.models.mixers import mamba2
 from stree_jax.models.nodes import NO_NODE
 from stree_jax.models.state import AttentionState, MambaState, ParallelState
 from tests.models.configs import CONFIGS

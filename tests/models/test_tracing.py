@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from stree_jax import models
-from stree_jax.models import attention, mamba2, state
+from stree_jax.models import state
+from stree_jax.models.mixers import attention, mamba2
 from tests.models.configs import CONFIGS
 from tests.support.reference import assert_near
 

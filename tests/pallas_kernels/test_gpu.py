@@ -15,8 +15,8 @@ import pytest
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.models import cast_params
-from stree_jax.models.linear import linear
-from stree_jax.models.quantized import quantize, rounded
+from stree_jax.models.weights.int8 import quantize, rounded
+from stree_jax.models.weights.linear import linear
 from stree_jax.pallas_kernels import mosaic_scan, triton_attention, triton_scan
 from tests.support.chains import logits_of_chain
 from tests.support.reference import (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stree_jax.speculation import medusa
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.drafters import medusa
 from tests import distribution
 from tests.support.heads import random_heads
 

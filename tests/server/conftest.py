@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import tuning
+from stree_jax.sizing import step_times
 from tests.server import served
 from tests.server.served import (
     LENGTHS,
@@ -22,7 +22,7 @@ def model():
 @pytest.fixture(scope="module")
 def batch(model):
     with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
-        patch.setattr(tuning, "timed", lambda spec, *_: spec)
+        patch.setattr(step_times, "timed", lambda spec, *_: spec)
         return served.warm_batch(model)
 
 

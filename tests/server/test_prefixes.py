@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import tuning
 from stree_jax.default_tree import spec_for
-from stree_jax.memory import CompiledBytes
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.settings import Sampling
 from stree_jax.server import batch as batches
 from stree_jax.server import fitting
 from stree_jax.server.batch import Asked, Batch, Sizes
 from stree_jax.server.prefixes import Kept, Prefixes
+from stree_jax.sizing import step_times
+from stree_jax.sizing.memory import CompiledBytes
 from stree_jax.speculation.decoding import RUNNING
 from tests.server import served
 from tests.support.tiny import REAL, tiny
@@ -37,7 +37,7 @@ def tiny_config():
 @pytest.fixture(scope="module")
 def batch(model):
     with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
-        patch.setattr(tuning, "timed", lambda spec, *_: spec)
+        patch.setattr(step_times, "timed", lambda spec, *_: spec)
         spec = spec_for(model, tiny(2, layers=("mamba",)), "auto:1,4", None, None)
         batch = Batch(model, spec, SIZES)
         batch.warm(lambda _: None)

@@ -7,14 +7,14 @@ import stree_jax
 from stree_jax import Sampling, StepTimes
 from stree_jax.generation import begin
 from stree_jax.models import logits_of
-from stree_jax.speculation.best_first import (
+from stree_jax.speculation.adaptive.best_first import (
     best_first,
     by_model,
     catch_up,
     nothing_grown,
 )
-from stree_jax.speculation.calibration import PRIOR
-from stree_jax.speculation.lookup import begin_history
+from stree_jax.speculation.adaptive.calibration import PRIOR
+from stree_jax.speculation.drafters.lookup import begin_history
 from tests.speculation.steps import prompts_of
 from tests.support.tiny import REAL
 

@@ -16,14 +16,14 @@ from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation import loop
 from stree_jax.speculation.accept import Accepted, resolve_rule
-from stree_jax.speculation.adaptive_policy import (
+from stree_jax.speculation.adaptive.calibration import PRIOR, count, no_counts
+from stree_jax.speculation.adaptive.policy import (
     FIRST_WAIT,
     TRIALS,
     AdaptivePolicy,
     Force,
     forced,
 )
-from stree_jax.speculation.calibration import PRIOR, count, no_counts
 from stree_jax.speculation.decoding import OPEN, RUNNING
 from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.layout import tree_layout

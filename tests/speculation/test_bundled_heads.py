@@ -13,7 +13,8 @@ import pytest
 
 import stree_jax
 from stree_jax.default_tree import sparse_tree
-from stree_jax.speculation import medusa, step
+from stree_jax.speculation import step
+from stree_jax.speculation.drafters import medusa
 
 PROMPTS = (
     'def fibonacci(n):\n    """Return the n-th number."""\n',

@@ -9,23 +9,24 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Staged, tuning
+from stree_jax import Staged
 from stree_jax.generation import begin
 from stree_jax.models import logits_of
-from stree_jax.speculation.best_first import (
+from stree_jax.sizing import step_times
+from stree_jax.speculation.adaptive.best_first import (
     best_first,
     by_model,
     catch_up,
     nothing_grown,
 )
-from stree_jax.speculation.draft import NGRAM
-from stree_jax.speculation.guessed_levels import (
+from stree_jax.speculation.adaptive.guessed_levels import (
     Stage,
     by_stage,
     goes_on,
     room_ahead,
 )
-from stree_jax.speculation.ngrams import WAYS
+from stree_jax.speculation.draft import NGRAM
+from stree_jax.speculation.drafters.ngrams import WAYS
 from stree_jax.training.ngrams import count_grams, katz
 from tests.speculation.auto import (
     NEW,
@@ -141,31 +142,33 @@ def test_ngrams_guess_where_measured_steps_say_that_it_pays(
 ):
     """A pass with guesses that takes as long as one without, and one far dearer."""
     monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(step_times, "_known", {})
     asked = []
 
     def measured(spec, decoding):
         asked.append(spec.drafter.stage)
         by_size = {n: 1.0 for n in spec.policy.tree.sizes}
-        return tuning.Measured(
+        return step_times.Measured(
             by_size, 0.5, 0.25 if spec.drafter.stage is None else level
         )
 
-    monkeypatch.setattr(tuning, "measured", measured)
+    monkeypatch.setattr(step_times, "measured", measured)
     who = Staged(target, ngrams, 2)
     begun, plan = begin(target, prompts, max_new_tokens=3, drafter=who, tree=TREE)
     assert begin(target, prompts, max_new_tokens=3, drafter=who)[1].spec.policy.menu
     with caplog.at_level(logging.INFO, logger="stree_jax"):
-        spec = tuning.timed(plan.spec, begun)
-        again = tuning.timed(plan.spec, begun)
+        spec = step_times.timed(plan.spec, begun)
+        again = step_times.timed(plan.spec, begun)
     assert (spec.drafter.stage is not None) == (again.drafter.stage is not None) == pays
     assert float(spec.policy.times.level) == (level if pays else 0.25)
     assert asked == [plan.spec.drafter.stage, None]  # once each, and kept apart
     said = "n-grams guess" if pays else "n-grams do not guess"
     assert said in caplog.text
-    memory = tuning.timed(plan.spec, begun, spare=0)  # known, so nothing is measured
+    memory = step_times.timed(
+        plan.spec, begun, spare=0
+    )  # known, so nothing is measured
     assert (memory.drafter.stage is not None) == pays and len(asked) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "_known", {})
+        patch.setattr(step_times, "_known", {})
         patch.setenv("STREE_JAX_CACHE", "off")
-        assert tuning.timed(plan.spec, begun, spare=0).drafter.stage is None
+        assert step_times.timed(plan.spec, begun, spare=0).drafter.stage is None

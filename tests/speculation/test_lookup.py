@@ -8,10 +8,16 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.speculation.calibration import LONGEST, PRIOR, lookup_kind
+from stree_jax.speculation.adaptive.calibration import LONGEST, PRIOR, lookup_kind
+from stree_jax.speculation.adaptive.pool import (
+    best_tree,
+    first_nodes,
+    joined,
+    merged,
+    no_candidates,
+)
 from stree_jax.speculation.drafter import News
-from stree_jax.speculation.layout import tree_layout
-from stree_jax.speculation.lookup import (
+from stree_jax.speculation.drafters.lookup import (
     PLACES,
     add_to_history,
     begin_history,
@@ -19,13 +25,7 @@ from stree_jax.speculation.lookup import (
     look_up,
     matched_tokens,
 )
-from stree_jax.speculation.pool import (
-    best_tree,
-    first_nodes,
-    joined,
-    merged,
-    no_candidates,
-)
+from stree_jax.speculation.layout import tree_layout
 from stree_jax.speculation.tree import Budget
 from tests.speculation.steps import prompts_of
 from tests.support.tiny import REAL, perturbed, tiny

@@ -13,7 +13,7 @@ import stree_jax
 from stree_jax.generation import begin
 from stree_jax.models import commit
 from stree_jax.speculation import loop
-from stree_jax.speculation.adaptive_policy import assumed_times
+from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import NAMED_TREES, chain, make_tree, resolve_tree
 from tests.support.tiny import REAL, perturbed, tiny

@@ -10,7 +10,6 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.cost import Acceptance, expected_tau
 from stree_jax.default_tree import (
     ASSUMED_RANKS,
     accuracy_of,
@@ -20,10 +19,15 @@ from stree_jax.default_tree import (
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
-from stree_jax.speculation.adaptive_policy import assumed_times
-from stree_jax.speculation.best_first import best_first, by_depth, nothing_grown
-from stree_jax.speculation.calibration import PRIOR, model_kind
+from stree_jax.speculation.adaptive.best_first import (
+    best_first,
+    by_depth,
+    nothing_grown,
+)
+from stree_jax.speculation.adaptive.calibration import PRIOR, model_kind
+from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.draft import DRAFTER
+from stree_jax.speculation.gain import Acceptance, expected_tau
 from stree_jax.speculation.tree import Auto, cartesian, make_tree, resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.heads import random_heads, repeating
@@ -387,7 +391,7 @@ def test_heads_of_another_model_are_refused(target, heads):
 
 
 def test_what_else_does_not_go_with_heads(target, heads):
-    times = stree_jax.speculation.adaptive_policy.assumed_times(
+    times = stree_jax.speculation.adaptive.policy.assumed_times(
         resolve_tree("auto"), False
     )
     asked = {"times": times, "tree": "chain:2"}

@@ -13,12 +13,13 @@ from flax import struct
 import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
-from stree_jax.speculation import loop, medusa, step
+from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.draft import only_root
 from stree_jax.speculation.drafter import News
-from stree_jax.speculation.medusa import MedusaDrafter
+from stree_jax.speculation.drafters import medusa
+from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.kept import hidden_states
 from tests.distribution import processed

@@ -14,9 +14,10 @@ from stree_jax import models
 from stree_jax.generation import begin
 from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
 from stree_jax.sampling.settings import Sampling
-from stree_jax.speculation import loop, model_drafter, step
+from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
-from stree_jax.speculation.mtp_drafter import Heard, MTPDrafter
+from stree_jax.speculation.drafters import model as model_drafter
+from stree_jax.speculation.drafters.mtp import Heard, MTPDrafter
 from stree_jax.speculation.tree import resolve_tree
 from tests.support import mtp
 from tests.support.tiny import REAL, tiny

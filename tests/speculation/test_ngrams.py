@@ -14,7 +14,7 @@ from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.draft import NGRAM
 from stree_jax.speculation.drafter import News
-from stree_jax.speculation.ngrams import (
+from stree_jax.speculation.drafters.ngrams import (
     EMPTY,
     candidates,
     likeliest,

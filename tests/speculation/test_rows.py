@@ -11,7 +11,7 @@ import stree_jax
 from stree_jax import Sampling
 from stree_jax.generation import begin
 from stree_jax.speculation import loop, rows
-from stree_jax.speculation.adaptive_policy import SOONER, STEPS_BEFORE
+from stree_jax.speculation.adaptive.policy import SOONER, STEPS_BEFORE
 from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.support.tiny import REAL
 

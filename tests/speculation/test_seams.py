@@ -16,7 +16,7 @@ from stree_jax.speculation import loop
 from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import only_root
 from stree_jax.speculation.drafter import News
-from stree_jax.speculation.model_drafter import ModelDrafter, Reading, fill_tree
+from stree_jax.speculation.drafters.model import ModelDrafter, Reading, fill_tree
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import chain, resolve_tree
 from tests.speculation.steps import decode

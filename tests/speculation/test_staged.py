@@ -19,11 +19,11 @@ from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation.accept import NAIVE, resolve_rule
 from stree_jax.speculation.draft import DRAFTER, NGRAM, TARGET
 from stree_jax.speculation.drafter import News, Prompts
-from stree_jax.speculation.model_drafter import (
+from stree_jax.speculation.drafters.model import (
     ModelDrafter,
     fill_tree,
 )
-from stree_jax.speculation.stage import first_unknown, make_task
+from stree_jax.speculation.drafters.stage import first_unknown, make_task
 from stree_jax.speculation.tree import make_tree, resolve_tree
 from tests.speculation.steps import prompts_of
 from tests.support.reference import depth_of

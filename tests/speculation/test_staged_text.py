@@ -11,11 +11,11 @@ import stree_jax
 from stree_jax import Sampling, Staged
 from stree_jax.models import Model
 from stree_jax.models.memory import state_bytes
-from stree_jax.speculation.adaptive_policy import assumed_times
+from stree_jax.sizing.traffic import weights_read
+from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.draft import DRAFTER, NGRAM, STAGE, TARGET
-from stree_jax.speculation.ngrams import WAYS
+from stree_jax.speculation.drafters.ngrams import WAYS
 from stree_jax.speculation.tree import resolve_tree
-from stree_jax.traffic import weights_read
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.tiny import REAL, tiny
 

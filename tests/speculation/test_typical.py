@@ -280,7 +280,7 @@ def test_texts_of_heads_a_model_and_lookup(target, heads, prompts):
 
 
 def times():
-    from stree_jax.speculation.adaptive_policy import assumed_times
+    from stree_jax.speculation.adaptive.policy import assumed_times
 
     return assumed_times(resolve_tree("auto:1,6"), False)
 

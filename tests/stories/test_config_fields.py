@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import stree_jax
-from stree_jax.checkpoint import Model
+from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.convert import CheckpointError, open_checkpoint
 from stree_jax.convert.configs import hf_config
 from stree_jax.models.config_json import from_json, to_json

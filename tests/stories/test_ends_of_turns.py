@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 import stree_jax
-from stree_jax.checkpoint import info
+from stree_jax.checkpoints.checkpoint import info
 from stree_jax.cli.chat import read_special_tokens
 from stree_jax.cli.main import main
 from stree_jax.convert import convert_checkpoint

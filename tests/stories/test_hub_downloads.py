@@ -12,10 +12,10 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 import stree_jax
-from stree_jax.checkpoint import info
+from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.ngrams import save_ngrams
 from stree_jax.cli import main as cli
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from stree_jax.ngram_file import save_ngrams
 from stree_jax.training.ngrams import count_grams, katz
 from tests.support.hub_server import served
 from tests.support.table_models import (

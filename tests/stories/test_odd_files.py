@@ -14,14 +14,14 @@ import pytest
 
 import stree_jax
 from bench.prompts import read_prompts
-from stree_jax import tuning
-from stree_jax.checkpoint import info
+from stree_jax.checkpoints.checkpoint import info
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.serve import api_keys
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import read_file
 from stree_jax.convert.store import atomic_directory
+from stree_jax.sizing import step_times
 from stree_jax.training.recipe import Job, read_tokenizer_file
 from stree_jax.training.saves import one_line_errors
 from stree_jax.training.texts import Tally, read_texts
@@ -106,12 +106,12 @@ def test_files_of_a_chat(model, tmp_path, name, kind):
 def test_measured_step_times(tmp_path, monkeypatch, kind):
     """What cannot be read counts as absent, and is measured again."""
     monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
-    put(tmp_path / tuning.FILE, kind)
-    assert tuning._read() == {}
-    tuning._write("key", tuning.Measured({1: 0.5}, 0.0, 0.0))
+    put(tmp_path / step_times.FILE, kind)
+    assert step_times._read() == {}
+    step_times._write("key", step_times.Measured({1: 0.5}, 0.0, 0.0))
     kept = kind != "folder"  # what is not a folder is replaced
-    assert tuning._read() == (
-        {"key": tuning.Measured({1: 0.5}, 0.0, 0.0)} if kept else {}
+    assert step_times._read() == (
+        {"key": step_times.Measured({1: 0.5}, 0.0, 0.0)} if kept else {}
     )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import tuning
 from stree_jax.cli import main as cli
 from stree_jax.cli import serve
 from stree_jax.cli.main import build_parser
+from stree_jax.sizing import step_times
 from tests.support.table_models import (
     byte_level,
     follow,
@@ -165,7 +165,7 @@ def test_a_text_of_one_token_waits_for_no_measuring(model, monkeypatch):
     def measured(*_):
         raise AssertionError("steps were measured")
 
-    monkeypatch.setattr(tuning, "timed", measured)
+    monkeypatch.setattr(step_times, "timed", measured)
     loaded = stree_jax.load(model("float32"))
     one = stree_jax.generate(loaded, ["a", "b"], max_new_tokens=[1, 1])
     assert [len(row) for row in one.tokens] == [1, 1]

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 import stree_jax
-from stree_jax.checkpoint import info
+from stree_jax.checkpoints.checkpoint import info
 from stree_jax.cli.chat import read_chat_template, read_special_tokens, render
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, find, open_checkpoint
-from stree_jax.models.attention import rope_frequencies
+from stree_jax.models.mixers.attention import rope_frequencies
 from tests.support.table_models import (
     byte_level,
     follow,

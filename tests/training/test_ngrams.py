@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.speculation.ngrams import EMPTY, WAYS, first_slot, log_prob
+from stree_jax.speculation.drafters.ngrams import EMPTY, WAYS, first_slot, log_prob
 from stree_jax.training.ngrams import (
     DISCOUNTED,
     ROW,

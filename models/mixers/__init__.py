@@ -1,0 +1,1 @@
+"""Mixers, one per file: config, parameters, state and forward pass."""

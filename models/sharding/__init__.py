@@ -1,0 +1,1 @@
+"""Models over the devices of a mesh: how layers are divided, and where arrays lie."""

@@ -1,0 +1,1 @@
+"""Formats that weights are stored in, and products with them."""

@@ -1,0 +1,249 @@
+"""Medusa heads as a directory: config.json and medusa_lm_head.safetensors.
+
+The names are those of the public code: `K.J.linear.weight` and `.bias` are block J of
+head K (both from 0), `K.L.weight` the output behind the last block, absent where the
+model's head is everyone's. vLLM's (`blocks.K.layers.J.weight`, `lm_heads.K.weight`) are
+read, too. How many there are is what the tensors say: published configs are wrong.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.checkpoints.checkpoint import local_or_hub, resolve
+from stree_jax.checks import as_path, with_hints
+from stree_jax.convert import CheckpointError
+from stree_jax.convert.hub import HubName, repository
+from stree_jax.convert.source import (
+    Source,
+    TensorInfo,
+    file_names,
+    is_file,
+    open_files,
+    read_json,
+)
+from stree_jax.convert.store import atomic_directory, dtype_named, weights_named
+from stree_jax.models.heads import Heads, HeadsConfig, head_shapes, heads_dtype
+from stree_jax.models.params import by_path, nest, stored
+
+WEIGHTS = "medusa_lm_head.safetensors"
+FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+ACCURACY = "medusa_accuracy"
+MOST_RANKS, ROUNDED = 64, 1e-9
+PUBLIC = re.compile(r"(?:medusa_heads?\.)?(\d{1,3})\.(\d{1,3})\.(?:linear\.)?(\w+)")
+BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(\w+)")
+OUTPUT = re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d{1,3})\.(weight)")
+
+Path_ = tuple[str, ...]
+
+
+def is_heads(path_or_hub_id: str | Path) -> bool:
+    """True if a directory or repository holds Medusa heads and no model."""
+    found = local_or_hub(path_or_hub_id)
+    if isinstance(found, HubName):
+        names = set(repository(found).sizes)
+    else:
+        names = set() if found.is_file() else set(file_names(found))
+    if names.intersection(FILES[:2]):
+        return True
+    if "config.json" not in names:
+        return False
+    config = resolve(path_or_hub_id, (("config.json",),)) / "config.json"
+    fields = read_json(config)
+    return fields.get("model_type") == "medusa" or "medusa_num_heads" in fields
+
+
+@with_hints
+def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
+    """Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
+
+    Args:
+      dtype: "float32", "bfloat16" or "int8"; None keeps bfloat16 and makes float32 of
+        others.
+
+    Raises:
+      CheckpointError: one line saying what is wrong and where.
+    """
+    if dtype is not None:
+        weights_named(dtype)
+    source, names, config = _opened(path_or_hub_id)
+    kept = weights_named(_usual(source) if dtype is None else dtype)
+    params = {
+        path: stored(path[-1], jnp.asarray(source.read(n)), kept)
+        for path, n in names.items()
+    }
+    return Heads(nest(params), config)
+
+
+def heads_config(path_or_hub_id: str | Path) -> HeadsConfig:
+    """The architecture of heads that `load_heads` would load; no weights are read."""
+    return _opened(path_or_hub_id)[2]
+
+
+def _opened(
+    path_or_hub_id: str | Path,
+) -> tuple[Source, dict[Path_, str], HeadsConfig]:
+    """The tensors, their names by our paths, and the architecture, checked."""
+    directory = resolve(path_or_hub_id, (("config.json",), FILES))
+    file = next((directory / n for n in FILES if is_file(directory / n)), None)
+    if file is None:
+        raise CheckpointError(
+            f"{directory}: no Medusa heads; want {' or '.join(FILES)}"
+        )
+    source = open_files(directory, [file])
+    names: dict[Path_, str] = {}
+    for path, n in _named(source.tensors, file):
+        if (other := names.setdefault(path, n)) != n:
+            raise CheckpointError(f"{file}: {n} and {other} are one parameter, twice")
+    config = _config(
+        directory, file, {path: source.tensors[n] for path, n in names.items()}
+    )
+    return source, names, config
+
+
+def _usual(source: Source) -> str:
+    found = {info.dtype for info in source.tensors.values()}
+    return "bfloat16" if found == {"bfloat16"} else "float32"
+
+
+def _named(
+    tensors: Mapping[str, TensorInfo], file: Path
+) -> Iterator[tuple[Path_, str]]:
+    """Our path of each tensor, and its name."""
+    for name, info in tensors.items():
+        linear = ".linear." in name
+        if found := PUBLIC.fullmatch(name):
+            k, j, kind = found.groups()
+            part = f"block_{int(j)}" if linear else "output"
+        elif found := BLOCK.fullmatch(name):
+            k, j, kind = found.groups()
+            part = f"block_{int(j)}"
+        elif found := OUTPUT.fullmatch(name):
+            (k, kind), part = found.groups(), "output"
+        else:
+            raise CheckpointError(f"{file}: unexpected tensor {name}")
+        if info.dtype not in ("float32", "float16", "bfloat16"):
+            raise CheckpointError(
+                f"{file}: {name}: dtype {info.dtype} is not supported"
+            )
+        yield (f"head_{int(k)}", part, kind), name
+
+
+def _config(
+    directory: Path, file: Path, tensors: Mapping[Path_, TensorInfo]
+) -> HeadsConfig:
+    """What the tensors say, checked one by one."""
+    heads = {path[0] for path in tensors}
+    blocks = {path[1] for path in tensors if path[1] != "output"}
+    first = tensors.get(("head_0", "block_0", "weight"))
+    output = tensors.get(("head_0", "output", "weight"))
+    known = first or output
+    if known is None:
+        raise CheckpointError(f"{file}: want block 0 or an output of head 0")
+    told = directory / "config.json"
+    fields = read_json(told) if is_file(told) else {}
+    if any(len(part.shape) != 2 for part in (known, output or known)):
+        raise CheckpointError(f"{file}: no matrices of heads")
+    rows = output.shape[0] if output else fields.get("vocab_size", 0)
+    if type(rows) is not int or rows < 0:
+        raise CheckpointError(f"{told}: vocab_size: want a number, got {rows!r}")
+    try:
+        config = HeadsConfig(
+            d_model=known.shape[1],
+            vocab_size=rows,
+            heads=len(heads),
+            blocks=len(blocks),
+            own_output=output is not None,
+            bias=("head_0", "block_0", "bias") in tensors,
+            accuracy=_accuracy(told, fields.get(ACCURACY), len(heads)),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    shapes = head_shapes(config)
+    for path, shape in shapes.items():
+        if path not in tensors:
+            raise CheckpointError(f"{file}: {'.'.join(path)} is missing")
+        if tensors[path].shape != shape:
+            got = list(tensors[path].shape)
+            raise CheckpointError(
+                f"{file}: {'.'.join(path)}: want shape {list(shape)}, got {got}"
+            )
+    if odd := tensors.keys() - shapes.keys():
+        raise CheckpointError(f"{file}: {'.'.join(min(odd))} belongs to no head")
+    return config
+
+
+def _accuracy(file: Path, table: Any, heads: int) -> tuple[tuple[float, ...], ...]:
+    """[K][R] shares, of each row 1 at most together."""
+    if table is None:
+        return ()
+    rows: list[Any] = table if isinstance(table, list) else []
+    widths = {len(row) if isinstance(row, list) else 0 for row in rows}
+    if len(rows) != heads or len(widths) != 1 or not 0 < max(widths) <= MOST_RANKS:
+        raise CheckpointError(
+            f"{file}: {ACCURACY}: want {heads} rows of up to {MOST_RANKS} shares each"
+        )
+    for row in rows:
+        numbers = all(type(p) in (float, int) and 0 <= p <= 1 for p in row)
+        if not numbers or math.fsum(row) > 1 + ROUNDED:
+            raise CheckpointError(f"{file}: {ACCURACY}: want shares of 1 together")
+    return tuple(tuple(float(p) for p in row) for row in rows)
+
+
+def public_name(path: Path_, blocks: int) -> str:
+    """Of a parameter, in the public code."""
+    head, part, kind = path
+    k = head.removeprefix("head_")
+    if part == "output":
+        return f"{k}.{blocks}.{kind}"
+    return f"{k}.{part.removeprefix('block_')}.linear.{kind}"
+
+
+@with_hints
+def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
+    """Write heads in the public layout, atomically; dst must not exist.
+
+    Args:
+      base: path or hub id of the model that they belong to, as a note.
+
+    Raises:
+      CheckpointError: one line saying what is wrong; dst is not made.
+    """
+    from safetensors.numpy import save_file
+
+    if not isinstance(heads, Heads):
+        raise CheckpointError(f"heads: want Heads, got {type(heads).__name__}")
+    if not isinstance(base, str):
+        raise CheckpointError(f"base: want a text, got {type(base).__name__}")
+    try:
+        path = as_path("dst", dst)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    c = heads.config
+    dtype_named(heads_dtype(heads.params))
+    tensors = {
+        public_name(path, c.blocks): np.ascontiguousarray(jax.device_get(leaf))
+        for path, leaf in by_path(heads.params).items()
+    }
+    fields: dict[str, Any] = {
+        "model_type": "medusa",
+        "base_model_name_or_path": base,
+        "medusa_num_heads": c.heads,
+        "medusa_num_layers": c.blocks,
+        "hidden_size": c.d_model,
+        "vocab_size": c.vocab_size,
+    }
+    if c.accuracy:
+        fields[ACCURACY] = c.accuracy
+    with atomic_directory(path) as temporary:
+        save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
+        text = json.dumps(fields, indent=2) + "\n"
+        (temporary / "config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,127 @@
+"""Time of a forward pass by its number of tokens, from measured passes."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from stree_jax.speculation.gain import Seconds
+
+Size = TypeVar("Size", float, np.ndarray)
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """t(N) = a N^2 + b N + c, seconds of a pass over N tokens.
+
+    The paper's t = kN + C for an SSM has a = 0; attention adds the square.
+    """
+
+    c: float
+    b: float = 0.0
+    a: float = 0.0
+
+    def __call__(self, size: Size) -> Size:
+        return (self.a * size + self.b) * size + self.c
+
+
+@dataclass(frozen=True)
+class MeasuredTime:
+    """Seconds of a pass, by straight lines between measured sizes.
+
+    For machines whose t(N) has steps: a CPU pads rows, and one row is a special case.
+
+    Attributes:
+      sizes, seconds: of the measured passes; sizes grow.
+
+    Raises:
+      ValueError: a bad table; when called, a size outside the measured ones.
+    """
+
+    sizes: Sequence[float]
+    seconds: Sequence[float]
+
+    def __post_init__(self) -> None:
+        sizes, seconds = _measurements(self.sizes, self.seconds)
+        if (np.diff(sizes) <= 0).any():
+            raise ValueError(f"sizes: want growing numbers, got {sizes.tolist()}")
+        object.__setattr__(self, "sizes", tuple(sizes.tolist()))
+        object.__setattr__(self, "seconds", tuple(seconds.tolist()))
+
+    def __call__(self, size: Size) -> Size:
+        least, most = self.sizes[0], self.sizes[-1]
+        if not np.all((size >= least) & (size <= most)):  # NaN is outside too
+            raise ValueError(f"size: measured from {least:g} to {most:g}, got {size}")
+        return np.interp(size, self.sizes, self.seconds)
+
+
+def _measurements(
+    sizes: Sequence[float], seconds: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    n, t = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+    if n.ndim != 1 or n.shape != t.shape or n.size == 0:
+        raise ValueError(f"seconds: want one a size, got {t.shape} for {n.shape}")
+    if not (np.isfinite(n).all() and np.isfinite(t).all() and (t > 0).all()):
+        raise ValueError("seconds: want finite sizes and times above 0")
+    return n, t
+
+
+def fit_pass_time(
+    sizes: Sequence[float], seconds: Sequence[float], degree: int
+) -> PassTime:
+    """The least-squares `PassTime` of measured passes, sizes and seconds [n].
+
+    Coefficients may come out negative: forcing them up would hide that the times are
+    not of this form, which is what `fit_quality` is there to show.
+
+    Args:
+      degree: 1 for an SSM, 2 for a hybrid.
+
+    Raises:
+      ValueError: another degree, or fewer than degree + 1 different sizes.
+    """
+    if degree not in (1, 2):
+        raise ValueError(f"degree: want 1 (SSM) or 2 (hybrid), got {degree}")
+    n, t = _measurements(sizes, seconds)
+    if len(np.unique(n)) <= degree:
+        raise ValueError(f"sizes: want {degree + 1} different ones, got {n.tolist()}")
+    return PassTime(*np.polynomial.polynomial.polyfit(n, t, degree).tolist())
+
+
+def fit_quality(
+    time: PassTime | MeasuredTime, sizes: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float]:
+    """How well `time` meets measured passes, sizes and seconds [n].
+
+    Returns:
+      the coefficient of determination (NaN where all seconds are equal), and the
+      largest relative error, max |t(N) - seconds| / seconds.
+    """
+    n, t = _measurements(sizes, seconds)
+    error, spread = time(n) - t, ((t - t.mean()) ** 2).sum()
+    r2 = 1 - (error**2).sum() / spread if spread > 0 else np.nan
+    return float(r2), float((abs(error) / t).max())
+
+
+def tau_ratio(time: Seconds, n1: float, n2: float) -> float:
+    """t(n2) / t(n1): the factor by which tau must grow for n2 tokens to pay over n1.
+
+    The paper's condition tau2 / tau1 >= t2 / t1, which leaves drafting out.
+    """
+    return float(time(n2) / time(n1))
+
+
+def crossing(time_1: Seconds, time_2: Seconds, sizes: Iterable[int]) -> int | None:
+    """The size from which on, among `sizes`, the first program is the faster one.
+
+    Returns:
+      the smallest size such that time_1 < time_2 there and at all larger ones; None if
+      the first is not the faster one at the largest.
+    """
+    found = None
+    for n in sorted(sizes, reverse=True):
+        if time_1(n) >= time_2(n):
+            break
+        found = n
+    return found

@@ -1,0 +1,469 @@
+"""Seconds of decoding steps on this machine, for tree "auto": measured once, and kept.
+
+The steps that are timed are those of the generation that first needs the times, on
+copies of it, with sizes that the policy is told to take: no other program is compiled.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax import cpu_kernels
+from stree_jax.cache_folder import cache_folder
+from stree_jax.convert.files import read_text
+from stree_jax.models import Model, ModelConfig, weights_dtype
+from stree_jax.models.heads import heads_dtype
+from stree_jax.models.memory import size_of
+from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
+from stree_jax.speculation.adaptive.guessed_levels import Stage
+from stree_jax.speculation.adaptive.policy import (
+    AdaptivePolicy,
+    StepTimes,
+    forced,
+    step_times,
+)
+from stree_jax.speculation.decoding import RUNNING, Decoding
+from stree_jax.speculation.drafters.medusa import MedusaDrafter
+from stree_jax.speculation.gain import staged_passes
+from stree_jax.speculation.loop import advance_jit
+from stree_jax.speculation.step import Spec
+from stree_jax.version import __version__
+from stree_jax.whole_file import write_whole
+
+FILE = "steps.json"  # in the cache folder
+MOST_ENTRIES = 500  # of the file; the oldest go first
+MOST_BYTES = 2**22  # of the file: each entry has about 300
+ROUNDS = 3  # of all ways to step, but of those whose first two agree
+AGREE = 1.1  # the longer one over the shorter
+SEGMENT_S = 0.02  # of one way in a round, about
+# Steps of a segment: few make short ones look longer than they are, and of two, one
+# that is disturbed is half.
+LEAST_STEPS, MOST_STEPS = 4, 32
+SLOW_S = 0.05  # a step of which one is enough: what disturbs is short beside it
+ENOUGH_S = 2.0  # in all, once every way was timed
+ENDLESS = 2**30  # tokens
+# What disturbs only adds to a time: if steps take so much less than was measured, they
+# are measured again, so often at most.
+TOO_SLOW, AGAIN = 1.1, 3
+# Levels that a model drafts below its first when it is asked, or about that, and by how
+# much guessing them must promise to be faster.
+LEVELS, PROMISE = 3, 1.1
+SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
+
+# What reading a file may raise, whatever is in it: too large numbers, too deep nests.
+_DAMAGED = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+
+log = logging.getLogger("stree_jax")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of steps.
+
+    Attributes:
+      by_size: of a step by the nodes of its tree, without a drafting model.
+      draft: of a drafting model's first level more; 0 without a model.
+      level: of each level more; where n-grams guess, of each pass more.
+    """
+
+    by_size: dict[int, float]
+    draft: float
+    level: float
+
+    def on_device(self) -> StepTimes:
+        """What `generate_tokens` and `generate` take as `times`."""
+        return self._on_device
+
+    @cached_property
+    def _on_device(self) -> StepTimes:
+        # Once: between a generation's programs it took 2 % of a short one's time.
+        return step_times(list(self.by_size.values()), self.draft, self.level)
+
+
+Way = tuple[int, int]  # a size's place in the menu, and levels of the model
+PLAINLY = (0, 0)
+
+_known: dict[str, Measured] = {}  # of this process
+_doubted: dict[str, int] = {}  # how often times turned out too long
+_to_measure: set[str] = set()  # again
+
+
+def with_times(spec: Spec, times: StepTimes) -> Spec:
+    """The same decoding, with a policy that knows these times."""
+    assert isinstance(spec.policy, AdaptivePolicy)
+    return replace(spec, policy=replace(spec.policy, times=times))
+
+
+def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
+    """`spec` with this machine's times, known or measured on copies of `decoding`.
+
+    N-grams that guess for its model stay where that pays. Where there is no memory for
+    a copy, and among several processes, the times that were assumed stay, and nobody
+    guesses.
+
+    Args:
+      spare: bytes that there are for a copy; None: as many as there are.
+    """
+    alone = without_stage(spec)
+    if jax.process_count() > 1:  # each of which would measure something else
+        return alone
+    fits = spare is None or size_of(decoding) <= spare
+    ways = [spec] if alone is spec else [spec, alone]
+    try:
+        if fits or all(known(way, decoding) is not None for way in ways):
+            times = [times_of(way, decoding) for way in ways]
+            if alone is not spec and not stage_pays(spec, *times):
+                spec, times = alone, times[1:]
+            return with_times(spec, times[0].on_device())
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+    log.warning("no memory to measure steps in; they are assumed")
+    return alone
+
+
+def without_stage(spec: Spec) -> Spec:
+    """The same decoding, with nobody who guesses for the drafting model."""
+    drafter = spec.drafter
+    if not isinstance(drafter, AdaptiveDrafter) or drafter.stage is None:
+        return spec
+    return replace(spec, drafter=replace(drafter, stage=None))
+
+
+def stage_pays(spec: Spec, staged: Measured, alone: Measured) -> bool:
+    """Whether a model's levels take less time where n-grams guess them; it is logged.
+
+    A pass that reads guesses takes longer, and is one for as many levels as the
+    n-grams' rate promises.
+    """
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    stage = spec.drafter.stage
+    assert stage is not None
+    asked = stage.ngrams.rates, stage.ahead, stage.width
+    levels = LEVELS / staged_passes(LEVELS, *asked)
+    pays = levels * alone.level > PROMISE * staged.level
+    log.info(
+        "n-grams %s for the drafter: %.2f ms a pass with guesses and %.2f without, "
+        "%.2f levels a pass expected",
+        "guess" if pays else "do not guess",
+        1e3 * staged.level,
+        1e3 * alone.level,
+        levels,
+    )
+    return pays
+
+
+def times_of(spec: Spec, decoding: Decoding) -> Measured:
+    """This machine's times, measured where they are not known."""
+    times = known(spec, decoding)
+    return measured_anew(spec, decoding) if times is None else times
+
+
+def with_known(spec: Spec, rows: int, room: int, sampled: bool) -> Spec:
+    """The same decoding, with this machine's times if they were ever measured."""
+    if not isinstance(spec.policy, AdaptivePolicy):
+        return spec
+    times = _kept(spec, key_of(spec, rows, room, sampled))
+    return spec if times is None else with_times(spec, times.on_device())
+
+
+def known(spec: Spec, decoding: Decoding) -> Measured | None:
+    """This machine's times, if they were ever measured; arrays may be abstract."""
+    return _kept(spec, key_of(spec, *_facts(decoding)))
+
+
+def doubt(
+    spec: Spec, decoding: Decoding, calls: np.ndarray, passes: int, seconds: float
+) -> bool:
+    """Whether a decoding took less time than its steps were measured to take; then they
+    are measured again when they are needed next, and the shorter times are kept.
+
+    Of a batch plain steps are: as its rows have trees of their own, what each step took
+    is not known, but it was a plain one's time until the first row had ended.
+
+    Args:
+      calls: [B, K] int32, of the target, by size.
+      passes: of a drafting model.
+      seconds: that the decoding took, whatever stood beside it.
+    """
+    if jax.process_count() > 1:
+        return False
+    key = key_of(spec, *_facts(decoding))
+    times = _known.get(key)
+    if times is None or _doubted.get(key, 0) >= AGAIN:
+        return False
+    by_size = np.array(list(times.by_size.values()))
+    if calls.shape[0] == 1:
+        least = float(calls[0] @ by_size) + passes * times.level
+    else:
+        least = float(calls.sum(axis=1).min() * by_size[0])
+    wrong = least > TOO_SLOW * seconds
+    if wrong:
+        _doubted[key] = _doubted.get(key, 0) + 1
+        _to_measure.add(key)
+    return wrong
+
+
+def _shorter(new: Measured, old: Measured | None) -> Measured:
+    if old is None or tuple(old.by_size) != tuple(new.by_size):
+        return new
+    by_size = {n: min(t, old.by_size[n]) for n, t in new.by_size.items()}
+    return Measured(by_size, min(new.draft, old.draft), min(new.level, old.level))
+
+
+def _kept(spec: Spec, key: str) -> Measured | None:
+    assert isinstance(spec.policy, AdaptivePolicy)
+    if key in _to_measure:
+        return None
+    times = _known.get(key) or _read().get(key)
+    if times is None or tuple(times.by_size) != spec.policy.tree.sizes:
+        return None
+    _known[key] = times
+    return times
+
+
+def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
+    """This machine's times, kept for this process and others in place of older ones."""
+    key, times = key_of(spec, *_facts(decoding)), measured(spec, decoding)
+    if key in _to_measure:
+        times = _shorter(times, _known.get(key))
+        _to_measure.discard(key)
+    _write(key, times)
+    _known[key] = times
+    return times
+
+
+def _facts(decoding: Decoding) -> tuple[int, int, bool]:
+    """Rows, room for text, and whether any is drawn: what times depend on."""
+    room = decoding.drafting.history.tokens.shape[1]
+    sampled = decoding.requests.sampling is not None
+    return decoding.tokens.shape[0], room, sampled
+
+
+def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
+    """What the times depend on, in a few words and a hash."""
+    assert isinstance(spec.policy, AdaptivePolicy)
+    drafter, target = spec.drafter, spec.target
+    assert isinstance(drafter, AdaptiveDrafter)
+    facts = [
+        __version__,
+        jax.__version__,
+        cpu_kernels.describe(),
+        _machine(),
+        str(spec.policy.tree.sizes),
+        _model(target),
+        "lookup" if drafter.model is None else _model(drafter.model),
+        f"batch {rows}",
+        "sampled" if sampled else "greedy",
+        # Attention goes over all of a cache; the text that is looked up is as long.
+        f"room {max(room, SMALL_ROOM).bit_length()}",
+        *([] if target.mesh is None else [f"mesh {dict(target.mesh.shape)}"]),
+        *([] if drafter.stage is None else [_stage(drafter.stage)]),
+    ]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    shape = f"{facts[6]}, {facts[7]}, {weights_dtype(target.params)}"
+    return f"{shape}, {digest}"
+
+
+def _model(model: Model | MedusaDrafter) -> str:
+    if isinstance(model, MedusaDrafter):
+        c = replace(model.heads.config, accuracy=())
+        return f"{c} {heads_dtype(model.heads.params)}"
+    return f"{_config(model.config)} {weights_dtype(model.params)}"
+
+
+def _stage(stage: Stage) -> str:
+    """Of the n-grams, how they are asked; what they say does not change a pass."""
+    return f"{stage.ngrams}, {stage.ahead} x {stage.width} guesses"
+
+
+@cache
+def _config(config: ModelConfig) -> str:
+    return str(config)
+
+
+@cache
+def _machine() -> str:
+    """Device and, as that says nothing of a CPU, processor and how many of them."""
+    device = jax.devices()[0]
+    names = [device.platform, device.device_kind, platform.machine()]
+    if device.platform == "cpu":
+        names += [_processor(), str(os.cpu_count())]
+    return " ".join(names)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _ways(spec: Spec) -> list[Way]:
+    """How to step: every size without the model, and one size with fewest and most
+    levels of it."""
+    assert isinstance(spec.policy, AdaptivePolicy)
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    ways = [(k, 0) for k in range(len(spec.policy.tree.sizes))]
+    if spec.drafter.model is not None:
+        ways += [(1, 1), (1, spec.drafter.depth)]
+    return ways
+
+
+def measured(spec: Spec, decoding: Decoding) -> Measured:
+    """Times from some steps of each way, in turns; `decoding` stays where it is."""
+    log.info("measuring steps of this model on this machine (once)")
+    ways, began = _ways(spec), time.perf_counter()
+    seconds: dict[Way, list[float]] = {way: [] for way in ways}
+    compiled = False
+    for _ in range(ROUNDS):
+        for way in ways:
+            if seconds[way] and time.perf_counter() - began > ENOUGH_S:
+                continue
+            if len(seconds[way]) > 1 and max(seconds[way]) < AGREE * min(seconds[way]):
+                continue
+            at = _forced_copy(decoding, way)
+            if not compiled:
+                at, _ = _timed_steps(spec, at, 1)
+                compiled, began = True, time.perf_counter()
+            at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
+            at, once = _timed_steps(spec, at, 1)
+            about = min([max(once - call, 0.5 * once), *seconds[way]])
+            steps = _steps_of_segment(about)
+            at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
+            at, again = _timed_steps(spec, at, 0)  # and so may the first call have been
+            at, took = _timed_steps(spec, at, steps)
+            ended = not (np.asarray(at.finish) == RUNNING).all()  # a stop string came
+            took = max(took - min(call, again), 0.5 * took) / steps
+            took = once if ended else took
+            seconds[way].append(took)
+    return _summary(seconds, ways, spec)
+
+
+def _steps_of_segment(about: float) -> int:
+    """How many steps of about so many seconds are timed together."""
+    least = LEAST_STEPS if about < SLOW_S else 1
+    return int(np.clip(SEGMENT_S / about, least, MOST_STEPS))
+
+
+def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]:
+    """A decoding so many steps further, and the seconds that took."""
+    began = time.perf_counter()
+    at = jax.block_until_ready(advance_jit(spec, at, jnp.int32(steps)))
+    return at, time.perf_counter() - began
+
+
+@jax.jit
+def _copied(decoding: Decoding) -> Decoding:
+    """In one program; array by array, each shape would compile one of its own."""
+    return jax.tree.map(jnp.copy, decoding)
+
+
+def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
+    """A copy that steps in this way and never ends; what it writes is thrown away."""
+    copy = _copied(decoding)
+    asked, rows = copy.requests, (decoding.tokens.shape[0],)
+    endless = np.full(rows, ENDLESS, np.int32)
+    requests = replace(
+        asked,
+        max_new_tokens=jnp.asarray(endless),
+        min_new_tokens=None if asked.min_new_tokens is None else jnp.asarray(endless),
+        stop_tokens=jnp.asarray(np.full(asked.stop_tokens.shape, -1, np.int32)),
+    )
+    if way == PLAINLY:  # in runs, as it is done
+        policy = replace(copy.policy, rest=jnp.int32(ENDLESS))
+        return replace(copy, requests=requests, policy=policy, choice=jnp.int32(0))
+    policy = replace(copy.policy, force=forced(*way))
+    return replace(copy, requests=requests, policy=policy)
+
+
+def _summary(
+    seconds: dict[Way, list[float]], ways: Sequence[Way], spec: Spec
+) -> Measured:
+    """The least of each way, and of larger trees: what disturbs only adds to a time.
+
+    What the model takes is what steps with it take more than steps without.
+    """
+    assert isinstance(spec.policy, AdaptivePolicy)
+    assert isinstance(spec.drafter, AdaptiveDrafter)
+    took = {way: min(seconds[way]) for way in ways}
+    sizes, deepest = spec.policy.tree.sizes, spec.drafter.depth
+    least_by_size = [
+        min(took[k, 0] for k in range(place, len(sizes))) for place in range(len(sizes))
+    ]
+    by_size = dict(zip(sizes, least_by_size, strict=True))
+    if spec.drafter.model is None:
+        return Measured(by_size, 0.0, 0.0)
+    without = by_size[sizes[1]]
+    least = 1e-3 * without  # noise may make it less than nothing
+    level = max((took[1, deepest] - without) / (deepest + 1), least)
+    first = max(took[1, 1] - without, level)  # which reads text, too
+    return Measured(by_size, first, level)
+
+
+def _file() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / FILE
+
+
+def _read() -> dict[str, Measured]:
+    """What is kept; nothing where that cannot be read, or is not of this form."""
+    file = _file()
+    try:
+        if file is None:
+            return {}
+        entries = json.loads(read_text(file, MOST_BYTES)).items()
+    except _DAMAGED:
+        return {}
+    found = {}
+    for key, entry in entries:
+        with suppress(*_DAMAGED):  # others may be in order
+            found[key] = _parsed(entry)
+    return found
+
+
+def _parsed(entry: dict[str, Any]) -> Measured:
+    """Raises ValueError, TypeError or KeyError for what is no entry."""
+    by_size = {int(size): float(t) for size, t in entry["by_size"].items()}
+    found = Measured(by_size, float(entry["draft"]), float(entry["level"]))
+    if not all(0 < t < 1e6 for t in by_size.values()) or not (
+        0 <= found.draft < 1e6 and 0 <= found.level < 1e6
+    ):
+        raise ValueError("steps take time")
+    return found
+
+
+def is_kept(times: Measured) -> bool:
+    """Whether other processes find them."""
+    return times in _read().values()
+
+
+def _write(key: str, times: Measured) -> None:
+    """Keep it; where that cannot be, it is measured again by the next process."""
+    file = _file()
+    if file is None:
+        return
+    entries = {k: asdict(v) for k, v in _read().items() if k != key}
+    entries = dict(list(entries.items())[1 - MOST_ENTRIES :]) | {key: asdict(times)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(entries, indent=1).encode())
+    except OSError:
+        return

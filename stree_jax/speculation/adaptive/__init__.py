@@ -1,0 +1,1 @@
+"""Tree "auto": at every step it chooses how many tokens to draft, and which."""

@@ -1,0 +1,1 @@
+"""Drafters, one per file; each proposes a tree of draft tokens."""

@@ -1,0 +1,440 @@
+"""A drafter for the drafter: speculation within speculation (Spector and Re 2023).
+
+A model fills a tree level by level, a pass each. With a guesser below it, the levels to
+come are guessed first and read in one pass of the model's own tree scan; those that are
+what the model would have drafted need no pass any more. What it hands to the target is,
+token for token and with the same probabilities, what it would have drafted alone, so
+that every acceptance rule keeps its promise; only the number of its passes falls.
+
+Of each node the likeliest m tokens may be guessed: the first is in the tree itself, and
+may have guesses below it; the others stand beside it, slot j T + t being other j of
+node t. One that turns out to be what the model draws there takes the node's place.
+
+Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (those
+with children), U room for unread tokens, A levels read in a pass, m guesses of a node,
+N = m T slots, Q nodes of a pass, V tokens of the vocabulary.
+"""
+
+from dataclasses import replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from stree_jax.models import (
+    Model,
+    Nodes,
+    Records,
+    State,
+    commit,
+    forward_hidden,
+    init_records,
+    logits_of,
+    param_dtype,
+    tree_nodes,
+)
+from stree_jax.sampling.distribution import Distribution
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.draft import DRAFTER, STAGE, TARGET, Draft, only_root
+from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafters.model import (
+    Reading,
+    add_news,
+    all_read,
+    begin_reading,
+    by_slot,
+)
+from stree_jax.speculation.drafters.stage import (
+    Opened,
+    Several,
+    Stage,
+    Task,
+    first_unknown,
+    make_task,
+)
+from stree_jax.speculation.layout import below_root
+from stree_jax.speculation.tree import Topology
+
+NOT_READ = -1
+AHEAD = 2  # levels guessed at a time, unless another number is asked for
+WIDTH = 1  # guesses of a node, likewise
+
+
+@struct.dataclass
+class StagedState:
+    """Attributes:
+    reading: how far the model has read.
+    inner: the guesser's state; None without one.
+    """
+
+    reading: Reading
+    inner: DraftState
+
+
+@struct.dataclass
+class Open:
+    """A model's state while a tree is filled.
+
+    Attributes:
+      before: its reading before the tree.
+      state: after the root.
+      records: of the N slots, those that were read.
+      read: [B, N] int32, the tokens that were read, or `NOT_READ`.
+      passes: [] int32, for this tree.
+      inner: the guesser's.
+    """
+
+    before: Reading
+    state: State
+    records: Records
+    read: jax.Array
+    passes: jax.Array
+    inner: Opened
+
+
+@struct.dataclass
+class Staged:
+    """A model that drafts, and who guesses for it what it is going to draft.
+
+    Attributes:
+      model: its drafts are the ones the target sees.
+      guesser: `NGrams`, or another `Staged`; None: levels are read one by one.
+      ahead: levels that are guessed below each level, A - 1.
+      width: guesses of a node, m; more than one are n-grams' alone.
+    """
+
+    model: Model
+    guesser: Stage | None = None
+    ahead: int = struct.field(pytree_node=False, default=AHEAD)
+    width: int = struct.field(pytree_node=False, default=WIDTH)
+
+    @property
+    def levels_read(self) -> int:
+        """A."""
+        return 1 + (0 if self.guesser is None else self.ahead)
+
+    def init(self, prompts: Prompts, past: DraftState | None) -> StagedState:
+        inner = past.inner if isinstance(past, StagedState) else None
+        if self.guesser is not None:
+            inner = self.guesser.init(prompts, inner)
+        reading = begin_reading(self.model, prompts, staged_past(past))
+        return StagedState(reading, inner)
+
+    def propose(
+        self,
+        state: StagedState,
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, StagedState]:
+        if tree.size == 1:
+            return only_root(root), state
+        task = make_task(tree, dist, rule)
+        draft, opened = self.begin(state, task.empty(root), task, task.tree.depth)
+        return draft, self.end(opened)
+
+    def commit(self, state: StagedState, news: News) -> StagedState:
+        inner = state.inner
+        if self.guesser is not None:
+            inner = self.guesser.commit(inner, news)
+        return StagedState(add_news(self.model, state.reading, news), inner)
+
+    def begin(
+        self, state: StagedState, draft: Draft, task: Task, ahead: int
+    ) -> tuple[Draft, Open]:
+        inner = state.inner
+        if self.guesser is not None:
+            guess, inner = self.guesser.begin(
+                inner, _for_guesser(draft), _inside(task), self.ahead
+            )
+            draft = _guessed(draft, guess)
+        opened, logits, nodes = self._read_text(state.reading, inner, draft, task)
+        root = jnp.zeros(draft.tokens.shape, bool).at[:, 0].set(True)
+        right = jnp.zeros_like(root)
+        asked = logits, nodes, root, right, task
+        opened, draft, right = _kept(opened, draft, *asked)
+        until = jnp.int32(min(ahead, task.tree.depth))
+        return self._go_on(opened, draft, root, right, until, task)
+
+    def fill(
+        self, opened: Open, draft: Draft, known: jax.Array, task: Task, ahead: int
+    ) -> tuple[Draft, Open]:
+        right = _rightly_read(opened.read, draft.tokens, task)
+        first, M = first_unknown(task, known), task.tree.depth
+        until = jnp.where(first < M, first - 1 + ahead, 0)  # nothing to guess: no pass
+        return self._go_on(opened, draft, known, right, until, task)
+
+    def end(self, opened: Open) -> StagedState:
+        inner = opened.inner
+        if self.guesser is not None:
+            inner = self.guesser.end(inner)
+        return StagedState(all_read(opened.before, opened.state, opened.passes), inner)
+
+    def _read_text(
+        self, reading: Reading, inner: Opened, draft: Draft, task: Task
+    ) -> tuple[Open, jax.Array, jax.Array]:
+        """One pass over the unread text, and what was guessed below its end.
+
+        Returns:
+          what is known then, and logits [B, Q, V] after the root and guessed slots [Q].
+        """
+        model, N = self.model, self.width * task.tree.size
+        batch, U = reading.unread.shape
+        last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
+        unread_nodes = jnp.broadcast_to(task.inner, draft.tokens.shape)
+        unread_nodes = unread_nodes.at[:, 0].set(False)
+        guessed = _first_rows(unread_nodes, self.ahead_rows(task), task)
+        slots, tokens = self._with_others(inner, draft, guessed, guessed, task)
+        text = jnp.arange(U, dtype=jnp.int32)
+        hidden, records, _ = forward_hidden(
+            model,
+            reading.state,
+            jnp.concatenate([reading.unread, tokens], axis=1),
+            _text_and_tree(reading, self._parents(draft), model.config.conv_taps),
+            records=init_records(model.config, batch, U + N, param_dtype(model.params)),
+            rows=jnp.concatenate([text, U + slots]),
+        )
+        at_root = jnp.take_along_axis(hidden, last[..., None], axis=1)
+        logits = logits_of(model, jnp.concatenate([at_root, hidden[:, U:]], axis=1))
+        path = jnp.broadcast_to(text[None], (batch, U))
+        root = jnp.zeros((1,), jnp.int32)
+        slots = jnp.concatenate([root, slots])
+        tokens = jnp.concatenate([draft.tokens[:, :1], tokens], axis=1)
+        read = jnp.full((batch, N), NOT_READ, jnp.int32)
+        opened = Open(
+            before=reading,
+            state=commit(reading.state, records, path, reading.unread_length),
+            records=jax.tree.map(lambda x: x[:, U:], records),
+            read=read.at[:, slots].set(tokens, mode="drop"),
+            passes=jnp.int32(1),
+            inner=inner,
+        )
+        return opened, logits, slots
+
+    def ahead_rows(self, task: Task) -> int:
+        """Most nodes of a pass that are guessed, (A - 1) I."""
+        return (self.levels_read - 1) * task.tree.inner
+
+    def _parents(self, draft: Draft) -> jax.Array:
+        """[B, N] int32, the slots above slots; nothing is below others."""
+        return jnp.tile(draft.layout.parents, (1, self.width))
+
+    def _with_others(
+        self,
+        inner: Opened,
+        draft: Draft,
+        nodes: jax.Array,
+        guessed: jax.Array,
+        task: Task,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Slots [Q] to be read, N for none, and their tokens [B, Q].
+
+        Args:
+          nodes: int32, of the tree, T for none.
+          guessed: int32, those whose others are read too.
+        """
+        T = task.tree.size
+        slots = [jnp.where(nodes < T, nodes, self.width * T)]
+        tokens = [draft.tokens[:, jnp.minimum(nodes, T - 1)]]
+        if self.width > 1:
+            assert self.guesser is not None  # `check_drafter` sees to it
+            asked = inner, draft, guessed, task, self.width - 1
+            others = cast(Several, self.guesser).others(*asked)
+            for j in range(1, self.width):
+                slots.append(jnp.where(guessed < T, j * T + guessed, self.width * T))
+                tokens.append(others[..., j - 1])
+        return jnp.concatenate(slots), jnp.concatenate(tokens, axis=1)
+
+    def _go_on(
+        self,
+        opened: Open,
+        draft: Draft,
+        known: jax.Array,
+        right: jax.Array,
+        until: jax.Array,
+        task: Task,
+    ) -> tuple[Draft, Open]:
+        """Guess, read and keep until all is drawn down to the depth `until` [].
+
+        Args:
+          known: [B, T] bool, tokens that are not to be drawn.
+          right: [B, T] bool, nodes that were read as what they are.
+        """
+        nodes = below_root(self._parents(draft), self.model.config.conv_taps)
+        running = (opened.before.unread_length > 0)[:, None]
+
+        def needed(right: jax.Array) -> jax.Array:
+            """Nodes [B, T] that have to be read; finished rows need none."""
+            return (task.inner & (task.depth < until))[None] & ~right & running
+
+        def more(carry: tuple) -> jax.Array:
+            return needed(carry[2]).any()
+
+        def read(carry: tuple) -> tuple:
+            draft, opened, right = carry
+            drawn = known | right[:, task.parents] | ~running
+            if self.guesser is not None:
+                guess, inner = self.guesser.fill(
+                    opened.inner, _for_guesser(draft), drawn, _inside(task), self.ahead
+                )
+                draft, opened = _guessed(draft, guess), replace(opened, inner=inner)
+            unread, most = needed(right), self.levels_read * task.tree.inner
+            guessed = _first_rows(unread & ~drawn, self.ahead_rows(task), task)
+            asked = _first_rows(unread, most, task), guessed, task
+            slots, tokens = self._with_others(opened.inner, draft, *asked)
+            hidden, records, _ = forward_hidden(
+                self.model,
+                opened.state,
+                tokens,
+                nodes,
+                records=opened.records,
+                rows=slots,
+            )
+            # What was read below nodes that were wrong is of no use, nor are others.
+            all_right = jnp.pad(right, ((0, 0), (0, (self.width - 1) * task.tree.size)))
+            kept = jnp.where(all_right, opened.read, NOT_READ)
+            opened = replace(
+                opened,
+                records=records,
+                read=kept.at[:, slots].set(tokens, mode="drop"),
+                passes=opened.passes + 1,
+            )
+            logits = logits_of(self.model, hidden)
+            opened, draft, right = _kept(
+                opened, draft, logits, slots, known, right, task
+            )
+            return draft, opened, right
+
+        draft, opened, _ = lax.while_loop(more, read, (draft, opened, right))
+        return draft, opened
+
+
+def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Nodes:
+    """The unread text [U], and behind its last token a tree's slots, but its root.
+
+    Args:
+      parents: [B, N] int32, of the slots; -1 for the root.
+    """
+    batch, U = reading.unread.shape
+    place = jnp.arange(U, dtype=jnp.int32)[None]
+    text = jnp.where(place < reading.unread_length[:, None], place - 1, -1)
+    last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
+    below = jnp.where(parents > 0, U + parents, jnp.where(parents < 0, -1, last))
+    return tree_nodes(jnp.concatenate([text, below], axis=1), conv_taps)
+
+
+def _inside(task: Task) -> Task:
+    return replace(task, outermost=False)
+
+
+def _for_guesser(draft: Draft) -> Draft:
+    """A draft that a guesser may fill; the probabilities are the drafter's alone."""
+    return replace(draft, q=None)
+
+
+def _guessed(draft: Draft, guess: Draft) -> Draft:
+    return replace(draft, tokens=guess.tokens, origin=guess.origin)
+
+
+def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
+    """Those nodes [count] int32, of [B, T] that any row needs, that are nearest to the
+    root; padded with T."""
+    T = task.tree.size
+    node = jnp.arange(T, dtype=jnp.int32)
+    far = jnp.where(needed.any(axis=0), task.depth * T + node, T * T)
+    order = jnp.argsort(far).astype(jnp.int32)
+    rows = jnp.where(far[order] < T * T, order, T)
+    return jnp.pad(rows, (0, max(count - T, 0)), constant_values=T)[:count]
+
+
+def _rightly_read(read: jax.Array, tokens: jax.Array, task: Task) -> jax.Array:
+    """Nodes [B, T] that were read as what they are, as were all above them.
+
+    Args:
+      read: [B, N] int32, the tokens that were read in each slot.
+    """
+    wrong = read[:, : task.tree.size] != tokens
+    return ~(wrong[:, None] & task.lineage[None]).any(axis=2)
+
+
+def _kept(
+    opened: Open,
+    draft: Draft,
+    logits: jax.Array,
+    slots: jax.Array,
+    known: jax.Array,
+    before: jax.Array,
+    task: Task,
+) -> tuple[Open, Draft, jax.Array]:
+    """Draw the children of nodes that were read, and see which were guessed rightly.
+
+    Args:
+      logits: [B, Q, >= V] float32, after the slots [Q].
+      known: [B, T] bool, tokens that are not to be drawn.
+      before: [B, T] bool, nodes that had been read as what they are already.
+
+    Returns:
+      what was read, the draft, and which nodes [B, T] are read as what they are now.
+    """
+    tree, T, N = task.tree, task.tree.size, opened.read.shape[1]
+    own = jnp.where(slots < T, draft.tokens[:, slots % T], opened.read[:, slots % N])
+    drawn, z = task.draw(draft, logits, jnp.where(slots < N, slots % T, T), own)
+    nodes = jnp.where(slots < T, slots, T)
+    children, is_child = by_slot(drawn, nodes, tree, task.levels)
+    fixed = known | before[:, task.parents]
+    tokens = jnp.where(is_child[None] & ~fixed, children, draft.tokens)
+    q = draft.q
+    if q is not None:
+        new = jnp.where(before[:, slots % T, None], q[:, slots % T], jnp.exp(z))
+        q = q.at[:, nodes].set(new, mode="drop")
+    right = _rightly_read(opened.read, tokens, task)
+    for first in range(T, N, T):
+        nodes = jnp.where((slots >= first) & (slots < first + T), slots - first, T)
+        hit = (opened.read[:, first : first + T] == tokens) & ~fixed & ~right
+        hit = hit & right[:, task.parents]
+        opened = _in_place(opened, hit, tokens, first, task)
+        children, is_child = by_slot(drawn, nodes, tree, task.levels)
+        below = hit[:, task.parents] & is_child[None] & ~known
+        tokens = jnp.where(below, children, tokens)
+        if q is not None:
+            new = jnp.zeros_like(q).at[:, nodes].set(jnp.exp(z), mode="drop")
+            q = jnp.where(hit[..., None], new, q)
+    right = _rightly_read(opened.read, tokens, task)
+    # The guesser keeps those of its nodes that were read and are right.
+    assert draft.origin is not None  # of `Task.empty`
+    guessed = (opened.read[:, :T] == tokens) & (draft.origin != TARGET)
+    drafted = right[:, task.parents] & ~fixed & ~guessed
+    origin = jnp.uint8(DRAFTER if task.outermost else STAGE)
+    origins = jnp.where(drafted, origin, draft.origin)
+    return opened, replace(draft, tokens=tokens, q=q, origin=origins), right
+
+
+def _in_place(
+    opened: Open, hit: jax.Array, tokens: jax.Array, first: int, task: Task
+) -> Open:
+    """What was read of others, where these are what the model draws, as the nodes' own.
+
+    Args:
+      hit: [B, T] bool, the nodes that are.
+      first: slot of the others.
+    """
+    T = task.tree.size
+
+    def moved(table: jax.Array) -> jax.Array:
+        here = hit.reshape(*hit.shape, *[1] * (table.ndim - 2))
+        new = jnp.where(here, table[:, first : first + T], table[:, :T])
+        return table.at[:, :T].set(new)
+
+    below = task.lineage & ~jnp.eye(T, dtype=bool)
+    below_hit = (hit[:, None] & below[None]).any(axis=2)
+    read = jnp.where(hit, tokens, opened.read[:, :T])
+    read = opened.read.at[:, :T].set(jnp.where(below_hit, NOT_READ, read))
+    return replace(opened, records=jax.tree.map(moved, opened.records), read=read)
+
+
+def staged_past(past: DraftState) -> DraftState:
+    """What of a past is the outermost model's."""
+    return past.reading if isinstance(past, StagedState) else past
