@@ -64,12 +64,17 @@ class Param(NamedTuple):
       init: its initialiser.
       runs: what the axis consists of along which it is cut; (): every part has it all.
       axis: which one that is.
+      float32: True if it stays float32 whatever the format of the weights is.
+      quantizable: True if it is a matrix that only products and row lookups read, so
+        that a weight format may store it in fewer bits.
     """
 
     shape: tuple[int, ...]
     init: Init = NORMAL
     runs: tuple[Run, ...] = ()
     axis: int = 0
+    float32: bool = False
+    quantizable: bool = False
 
 
 Table = dict[str, Param]  # by name, in the order in which they are drawn
@@ -104,14 +109,16 @@ def mamba_params(c: MambaConfig, d_model: int) -> Table:
     first, inner, heads, xBC = (parts[k] for k in ("first", "inner", "heads", "xBC"))
     into = 2 * first + inner + xBC + heads
     table = {
-        "in_proj": Param((c.d_in_proj, d_model), runs=into),
+        "in_proj": Param((c.d_in_proj, d_model), runs=into, quantizable=True),
         "conv_weight": Param((c.d_xBC, c.d_conv), _taps(c.d_conv), xBC),
-        "dt_bias": Param((c.num_heads,), _init_dt_bias, heads),
-        "A_log": Param((c.num_heads,), _init_A_log, heads),
-        "D": Param((c.d_inner,), ONES, inner)
+        "dt_bias": Param((c.num_heads,), _init_dt_bias, heads, float32=True),
+        "A_log": Param((c.num_heads,), _init_A_log, heads, float32=True),
+        "D": Param((c.d_inner,), ONES, inner, float32=True)
         if c.D_per_channel
-        else Param((c.num_heads,), ONES, heads),
-        "out_proj": Param((d_model, c.d_inner + c.d_mlp), runs=first + inner, axis=1),
+        else Param((c.num_heads,), ONES, heads, float32=True),
+        "out_proj": Param(
+            (d_model, c.d_inner + c.d_mlp), runs=first + inner, axis=1, quantizable=True
+        ),
     }
     if c.proj_in_bias:
         table["in_proj_bias"] = Param((c.d_in_proj,), ZEROS, into)
@@ -136,8 +143,10 @@ def attention_params(c: AttentionConfig, d_model: int) -> Table:
     inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
     into = (*heads, *2 * inside)
     table = {
-        "qkv": Param((d_in, d_model), runs=into),
-        "out": Param((width, d_out), runs=(heads[0], *inside), axis=1),
+        "qkv": Param((d_in, d_model), runs=into, quantizable=True),
+        "out": Param(
+            (width, d_out), runs=(heads[0], *inside), axis=1, quantizable=True
+        ),
     }
     if c.qkv_bias:
         table["qkv_bias"] = Param((d_in,), ZEROS, into)
@@ -162,8 +171,8 @@ def mlp_params(c: MLPConfig, d_model: int) -> Table:
     first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
     into = _hidden_runs(c)
     table = {
-        first: Param((rows, d_model), runs=into),
-        "down": Param((d_model, c.d_hidden), runs=into[:1], axis=1),
+        first: Param((rows, d_model), runs=into, quantizable=True),
+        "down": Param((d_model, c.d_hidden), runs=into[:1], axis=1, quantizable=True),
     }
     if c.bias:
         table[f"{first}_bias"] = Param((rows,), ZEROS, into)
@@ -185,10 +194,10 @@ def moe_params(c: MoEConfig, d_model: int) -> Table:
         "down": Param((E, width, c.d_hidden), runs=into[:1], axis=2),
     }
     if c.router == "sigmoid":
-        table["router_bias"] = Param((E,), ZEROS)
+        table["router_bias"] = Param((E,), ZEROS, float32=True)
     if c.d_latent:
-        table["latent_in"] = Param((c.d_latent, d_model))
-        table["latent_out"] = Param((d_model, c.d_latent))
+        table["latent_in"] = Param((c.d_latent, d_model), quantizable=True)
+        table["latent_out"] = Param((d_model, c.d_latent), quantizable=True)
     return table
 
 
@@ -196,7 +205,11 @@ def mtp_params(d_model: int, n: int = 1) -> Table:
     """What makes one width of two, a token's embedding and a hidden state; or a part
     of n."""
     both = 2 * d_model // n
-    return {"eh_proj": Param((d_model, both), runs=(Run(both, both),), axis=1)}
+    return {
+        "eh_proj": Param(
+            (d_model, both), runs=(Run(both, both),), axis=1, quantizable=True
+        )
+    }
 
 
 def norm_params(kind: str, width: int) -> Table:
@@ -206,8 +219,8 @@ def norm_params(kind: str, width: int) -> Table:
 
 def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:
     """An adapter that adds to the rows `runs` of a product."""
-    up = Param((run_width(runs), rank), runs=runs)
-    return {"down": Param((rank, d_in)), "up": up}
+    up = Param((run_width(runs), rank), runs=runs, quantizable=True)
+    return {"down": Param((rank, d_in), quantizable=True), "up": up}
 
 
 def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
@@ -222,14 +235,18 @@ def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
 def shared_params(d_model: int, n: int = 1) -> Table:
     """Of a shared layer, beside its mixer, adapters and norm; or a part of n."""
     width = d_model // n
-    return {"linear": Param((d_model, width), runs=(Run(width, width),), axis=1)}
+    return {
+        "linear": Param(
+            (d_model, width), runs=(Run(width, width),), axis=1, quantizable=True
+        )
+    }
 
 
 def model_params(c: ModelConfig) -> Table:
     """What belongs to no layer, but for the last norm and the shared blocks."""
     shape, ids = (c.vocab_size, c.d_model), (Run(c.vocab_size, c.vocab_size),)
     names = ["embedding"] if c.tie_embeddings else ["embedding", "lm_head"]
-    return {name: Param(shape, runs=ids) for name in names}
+    return {name: Param(shape, runs=ids, quantizable=True) for name in names}
 
 
 def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, jax.Array]:

@@ -17,7 +17,7 @@ from stree_jax.models.params import (
     mtp_params,
     shared_params,
 )
-from stree_jax.models.sharding.shards import Cut
+from stree_jax.models.sharding.shards import WHOLE, Cut
 
 
 def cut_of(c: ModelConfig, n: int) -> Cut:
@@ -90,11 +90,19 @@ def _part_of_experts(c: MoEConfig, n: int) -> MoEConfig:
     return replace(c, d_hidden=c.d_hidden // n, shared=shared)
 
 
-def cut_at(c: ModelConfig, cut: Cut, path: Path) -> tuple[Param | None, int]:
-    """A parameter's entry in its layer's table, and in how many parts it is cut.
+def param_at(c: ModelConfig, path: Path) -> Param | None:
+    """Returns a parameter's entry in its layer's table; None of a norm."""
+    return _param_and_parts(c, WHOLE, path)[0]
 
-    None of what every part has: norms.
-    """
+
+def cut_at(c: ModelConfig, cut: Cut, path: Path) -> tuple[Param | None, int]:
+    """Returns a parameter's entry in its layer's table, and over how many devices it is
+    divided; (None, 1) of a parameter that every device has whole."""
+    param, n = _param_and_parts(c, cut, path)
+    return (None, 1) if param is None or not param.runs else (param, n)
+
+
+def _param_and_parts(c: ModelConfig, cut: Cut, path: Path) -> tuple[Param | None, int]:
     d, name = c.d_model, path[-1]
     table: Table = {}
     n = 1
@@ -118,5 +126,4 @@ def cut_at(c: ModelConfig, cut: Cut, path: Path) -> tuple[Param | None, int]:
             table, n = mtp_params(d), cut.width
         case (_,):
             table, n = model_params(c), cut.vocab
-    param = table.get(name)
-    return (None, 1) if param is None or not param.runs else (param, n)
+    return table.get(name), n
