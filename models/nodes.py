@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.state import LayerPending, Record
+from stree_jax.models.mixer import MixerPending, Record
 
 # How SSM layers go through nodes: "tree", any mask, at once; "chain", one chain in row
 # order, by chunks once it is long. The others are baselines, for chains: "chunk", by
@@ -71,7 +71,7 @@ class Pass(Generic[Record]):
 
     nodes: Nodes
     rows: jax.Array | None
-    pending: LayerPending[Record] | None
+    pending: MixerPending[Record] | None
     length: jax.Array
     live: jax.Array | None = None
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from stree_jax.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, weights_dtype
+from stree_jax.models.param_table import param_shapes
 from stree_jax.models.params import (
     GROUP,
     Param,
@@ -23,7 +24,7 @@ from stree_jax.models.params import (
     is_int8,
     nest,
 )
-from stree_jax.models.shapes import abstract_params, param_shapes
+from stree_jax.models.shapes import abstract_params
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
     DATA,

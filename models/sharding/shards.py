@@ -63,24 +63,24 @@ def part_width(runs: tuple[Run, ...], n: int) -> int:
     return sum(run.part(0, n)[1] for run in runs)
 
 
+WIDTH, VOCAB = ":width", ":vocab"  # of `Cut`, beside the names of mixers
+
+
 @dataclass(frozen=True)
 class Cut:
-    """In how many parts layers of each kind are cut; 1: every part has all of them.
+    """Over how many devices the parts of a model are divided.
 
     Attributes:
-      mamba, attention, mlp, moe: mixers, MLPs, experts.
-      norm: over how many parts a group of the mixers' gated norm reaches.
-      width: the columns of what reads the residual stream and adds to it.
-      vocab: the embedding and the head.
+      parts: pairs of an owner and its number of devices, where that is above 1. Owners
+        are the names of mixers; `WIDTH`, the columns of what reads two residual streams
+        side by side; and `VOCAB`, the embedding and the head.
     """
 
-    mamba: int = 1
-    attention: int = 1
-    mlp: int = 1
-    moe: int = 1
-    norm: int = 1
-    width: int = 1
-    vocab: int = 1
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def of(self, owner: str) -> int:
+        """Returns the number of devices that share what an owner has."""
+        return dict(self.parts).get(owner, 1)
 
 
 WHOLE = Cut()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
-from stree_jax.models.config import MambaConfig
+from stree_jax.models.mixers.mamba2 import MambaConfig
 from stree_jax.models.norm import Norm, ScaledNorm, gated_norm, scaled_rms_norm
 from tests.support.native import built, use
 

@@ -84,7 +84,7 @@ def test_fields_of_mambainllama(tmp_path, changes, outcome):
     edited = mixer | changes | {"ssm_cfg": ssm}
     (path / "mamba_config.json").write_text(json.dumps(edited))
     if " " not in outcome and "_first" in outcome:
-        assert find(path).config.mamba.norm == outcome
+        assert find(path).config.mixers.get("mamba").norm == outcome
         return
     with pytest.raises(CheckpointError, match=outcome):
         find(path)

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, find, open_checkpoint
-from stree_jax.models.mixers.attention import rope_frequencies
+from stree_jax.models.rope import rope_frequencies
 from tests.support.table_models import (
     byte_level,
     follow,
@@ -162,7 +162,9 @@ def gguf_file(path, keys):
 
 
 def rope_of(tmp_path, keys):
-    return find(gguf_file(tmp_path / "m.gguf", keys)).config.attention.rope
+    return (
+        find(gguf_file(tmp_path / "m.gguf", keys)).config.mixers.get("attention").rope
+    )
 
 
 def yarn_of_llama_cpp(dim, factor, length):
