@@ -26,6 +26,7 @@ def model_of(**options):
         attention=biased,
         mlp=MLPConfig(48, bias=True),
     )
+    config = config.with_mixers(**options.pop("mixers", {}))
     config = replace(config, **{"norm_eps": 0.2, **options})
     params = init_params(config, jax.random.key(0), np.float32)
     return stree_jax.Model(params=perturbed(params, 0.2, 0), config=config)
@@ -35,7 +36,9 @@ def model_of(**options):
     "model",
     [
         model_of(),
-        model_of(tie_embeddings=False, mlp=MLPConfig(48, gated=False, bias=True)),
+        model_of(
+            tie_embeddings=False, mixers={"mlp": MLPConfig(48, gated=False, bias=True)}
+        ),
     ],
     ids=["gated", "not gated"],
 )
@@ -89,7 +92,7 @@ def test_what_cannot_be_widened():
     groups = MambaConfig(4, 8, 16, n_groups=2)
     inside = AttentionConfig(4, 2, 8, d_mlp=16)
     models = [tiny(1), tiny(1, ("mamba+attention",)), model_of(norm="layer")]
-    for model in (*models, model_of(attention=inside)):
+    for model in (*models, model_of(mixers={"attention": inside})):
         with pytest.raises(ValueError, match="--widen: want a target of Mamba2"):
             widened(model, 4)
     with pytest.raises(ValueError, match="one group"):

@@ -96,11 +96,11 @@ def test_what_does_not_divide_is_whole():
     config = FAMILIES["bamba"]
     assert cut_of(config, 3) == WHOLE
     odd = config.with_mixers(attention=AttentionConfig(6, 2, 4))
-    assert (cut_of(odd, 4).attention, cut_of(odd, 4).mamba) == (1, 4)
-    assert cut_of(replace(config, vocab_size=63, num_tokens=61), 2).vocab == 1
+    assert [cut_of(odd, 4).of(name) for name in ("attention", "mamba")] == [1, 4]
+    assert cut_of(replace(config, vocab_size=63, num_tokens=61), 2).of(VOCAB) == 1
     groups = config.with_mixers(mamba=MambaConfig(12, 4, 8, n_groups=3))
-    assert (cut_of(groups, 2).mamba, cut_of(groups, 3).mamba) == (1, 3)
-    assert cut_of(groups, 6).mamba == 6  # two parts share a group
+    assert [cut_of(groups, n).of("mamba") for n in (2, 3)] == [1, 3]
+    assert cut_of(groups, 6).of("mamba") == 6  # two parts share a group
 
 
 @families
