@@ -45,7 +45,7 @@ from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import param_shapes, weights_dtype
 from stree_jax.models.memory import state_bytes, weight_bytes
-from stree_jax.models.sharding.placement import cut_for
+from stree_jax.models.sharding.placement import automatic, cut_for
 from stree_jax.models.sharding.shards import WHOLE
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ def load(
     whole = flag("whole", whole)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
+    if mesh is not None:
+        mesh = automatic(mesh)
     if dtype is not None:
         weights_named(dtype)
     directory = resolve(path_or_hub_id)

@@ -16,6 +16,7 @@ from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
 from stree_jax.models.mixers.mamba2 import mamba_params
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
+    VOCAB,
     WHOLE,
     Run,
     part_slices,
