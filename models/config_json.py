@@ -87,7 +87,7 @@ def _in_blocks(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    """Sizes and scales that no parameter's shape shows; raises ValueError."""
+    """Raises ValueError for sizes and scales that are in no parameter's shape."""
     if not 0 < config.num_tokens <= config.vocab_size:
         raise ValueError(f"model.num_tokens: want 1..{config.vocab_size}")
     if not 0 < config.norm_eps < math.inf:
@@ -107,7 +107,7 @@ def _mixer(value: Any, name: str) -> Any:
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
-    """A JSON value as the type of a config's field; raises ValueError, naming it."""
+    """Converts a JSON value to the type of a config's field; raises ValueError."""
     origin, args = get_origin(hint), get_args(hint)
     if type(None) in args:
         return None if value is None else _typed(args[0], value, name)

@@ -14,7 +14,7 @@ from stree_jax.models.weights.linear import as_row
 
 
 def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.Array:
-    """x / rms(x) over each of `groups` equal parts of the last axis, in float32.
+    """Returns x / rms(x) in float32, over each of `groups` parts of the last axis.
 
     Args:
       parts: devices that one group spans.
@@ -30,7 +30,7 @@ class ScaledNorm:
     """x / rms(x) * scale of x [..., d] and a scale [d], in float32.
 
     Attributes:
-      eps, groups, parts: as of `rms_norm`.
+      eps, groups, parts: as in `rms_norm`.
     """
 
     eps: float
@@ -45,10 +45,10 @@ class ScaledNorm:
 def scaled_rms_norm(
     x: jax.Array, scale: jax.Array, norm: ScaledNorm, live: jax.Array | None = None
 ) -> jax.Array:
-    """norm(x, scale), on a CPU by the compiled kernel, which takes whole rows.
+    """Returns norm(x, scale), on a CPU from the kernel, which takes whole rows.
 
     Args:
-      live: as of `linear`.
+      live: as in `linear`.
     """
     whole = norm.groups == norm.parts == 1
     if whole and norm_unsupported(x, scale) is None:
