@@ -120,19 +120,19 @@ class Piece(NamedTuple):
 
 
 def can_be_cut(row: Row) -> bool:
-    """Whether places of the parameter are places of the sources, in the same order."""
+    """True if a slice of the parameter is one of the sources, in the same order."""
     return row.how not in ("halves", "shape", "decay") and not any(row.heads)
 
 
 def pieces(
     row: Row, shape: tuple[int, ...], axis: int, places: tuple[slice, ...]
 ) -> Iterator[Piece]:
-    """What a part of a parameter is made of: pieces, to stand one behind another.
+    """Yields the pieces that make one device's share of a parameter, in order.
 
     Args:
-      row: one that can be cut, if there are places.
-      shape: of the parameter.
-      axis, places: the part has these places along this axis; (): all of it.
+      row: one that `can_be_cut`, if there are places.
+      shape: shape of the parameter.
+      axis, places: the share has these slices of this axis. If (), it has all of it.
     """
     if not places:
         yield Piece(row, ((),) * len(row.sources))

@@ -68,8 +68,8 @@ def conv_init(count: int) -> Init:
 
 
 def mtp_params(d_model: int, n: int = 1) -> Table:
-    """What makes one width of two, a token's embedding and a hidden state; or a part
-    of n."""
+    """Returns the product that reads a token's embedding and a hidden state, or one
+    device's share of it."""
     both = 2 * d_model // n
     return {
         "eh_proj": Param(
@@ -90,7 +90,8 @@ def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:
 
 
 def shared_params(d_model: int, n: int = 1) -> Table:
-    """Of a shared layer, beside its mixer, adapters and norm; or a part of n."""
+    """Returns the product that reads a shared transformer block, or one device's share
+    of it."""
     width = d_model // n
     return {
         "linear": Param(

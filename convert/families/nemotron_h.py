@@ -58,7 +58,8 @@ def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
 
 
 def mtp_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """What is before the first layer is stored with it, and the norm with the last."""
+    """Yields the rows of the MTP layers. The first layer holds the tensors before them,
+    the last one their final norm."""
     if not config.mtp:
         return
     prefixes = [f"{MTP}layers.{i}." for i in range(len(config.mtp))]

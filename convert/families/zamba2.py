@@ -160,12 +160,12 @@ def _check_hybrid_ids(fields: ConfigFields, layers: hf.Layers) -> None:
 
 
 def _scale(head_dim: int) -> float:
-    """Of half a head."""
+    """Returns the scale of the scores, which goes by half a head."""
     return (head_dim / 2) ** -0.5
 
 
 def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
-    """How many distinct blocks there are.
+    """Returns the number of distinct shared blocks.
 
     transformers 5.23 ties them only where it ties the embeddings; otherwise it saves
     and runs a block of its own in every shared layer.
@@ -202,7 +202,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def _check(
     config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
 ) -> None:
-    """What transformers 5.23 builds, whatever a config says."""
+    """Refuses a model that transformers 5.23 would build otherwise."""
     shared = given(config.shared)
     own = shared.blocks >= config.kinds.count(HYBRID)
     ungrouped = c.num_kv_heads == c.num_heads

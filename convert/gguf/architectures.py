@@ -112,7 +112,7 @@ def attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
 
 
 def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
-    """Of architectures whose rotary embedding turns neighbours."""
+    """Yields rows for architectures whose rotary embedding turns neighbours."""
     for row in attention_rows(ours, block, c):
         heads = (c.num_heads, c.num_kv_heads, 0) if row.how == "concat" else ()
         yield replace(row, heads=heads)
@@ -186,12 +186,12 @@ def _one_size(fields: ConfigFields, name: str, default: Any) -> int:
 
 
 def layer_count(fields: ConfigFields) -> int:
-    """Of the model and, after them, those that predict further tokens."""
+    """Returns the number of layers, those that predict further tokens included."""
     return fields.size(BLOCKS, top=MAX_LAYERS)
 
 
 def further_count(fields: ConfigFields) -> int:
-    """Of layers that predict further tokens."""
+    """Returns the number of layers that predict further tokens."""
     name, count = "nextn_predict_layers", layer_count(fields)
     return fields.size(name, 0, low=0, top=count - 1)
 
@@ -290,8 +290,8 @@ SIGMOID_MOE = (
 
 
 def _model(fields: ConfigFields, *more: Field) -> dict[str, Any]:
-    """What belongs to no layer. Keys that no table of this file reads must say nothing
-    that would change the numbers."""
+    """Reads the options that belong to no layer. Keys that no table of this file reads
+    must not change the numbers."""
     shape = fields.tensors[f"{EMBEDDING}.weight"].shape
     return {
         "vocab_size": shape[0],

@@ -410,7 +410,7 @@ def equations(
 
 
 def scaled_parts(zxbcdt: jax.Array, c: MambaConfig) -> jax.Array:
-    """What in_proj gave, z, x, B, C and dt each times its multiplier."""
+    """Multiplies each of z, x, B, C and dt in the output of in_proj by its scale."""
     if c.part_multipliers == (1.0,) * 5:
         return zxbcdt
     sizes = [c.d_inner, *c.widths, c.num_heads]
