@@ -23,7 +23,6 @@ from stree_jax.bench.tables import shown, table
 from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import begin, encode_prompts
-from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation, Plan, summarise
 from stree_jax.sampling.settings import Sampling
@@ -272,7 +271,7 @@ def check_ties(
     Raises:
       RuntimeError: it is not.
     """
-    tie = TIE[str(weights_dtype(target.params))]
+    tie = TIE[str(target.weight_format)]
     for row, ids in enumerate(encode_prompts(target, list(texts))):
         plain = results[PLAIN].tokens[row]
         for name, result in results.items():
@@ -293,7 +292,7 @@ def settings_of(
     target, _ = next(iter(pairs.values()))
     return {
         "kind": benchmark,
-        "dtype": str(weights_dtype(target.params)),
+        "dtype": str(target.weight_format),
         "parameters": {label: sizes_of(*pair) for label, pair in pairs.items()},
         "sets": {title: len(texts) for title, texts in prompts.items()},
     }

@@ -17,20 +17,18 @@ import numpy as np
 from stree_jax.bench.shapes import as_loaded
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import (
-    INT8,
     ModelConfig,
-    Quantized,
     by_path,
     cast_params,
     init_params,
     nest,
     param_dtype,
     parameter_count,
-    weights_dtype,
 )
-from stree_jax.models.heads import Heads, head_shapes, heads_dtype
+from stree_jax.models.heads import Heads, cast_heads, head_shapes
 from stree_jax.models.keys import key_of
 from stree_jax.models.params import Params
+from stree_jax.models.weights.formats import is_weight
 
 KINDS = {"mamba", "attention", "mlp"}
 
@@ -58,9 +56,9 @@ def widened(model: Model, factor: int) -> Model:
     """
     if factor == 1:
         return model
-    if weights_dtype(model.params) == INT8:
+    if not (format := model.weight_format).plain:
         wide = widened(replace(model, params=_in_float32(model.params)), factor)
-        return replace(wide, params=cast_params(wide.params, INT8))
+        return replace(wide, params=cast_params(wide.config, wide.params, format))
     config, dtype = wide_config(model.config, factor), param_dtype(model.params)
     make = partial(init_params, config, dtype=dtype)
     shapes = jax.eval_shape(make, key_of(0))
@@ -85,10 +83,10 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
     """Medusa heads of a `widened` model, whose states have zeros behind the others."""
     if factor == 1:
         return heads
-    if heads_dtype(heads.params) == INT8:
+    if not (format := heads.weight_format).plain:
         plain = replace(heads, params=_in_float32(heads.params))
         wide = widened_heads(plain, factor)
-        return replace(wide, params=cast_params(wide.params, INT8))
+        return replace(wide, params=cast_heads(wide.config, wide.params, format))
     config = replace(heads.config, d_model=factor * heads.config.d_model)
 
     def place(old: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -100,12 +98,10 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
 
 
 def _in_float32(params: Params) -> Params:
-    """What int8 weights and bfloat16 arrays stand for."""
+    """Returns the numbers of weights in any format as float32 arrays."""
 
     def plain(leaf: Any) -> jax.Array:
-        if isinstance(leaf, Quantized):
-            return leaf.rows(jnp.arange(leaf.shape[0]))
-        return leaf.astype(jnp.float32)
+        return leaf.matrix() if is_weight(leaf) else leaf.astype(jnp.float32)
 
     return nest({path: plain(leaf) for path, leaf in by_path(params).items()})
 

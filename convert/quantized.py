@@ -20,7 +20,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import (
     PICKLED,
-    Quantized,
+    PackedInfo,
     Source,
     TensorInfo,
     is_file,
@@ -141,7 +141,7 @@ def logical(source: Source) -> Source:
             f"{pickled[0]}: quantized weights are read from safetensors files only"
         )
     words = {scheme.weight for scheme in COMPRESSED.values()}
-    quantized: dict[str, Quantized] = {}
+    quantized: dict[str, PackedInfo] = {}
     for name, info in stored.items():
         module, _, word = name.rpartition(".")
         if word not in words or (word == "weight" and info.dtype in FLOATS):
@@ -167,16 +167,15 @@ def logical(source: Source) -> Source:
 
 
 def scheme_names(source: Source) -> str | None:
-    """The schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or "q4_k"."""
-    names = {q.scheme.name for q in source.quantized.values()}
-    kinds = [t.kind for t in source.tensors.values() if t.kind is not None]
-    names |= {kind.name.lower() for kind in kinds if not kind.plain}
-    return "+".join(sorted(names)) or None
+    """Returns the schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or
+    "q4_k"; None if all are plain floats."""
+    names = {source.scheme(name) for name in source.tensors} - {None}
+    return "+".join(sorted(filter(None, names))) or None
 
 
 def _quantized(
     recipe: Recipe, stored: Mapping[str, TensorInfo], module: str, name: str
-) -> Quantized:
+) -> PackedInfo:
     """A quantized tensor with its scales, after a look at names, dtypes and shapes."""
     info, scheme = stored[name], recipe.scheme(module)
     where = f"{info.file}: {name}"
@@ -210,7 +209,7 @@ def _quantized(
         parts[part] = tensor, stored[tensor]
         if part != "weight":
             _check_part(scheme, part, shapes[part], tensor, stored[tensor])
-    return Quantized(scheme, parts)
+    return PackedInfo(scheme, parts)
 
 
 def _check_part(

@@ -16,8 +16,9 @@ import numpy as np
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import check_fetched, read_text
-from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
+from stree_jax.convert.gguf.blocks import Kind, packed_blocks, read_blocks, read_plain
 from stree_jax.convert.rows import Index
+from stree_jax.models.weights.weight import Packed
 
 DTYPES = {
     "F32": "float32",
@@ -58,7 +59,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class PackedInfo:
     """The tensors that one matrix is stored in: names and infos."""
 
     scheme: Scheme
@@ -82,31 +83,38 @@ class Source:
     directory: Path
     tensors: Mapping[str, TensorInfo]
     opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    quantized: Mapping[str, PackedInfo] = field(default_factory=dict)
     said_by: str = "config.json"
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether a tensor's numbers are stored in few bits, with scales."""
+    def scheme(self, name: str) -> str | None:
+        """Returns how a tensor's numbers are stored in few bits, such as "nvfp4" or
+        "q4_k"; None if they are plain floats."""
+        if name in self.quantized:
+            return self.quantized[name].scheme.name
         kind = self.tensors[name].kind
-        return name in self.quantized or (kind is not None and not kind.plain)
+        return None if kind is None or kind.plain else kind.name.lower()
+
+    def is_quantized(self, name: str) -> bool:
+        """True if a tensor's numbers are stored in few bits, with scales."""
+        return self.scheme(name) is not None
 
     def is_plain(self, name: str) -> bool:
-        """Whether some of a tensor's numbers can be read alone."""
+        """True if some of a tensor's numbers can be read alone."""
         return self.tensors[name].kind is None and name not in self.quantized
 
     def is_mapped(self, name: str) -> bool:
-        """Whether what `read` gives may be pages of a file."""
+        """True if the arrays that `read` returns may be pages of a file."""
         return self.tensors[name].file.suffix in PICKLED
 
     def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
-        """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
+        """Reads a tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
 
         Args:
           dtype: float32 or bfloat16, in place of a quantized tensor's own.
           index: the places that are wanted; of a tensor that is not plain all are read.
 
         Raises:
-          CheckpointError: it cannot be read, or a scale is none.
+          CheckpointError: it cannot be read, or a scale is invalid.
         """
         info = self.tensors[name]
         if info.kind is not None:
@@ -116,13 +124,35 @@ class Source:
             return read_blocks(*where, dtype)[index]
         if name not in self.quantized:
             return self._stored(name, info, index)
-        stored = self.quantized[name]
+        arrays = self._arrays(self.quantized[name])
+        return dequantize(self.quantized[name].scheme, arrays, np.dtype(dtype))[index]
+
+    def packed(self, name: str) -> Packed:
+        """Reads a matrix that is stored in few bits as it is; `scheme` is not None.
+
+        A GGUF file's blocks are one array "blocks", [m, bytes of a row].
+
+        Raises:
+          CheckpointError: it cannot be read, or a scale is invalid.
+        """
+        info, scheme = self.tensors[name], self.scheme(name)
+        assert scheme is not None, f"{name} is not packed"
+        arrays: dict[str, np.ndarray] = {}
+        if info.kind is None:
+            arrays.update(self._arrays(self.quantized[name]).items())
+        else:
+            where = info.file, name, info.kind, info.start, info.shape
+            arrays["blocks"] = packed_blocks(*where)
+        return Packed(scheme, info.shape, arrays)
+
+    def _arrays(self, stored: PackedInfo) -> dict[Part, np.ndarray]:
+        """Reads the stored numbers and the scales of a matrix."""
         arrays = {part: self._stored(*where) for part, where in stored.parts.items()}
         if (found := problem(stored.scheme, arrays)) is not None:
             part, what = found
             tensor, info = stored.parts[part]
             raise CheckpointError(f"{info.file}: {tensor}: {what}")
-        return dequantize(stored.scheme, arrays, np.dtype(dtype))[index]
+        return arrays
 
     def _stored(self, name: str, info: TensorInfo, index: Index = ()) -> np.ndarray:
         """A tensor, or some of it, as it is in its file."""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,10 +28,12 @@ from stree_jax.convert.restore import restored
 from stree_jax.convert.source import read_json
 from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
-    INT8,
+    FORMATS,
+    Format,
     ModelConfig,
     by_path,
     config_json,
+    format_named,
     param_shapes,
 )
 from stree_jax.models.memory import weight_bytes
@@ -50,32 +51,51 @@ SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
 HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
 REMOVALS = 40  # attempts, 0.05 s apart
 THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def dtype_named(dtype: Any) -> np.dtype:
-    """Of weights on a disk: float32 or bfloat16, from a name or a dtype."""
-    found = weights_named(dtype, "float32 or bfloat16")
-    if found == INT8:
+    """Returns the dtype of weights on a disk, from a name, a dtype or a format.
+
+    Raises:
+      CheckpointError: the format is unknown, or not a plain one.
+    """
+    names = [name for name, format in FORMATS.items() if format.plain]
+    found = _format(dtype, names)
+    if not found.plain:
         raise CheckpointError(
-            "dtype: int8 is made when a model is loaded, and not written; "
-            "want float32 or bfloat16"
+            f"dtype: {found} is made when a model is loaded, and not written; "
+            f"want {_one_of(names)}"
         )
-    return found
+    return found.dtype
 
 
-def weights_named(dtype: Any, wanted: str = "float32, bfloat16 or int8") -> np.dtype:
-    """Of weights in memory, from a name or a dtype."""
+def weights_named(dtype: Any) -> Format:
+    """Returns the format of weights in memory, from a name, a dtype or a format.
+
+    Raises:
+      CheckpointError: the format is unknown.
+    """
+    return _format(dtype, list(FORMATS))
+
+
+def _format(dtype: Any, wanted: Sequence[str]) -> Format:
     name = ""
-    if isinstance(dtype, str):
+    if isinstance(dtype, Format):
+        name = dtype.name
+    elif isinstance(dtype, str):
         name = dtype
-    elif isinstance(dtype, type | np.dtype):  # no array, of which NumPy has a dtype too
+    elif isinstance(dtype, type | np.dtype):  # an array has a NumPy dtype, too
         with suppress(TypeError):
             name = np.dtype(dtype).name
-    found = (DTYPES | {INT8.name: INT8}).get(name)
-    if found is None:
-        raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
-    return found
+    if name not in FORMATS:
+        raise CheckpointError(f"dtype: want {_one_of(wanted)}, got {shown(dtype)}")
+    return dtype if isinstance(dtype, Format) else FORMATS[name]
+
+
+def _one_of(names: Sequence[str]) -> str:
+    """Returns names as "a, b or c"."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 @contextmanager
@@ -228,7 +248,7 @@ def _plain(directory: Path) -> Iterator[Path]:
 
 
 def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
-    """The disk of dst has room for a model; tells before anything is written.
+    """Checks, before anything is written, that the disk of dst has room for a model.
 
     Raises:
       CheckpointError: it has not.
@@ -423,18 +443,19 @@ def _size(config: Path, file: Path, entry: Any) -> int:
 def read_params(
     directory: Path,
     config: ModelConfig,
-    dtype: np.dtype | None,
+    dtype: Any,
     mtp: bool = True,
     mesh: Mesh | None = None,
     cut: Cut = WHOLE,
 ) -> Any:
-    """The parameters of one of our directories.
+    """Reads the parameters of one of our directories.
 
     Every process checks all files, and reads what its devices need.
 
     Args:
       config: of the directory.
-      dtype: to read them in; None: all is checked but their numbers, and none is read.
+      dtype: to keep them in, or a weight format. If None, everything but their numbers
+        is checked, and nothing is read.
       mtp: whether to read those of MTP layers as well.
       mesh, cut: see `restore.restored`.
 
@@ -460,7 +481,8 @@ def read_params(
             if dtype is None:
                 return None
             config = config if mtp else replace(config, mtp=())
-            return restored(plain / "params", config, by_path(kept), dtype, mesh, cut)
+            found, format = by_path(kept), format_named(dtype)
+            return restored(plain / "params", config, found, format, mesh, cut)
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds

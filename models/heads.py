@@ -25,14 +25,17 @@ from stree_jax.models.params import (
     ZEROS,
     Param,
     Params,
+    Path,
     Table,
     by_path,
-    cast_params,
     declare,
+    nest,
     parameter_count,
+    stored,
 )
-from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.weight import Format
 
 MOST_HEADS, MOST_BLOCKS = 64, 16
 
@@ -86,6 +89,12 @@ class Heads:
 
     params: Params
     config: HeadsConfig = struct.field(pytree_node=False)
+
+    @property
+    def weight_format(self) -> Format:
+        """The format that the weights are stored in."""
+        first, *_ = self.params["head_0"].values()
+        return as_weight(first["weight"]).format
 
     def __repr__(self) -> str:
         count = parameter_count(self.params)
@@ -154,22 +163,30 @@ class MedusaHeads(nn.Module):
         return jnp.stack([head(hidden) for head in every], axis=-2)
 
 
-def heads_dtype(params: Params) -> Any:
-    """Of all weights."""
-    first, *_ = params["head_0"].values()
-    return first["weight"].dtype
+def head_param(c: HeadsConfig, path: Path) -> Param:
+    """Returns a parameter's entry in the table of its block or output."""
+    _, part, name = path
+    return (output_params(c) if part == "output" else block_params(c))[name]
+
+
+def cast_heads(config: HeadsConfig, params: Params, dtype: Any) -> Params:
+    """Returns the parameters of the same heads in another dtype or weight format."""
+    format, flat = format_named(dtype), by_path(params)
+    return nest({p: stored(head_param(config, p), x, format) for p, x in flat.items()})
 
 
 def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
-    """Fresh parameters; `jax.eval_shape` of this is the table of names and shapes."""
-    if dtype == INT8:
-        return cast_params(init_heads(config, key, jnp.float32), dtype)
+    """Initialises parameters; `jax.eval_shape` of this is the table of names and
+    shapes."""
+    format = format_named(dtype)
+    if not format.plain:
+        return cast_heads(config, init_heads(config, key, jnp.float32), format)
     hidden = jnp.zeros((1, config.d_model), jnp.float32)
-    return MedusaHeads(config, dtype).init(key, hidden, config.heads)["params"]
+    return MedusaHeads(config, format.dtype).init(key, hidden, config.heads)["params"]
 
 
 def head_shapes(config: HeadsConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Shape of every parameter, by path."""
+    """Returns the shape of every parameter, by path."""
     made = jax.eval_shape(lambda: init_heads(config, key_of(0), jnp.float32))
     return {path: leaf.shape for path, leaf in by_path(made).items()}
 
@@ -182,7 +199,7 @@ def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> ja
     """
     if not 1 <= count <= heads.config.heads:
         raise ValueError(f"{count} heads asked, there are {heads.config.heads}")
-    module = MedusaHeads(heads.config, heads_dtype(heads.params))
+    module = MedusaHeads(heads.config, heads.weight_format.dtype)
     out: Any = module.apply({"params": heads.params}, hidden, count)
     return out if heads.config.own_output else logits_of(model, out)
 

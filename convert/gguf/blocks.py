@@ -77,7 +77,7 @@ def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.ndarray:
-    """A tensor of plain numbers in its own dtype."""
+    """Reads a tensor of plain numbers in its own dtype."""
     count = math.prod(shape)
     return (
         _bytes(file, name, start, kind.nbytes(count))
@@ -86,10 +86,18 @@ def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.
     )
 
 
+def packed_blocks(
+    file: Path, name: str, kind: Kind, start: int, shape: Any
+) -> np.ndarray:
+    """Reads the blocks of a tensor as they are: [rows, bytes of a row] uint8."""
+    rows, row_bytes = math.prod(shape[:-1]), kind.nbytes(shape[-1])
+    return _bytes(file, name, start, rows * row_bytes).reshape(rows, row_bytes)
+
+
 def read_blocks(
     file: Path, name: str, kind: Kind, start: int, shape: Any, dtype: Any
 ) -> np.ndarray:
-    """A tensor of blocks as float32, rounded to `dtype`; some rows at a time.
+    """Reads a tensor of blocks as float32, rounded to `dtype`, some rows at a time.
 
     Raises:
       CheckpointError: the file is shorter than it was, or the package is missing.

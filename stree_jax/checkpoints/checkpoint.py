@@ -43,7 +43,7 @@ from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
-from stree_jax.models import param_shapes, weights_dtype
+from stree_jax.models import param_shapes
 from stree_jax.models.memory import state_bytes, weight_bytes
 from stree_jax.models.sharding.placement import cut_for
 from stree_jax.models.sharding.shards import WHOLE
@@ -186,8 +186,8 @@ def load(
     directory = resolve(path_or_hub_id)
     cut = WHOLE
     if is_ours(directory):
-        stored, kept = config_from_json(directory / "config.json")
-        kept = kept if dtype is None else weights_named(dtype)
+        stored, written = config_from_json(directory / "config.json")
+        kept = weights_named(written if dtype is None else dtype)
         if mtp:
             check_mtp(directory, stored)
         config = stored if mtp else replace(stored, mtp=())
@@ -198,7 +198,7 @@ def load(
         checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn, mtp)
         config = checkpoint.config
         if mesh is not None:
-            cut = cut_for(config, mesh, checkpoint.dtype, whole)
+            cut = cut_for(config, mesh, checkpoint.weight_format, whole)
         params = checkpoint.read(mesh=mesh, cut=cut)
     if mesh is None:
         to_large_pages(jax.tree.leaves(params))
@@ -223,7 +223,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         path = as_path("dst", dst)
     except ValueError as error:
         raise CheckpointError(f"save: {error}") from error
-    dtype = dtype_named(weights_dtype(model.params))
+    dtype = dtype_named(model.weight_format)
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
         check_space(path, model.config, dtype)

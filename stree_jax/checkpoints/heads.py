@@ -31,7 +31,7 @@ from stree_jax.convert.source import (
     read_json,
 )
 from stree_jax.convert.store import atomic_directory, dtype_named, weights_named
-from stree_jax.models.heads import Heads, HeadsConfig, head_shapes, heads_dtype
+from stree_jax.models.heads import Heads, HeadsConfig, head_param, head_shapes
 from stree_jax.models.params import by_path, nest, stored
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -63,7 +63,7 @@ def is_heads(path_or_hub_id: str | Path) -> bool:
 
 @with_hints
 def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
-    """Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
+    """Loads Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
     Args:
       dtype: "float32", "bfloat16" or "int8"; None keeps bfloat16 and makes float32 of
@@ -77,7 +77,7 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     source, names, config = _opened(path_or_hub_id)
     kept = weights_named(_usual(source) if dtype is None else dtype)
     params = {
-        path: stored(path[-1], jnp.asarray(source.read(n)), kept)
+        path: stored(head_param(config, path), jnp.asarray(source.read(n)), kept)
         for path, n in names.items()
     }
     return Heads(nest(params), config)
@@ -228,7 +228,7 @@ def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     c = heads.config
-    dtype_named(heads_dtype(heads.params))
+    dtype_named(heads.weight_format)
     tensors = {
         public_name(path, c.blocks): np.ascontiguousarray(jax.device_get(leaf))
         for path, leaf in by_path(heads.params).items()

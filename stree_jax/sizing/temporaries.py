@@ -36,7 +36,7 @@ from stree_jax.models.state import (
     MambaState,
     ParallelState,
 )
-from stree_jax.models.weights.linear import SKINNY
+from stree_jax.models.weights.plain import SKINNY
 from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology

@@ -102,7 +102,11 @@ class Subject(Protocol):
     """What is trained; hashable, as programs are compiled for it."""
 
     def init(self, key: jax.Array) -> Params:
-        """The first parameters, float32."""
+        """Returns the first parameters, float32."""
+        ...
+
+    def cast(self, params: Params, dtype: Any) -> Params:
+        """Returns the parameters in the dtype that is computed in."""
         ...
 
     def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
@@ -125,6 +129,9 @@ class Text:
     def init(self, key: jax.Array) -> Params:
         params = init_params(self.config, key, jnp.float32)
         return {name: p for name, p in params.items() if name not in self.borrowed}
+
+    def cast(self, params: Params, dtype: Any) -> Params:
+        return cast_params(self.config, params, dtype)
 
     def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
         whole = self.whole(params, teacher)
@@ -204,8 +211,7 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
 def _rounded_loss(
     subject: Subject, train: TrainConfig, params: Params, batch: Batch, teacher: Any
 ) -> jax.Array:
-    rounded = cast_params(params, train.compute_dtype)
-    return subject.loss(rounded, batch, teacher)
+    return subject.loss(subject.cast(params, train.compute_dtype), batch, teacher)
 
 
 _evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1))
