@@ -1,8 +1,8 @@
-"""The arrays of our own directory, by orbax onto a device, or the devices of a mesh.
+"""Reads the arrays of our own directory with orbax onto a device or a mesh.
 
-A part of a parameter is seldom one run of places: of `in_proj` it is some of z, x, B, C
-and dt each. Orbax reads runs, so such a parameter is cut along another axis as it is
-read, and changes hands on the devices.
+A part of a parameter is seldom one run of places: a part of `in_proj` has some of z, x,
+B, C and dt each. Orbax reads runs, so such a parameter is cut along another axis as it
+is read, and then exchanged between the devices.
 """
 
 from collections.abc import Iterator, Mapping

@@ -45,10 +45,10 @@ PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
-CHUNK_BYTES = 2**26  # who wants a part of a parameter reads chunks of it
-SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
-SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
-HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
+CHUNK_BYTES = 2**26  # a part of a parameter is read by chunks
+SPACE_MARGIN = 2**26  # beside 1.01 times the bytes of the parameters
+SOURCE_CONFIG = "source_config.json"  # of the converted checkpoint; for export alone
+HASHED = "tokenizer.json"  # beside params/; other files may be edited
 REMOVALS = 40  # attempts, 0.05 s apart
 THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
 
@@ -100,13 +100,13 @@ def _one_of(names: Sequence[str]) -> str:
 
 @contextmanager
 def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
-    """A temporary sibling of dst that becomes dst when the block ends well.
+    """Makes a temporary sibling of dst that becomes dst if the block does not raise.
 
-    Killed at any moment, dst is absent or whole, and the next one that writes it
-    removes what is left.
+    If the process is killed at any moment, dst is absent or whole, and the next process
+    that writes it removes the remains.
 
     Args:
-      warn: called with one line if something was.
+      warn: called with one line if there were remains.
 
     Raises:
       CheckpointError: dst exists, or its parent does not.
@@ -183,9 +183,9 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
-    """A new sibling of dst and its lock, after those of processes that ended.
+    """Makes a sibling of dst and locks it; removes those of processes that ended.
 
-    A lock is the kernel's: it goes with its process, however that ends.
+    The kernel holds the lock: it goes when its process ends in any way.
     """
     prefix = f".{dst.name[:50]}.tmp-"  # a name has at most 255 bytes
     for left in sorted(dst.parent.iterdir()):
@@ -205,7 +205,7 @@ def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
 
 
 def _lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory for this process; None: another does.
+    """Returns a descriptor that locks the directory, or None if another process does.
 
     Raises:
       OSError: it cannot be locked.
@@ -228,10 +228,10 @@ def _lock(directory: Path) -> int | None:
 
 @contextmanager
 def _plain(directory: Path) -> Iterator[Path]:
-    """The directory by a path that the array store does not take for a pattern.
+    """Yields a path of the directory that the array store does not read as a pattern.
 
     Raises:
-      CheckpointError: there is none, because that of temporary files is odd as well.
+      CheckpointError: the path of temporary files has such characters, too.
     """
     if PLAIN.fullmatch(str(directory)):
         yield directory
@@ -251,7 +251,7 @@ def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
     """Checks, before anything is written, that the disk of dst has room for a model.
 
     Raises:
-      CheckpointError: it has not.
+      CheckpointError: the disk has too little room.
     """
     need = int(1.01 * weight_bytes(config, dtype)) + SPACE_MARGIN
     free = shutil.disk_usage(dst.absolute().parent).free
@@ -277,11 +277,12 @@ def is_ours(directory: Path) -> bool:
 
 
 def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
-    """The architecture and dtype of one of our directories.
+    """Returns the architecture and dtype of one of our directories.
+
+    Does not look at the checksum; see `check_config`.
 
     Raises:
-      CheckpointError: a field is unknown, missing or of no use; the checksum is not
-        looked at (see `check_config`).
+      CheckpointError: a field is unknown, missing or invalid.
     """
     values = read_json(file)
     if unknown := values.keys() - FIELDS:
@@ -292,7 +293,7 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
         )
     try:
         config = config_json.from_json(values.get("model"))
-        param_shapes(config)  # sizes that fit no parameter are found here
+        param_shapes(config)  # raises for sizes that fit no parameter
         dtype = dtype_named(values.get("dtype"))
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -313,12 +314,12 @@ def _ends_by_later_tokenizer(config: ModelConfig, file: Path) -> tuple[int, ...]
 
 
 def check_config(file: Path) -> None:
-    """The fields of a valid config.json are those that it was written with.
+    """Checks that the fields of a valid config.json are those that were written.
 
-    A flipped digit of a size or scale is a valid model too, but another one.
+    With a flipped digit of a size or scale it may still be valid, for another model.
 
     Raises:
-      CheckpointError: they are not. An edit by hand takes the checksum away with it.
+      CheckpointError: they are not. Who edits the file by hand removes the checksum.
     """
     values = read_json(file)
     try:
@@ -333,7 +334,7 @@ def check_config(file: Path) -> None:
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
-    """SHA-256 of all other fields, however they are spaced and ordered."""
+    """Returns the SHA-256 of all other fields, whatever their order and spaces."""
     rest = {name: value for name, value in values.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -341,10 +342,9 @@ def _checksum(values: Mapping[str, Any]) -> str:
 def write_directory(
     directory: Path, config: ModelConfig, dtype: np.dtype, params: Any
 ) -> None:
-    """Write params/, and then config.json with the checksums of what is there.
+    """Writes params/, and then config.json with the checksums of all files.
 
-    What was written is opened again, so that an end without an error means that it can
-    be loaded.
+    Opens the directory again, so that it can be loaded if there is no error.
 
     Args:
       directory: exists, and is empty but for the tokenizer's files.
@@ -369,7 +369,7 @@ def write_directory(
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         if os_problem(error) is not None:
-            raise  # `atomic_directory` words it
+            raise  # `atomic_directory` makes a message of it
         raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
     values = config_to_json(config, dtype)
     found, beside = _files(folder), directory / HASHED
@@ -382,13 +382,14 @@ def write_directory(
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every regular file below a folder, by relative path."""
+    """Returns every regular file below a folder, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """What config.json keeps of files: bytes and SHA-256, as `sha256sum` prints it."""
+    """Returns the entries of files in config.json: bytes, and SHA-256 as `sha256sum`
+    prints it."""
 
     def entry(file: Path) -> dict[str, Any]:
         try:
@@ -403,9 +404,9 @@ def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _check_files(directory: Path, hashed: bool = True) -> None:
-    """Every file of params/, and the tokenizer, is the one that was written.
+    """Checks that every file of params/, and the tokenizer, is as it was written.
 
-    Sizes go first, because they cost nothing. Orbax would take most flipped bytes for
+    Sizes go first, because they cost nothing. Orbax would read most flipped bytes as
     weights, and print tracebacks about others.
     """
     config, folder = directory / "config.json", directory / "params"
@@ -433,7 +434,7 @@ def _check_files(directory: Path, hashed: bool = True) -> None:
 
 
 def _size(config: Path, file: Path, entry: Any) -> int:
-    """Bytes by an entry of config.json, which is one of `_entries`."""
+    """Returns the bytes in an entry of config.json, which `_entries` made."""
     known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
     if not known or type(entry["bytes"]) is not int:  # True is not one either
         raise CheckpointError(f"{config}: entry of {file.name}: want bytes and sha256")
@@ -456,7 +457,7 @@ def read_params(
       config: of the directory.
       dtype: to keep them in, or a weight format. If None, everything but their numbers
         is checked, and nothing is read.
-      mtp: whether to read those of MTP layers as well.
+      mtp: if True, reads those of MTP layers, too.
       mesh, cut: see `restore.restored`.
 
     Raises:

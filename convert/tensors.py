@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint against the parameters that a model wants."""
+"""Matches the tensors of a checkpoint with a model's parameters, and reads them."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _SHARED_TENSOR = re.compile(
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
-    """The table of a checkpoint with these names: a row for every parameter."""
+    """Returns the table of a checkpoint with these names: a row for every parameter."""
     shapes = param_shapes(config)
     rows = [row for row in candidates(names, config) if row.path in shapes]
     assert {row.path for row in rows} == shapes.keys(), "a parameter without a row"
@@ -46,10 +46,11 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
-    """Every tensor is there, has its shape and a float dtype, and none is left over.
+    """Checks that every tensor is present with its shape and a float dtype, and that
+    there are no others.
 
     Args:
-      config: of `settle_names`, so that a tied head is a copy.
+      config: from `settle_names`, so that a tied head is a copy.
     """
     shapes, where = param_shapes(config), source.directory
     expected: dict[str, tuple[int, ...]] = {}

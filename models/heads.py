@@ -1,12 +1,12 @@
-"""Medusa heads: what comes after the next token, from the model's own last state (Cai
-et al. 2024, section 2.1).
+"""Medusa heads: they predict the tokens after the next one from the model's last hidden
+state (Cai et al. 2024, section 2.1).
 
-With h the state behind the last norm that the next token is chosen by, head k = 1 .. K
-says what follows that token at a distance of k:
+With h the state after the last norm, which the next token is chosen by, head k = 1 .. K
+predicts the token at a distance of k from that one:
 
-    softmax(W_k r_k(h)),    r_k(h) = h + silu(A_k h + b_k), as often as it has blocks
+    softmax(W_k r_k(h)),    r_k(h) = h + silu(A_k h + b_k), once for each block
 
-W_k is its own, or the model's head for all of them.
+W_k is the head's own output matrix, or the model's head for all of them.
 
 Letters: K heads, d width of the hidden states, V rows of the vocabulary.
 """
@@ -45,14 +45,15 @@ class HeadsConfig:
     """Architecture of Medusa heads.
 
     Attributes:
-      d_model, vocab_size: d and V, of the model they belong to.
+      d_model, vocab_size: d and V of the model they belong to.
       heads: K.
       blocks: residual blocks of each.
-      own_output: whether each has an output matrix of its own; else the model's head
-        is everyone's.
-      bias: whether blocks have one.
-      accuracy: [K][R], how often the token at a head's distance is the one of rank r
-        among its guesses, given that those before it were tried; (): not measured.
+      own_output: True if each has an output matrix of its own; else all use the model's
+        head.
+      bias: True if blocks have one.
+      accuracy: [K][R]. How often the token at a head's distance is the one of rank r
+        among its guesses, given that those before it were tried. If empty, it was not
+        measured.
     """
 
     d_model: int
@@ -104,14 +105,15 @@ class Heads:
 
 
 def first_heads(heads: Heads, count: int) -> Heads:
-    """The first `count` alone, for trees that are no deeper; arrays are not copied."""
+    """Returns the first `count` heads, for trees of that depth; copies no arrays."""
     c = heads.config
     params = {f"head_{k}": heads.params[f"head_{k}"] for k in range(count)}
     return Heads(params, replace(c, heads=count, accuracy=c.accuracy[:count]))
 
 
 def block_params(c: HeadsConfig) -> Table:
-    """Zeros: a head begins as what the model itself says next."""
+    """Returns the parameters of a residual block: zeros, so that a new head predicts
+    what the model itself predicts."""
     table = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
     return table | ({"bias": Param((c.d_model,), ZEROS)} if c.bias else {})
 
@@ -121,7 +123,7 @@ def output_params(c: HeadsConfig) -> Table:
 
 
 class _Part(nn.Module):
-    """A product with what a table declares."""
+    """A product with the weight and bias of a table."""
 
     table: Any
     dtype: Any
@@ -133,7 +135,7 @@ class _Part(nn.Module):
 
 
 class Head(nn.Module):
-    """One head up to its output, or with its own."""
+    """One head: its blocks, and its output matrix if it has one."""
 
     config: HeadsConfig
     dtype: Any
@@ -150,14 +152,15 @@ class Head(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """The first heads, of one hidden state."""
+    """The first heads of all, applied to one hidden state."""
 
     config: HeadsConfig
     dtype: Any
 
     @nn.compact
     def __call__(self, hidden: jax.Array, count: int) -> jax.Array:
-        """[..., count, V], or [..., count, d] for the model's head, of [..., d]."""
+        """Returns [..., count, V], or [..., count, d] for the model's head to multiply,
+        from a hidden state [..., d]."""
         c, dtype = self.config, self.dtype
         every = (Head(c, dtype, name=f"head_{k}") for k in range(count))
         return jnp.stack([head(hidden) for head in every], axis=-2)
@@ -192,10 +195,11 @@ def head_shapes(config: HeadsConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
 
 
 def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> jax.Array:
-    """Logits [..., count, V] float32 of the first `count` heads.
+    """Returns the logits [..., count, V] float32 of the first `count` heads.
 
     Args:
-      model: whose hidden states [..., d] float32 they are, behind the last norm.
+      model: the model that the heads belong to.
+      hidden: [..., d] float32. Its hidden states after the last norm.
     """
     if not 1 <= count <= heads.config.heads:
         raise ValueError(f"{count} heads asked, there are {heads.config.heads}")
@@ -205,7 +209,7 @@ def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> ja
 
 
 def head_of(model: Model) -> Model:
-    """The model without its layers: what `logits_of` needs."""
+    """Returns the model without its layers, which is enough for `logits_of`."""
     names = ("embedding", "lm_head")
     params = {name: model.params[name] for name in names if name in model.params}
     return derived(model, params, model.config)
