@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -59,43 +59,30 @@ def dtype_named(dtype: Any) -> np.dtype:
     Raises:
       CheckpointError: the format is unknown, or not a plain one.
     """
-    names = [name for name, format in FORMATS.items() if format.plain]
-    found = _format(dtype, names)
-    if not found.plain:
-        raise CheckpointError(
-            f"dtype: {found} is made when a model is loaded, and not written; "
-            f"want {_one_of(names)}"
-        )
-    return found.dtype
+    return weights_named(dtype, on_disk=True).dtype
 
 
-def weights_named(dtype: Any) -> Format:
-    """Returns the format of weights in memory, from a name, a dtype or a format.
+def weights_named(dtype: Any, on_disk: bool = False) -> Format:
+    """Returns the format of weights, from a name, a dtype or a format.
 
     Raises:
-      CheckpointError: the format is unknown.
+      CheckpointError: it is unknown; or it is for a disk, and not a plain one.
     """
-    return _format(dtype, list(FORMATS))
-
-
-def _format(dtype: Any, wanted: Sequence[str]) -> Format:
-    name = ""
-    if isinstance(dtype, Format):
-        name = dtype.name
-    elif isinstance(dtype, str):
-        name = dtype
-    elif isinstance(dtype, type | np.dtype):  # an array has a NumPy dtype, too
+    names = [name for name, format in FORMATS.items() if format.plain or not on_disk]
+    wanted = " or ".join(", ".join(names).rsplit(", ", 1))
+    name = dtype if isinstance(dtype, str) else ""
+    if isinstance(dtype, type | np.dtype):  # an array has a NumPy dtype, too
         with suppress(TypeError):
             name = np.dtype(dtype).name
-    if name not in FORMATS:
-        raise CheckpointError(f"dtype: want {_one_of(wanted)}, got {shown(dtype)}")
-    return dtype if isinstance(dtype, Format) else FORMATS[name]
-
-
-def _one_of(names: Sequence[str]) -> str:
-    """Returns names as "a, b or c"."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
+    found = dtype if isinstance(dtype, Format) else FORMATS.get(name)
+    if found is None or found.name not in FORMATS:
+        raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
+    if on_disk and not found.plain:
+        raise CheckpointError(
+            f"dtype: {found} is made when a model is loaded, and not written; "
+            f"want {wanted}"
+        )
+    return found
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from stree_jax.models import (
     init_params,
     init_state,
     logits_of,
+    param_dtype,
 )
 from stree_jax.models.keys import default_numbers, key_of
 from stree_jax.training.corpus import sample_batches
@@ -163,7 +164,7 @@ def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """Logits [B, T, V] float32 of whole sequences [B, T], each from an empty state."""
     batch, T = tokens.shape
     config = model.config
-    state = init_state(config, batch, 1, model.params["embedding"].dtype)
+    state = init_state(config, batch, 1, param_dtype(model.params))
     nodes = chain_nodes(batch, T, config.conv_taps)
     hidden, _, _ = forward_hidden(model, state, tokens, nodes)
     return logits_of(model, hidden)
