@@ -1,6 +1,5 @@
 """Checkpoints of other libraries to ours, and back."""
 
-import math
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -67,10 +66,10 @@ def source_dtype(source: Source) -> np.dtype:
 
 
 class Found(NamedTuple):
-    """What the headers and config of a checkpoint say.
+    """The facts in the headers and config of a checkpoint.
 
     Attributes:
-      format: our name of its family, or of a GGUF file "gguf" and llama.cpp's name.
+      format: our name of its family, or, for a GGUF file, "gguf" and llama.cpp's name.
       names: of its tensors.
     """
 
@@ -88,8 +87,8 @@ def find(
 ) -> Found:
     """Reads the headers of a directory in another format than ours, or a GGUF file.
 
-    Of tensors that the config ties and the file has twice it reads the numbers, to see
-    whether they are equal (`tensors.settle_names`).
+    It reads the numbers only of tensors that the config ties and the file has twice, to
+    compare them (`tensors.settle_names`).
 
     Args:
       dt_floor, warn, mtp: see `configs.read_config`.
@@ -144,10 +143,10 @@ class Checkpoint:
         flat, odd, shapes = {}, list[str](), param_shapes(self.config)
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
-        total = sum(_nbytes(self.source, row) for row in rows)
+        sizes = [sum(map(self.source.nbytes, row.sources)) for row in by_shard]
         hidden = None if progress else True  # None: shown on a terminal only
-        with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
-            for row in by_shard:
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar:
+            for row, size in zip(by_shard, sizes, strict=True):
                 param, parts = cut_at(self.config, cut, row.path)
                 seen = None if warn is None or odd else odd
                 make = self._parts(row, shapes[row.path], param, parts, seen)
@@ -156,7 +155,7 @@ class Checkpoint:
                     if mesh is None
                     else placed(make, param, parts, mesh)
                 )
-                bar.update(_nbytes(self.source, row))
+                bar.update(size)
         if warn is not None and odd:
             file = tensors[odd[0]].file
             warn(f"{file}: {odd[0]} holds NaN or infinity; kept as it is")
@@ -239,14 +238,8 @@ def open_checkpoint(
     return Checkpoint(source, config, rows, kept)
 
 
-def _nbytes(source: Source, row: Row) -> int:
-    """Bytes of a row's tensors, as they are stored."""
-    infos = [source.tensors[name] for name in row.sources]
-    return sum(math.prod(i.shape) * (4 if i.dtype == "float32" else 2) for i in infos)
-
-
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
-    """A layer has at least one tensor: a config of more layers than that is wrong."""
+    """Refuses a config of more layers than there are tensors."""
     count, where = len(config.layers) + len(config.mtp), source.directory
     if count > len(source.tensors):
         raise CheckpointError(
@@ -263,19 +256,19 @@ def convert_checkpoint(
     dt_floor: bool = False,
     warn: Warn = warnings.warn,
 ) -> None:
-    """Write a checkpoint as one of our directories, self-contained and atomically.
+    """Writes a checkpoint as one of our directories, self-contained and atomically.
 
-    With its MTP layers, if it has some; `load` reads them when it is asked to.
+    MTP layers are written, too; `load` reads them if `mtp` is True.
 
-    In memory are the parameters in the new dtype and one tensor in its old one.
+    Memory holds the parameters in the new dtype and one tensor in its old one.
 
     Args:
       src: a directory in a supported format, or a GGUF file.
-      dst: must not exist; killed at any moment, it is absent or whole.
-      dtype: "float32" or "bfloat16"; None: see `source_dtype`.
+      dst: must not exist. If the process is killed, it is absent or whole.
+      dtype: "float32" or "bfloat16". If None, see `source_dtype`.
       dt_floor: see `configs.read_config`.
-      warn: called with one line for what is odd but kept: a weight that is not finite,
-        a stop token that is none, MTP layers that are left out, a tokenizer of an
+      warn: called with one line for each oddity that is no error: a weight that is not
+        finite, an invalid stop token, MTP layers that are left out, a tokenizer of an
         unknown kind, the remains of a conversion that was killed.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file as NumPy arrays: plain numbers, or ggml's blocks of few bits.
+"""Reads tensors of a GGUF file as NumPy arrays: plain floats, or blocks of few bits.
 
-What the bits of a block mean is the `gguf` package's to say; plain numbers need no
-package. Sizes of blocks: ggml.h.
+The `gguf` package decodes the blocks; plain floats need no package. Sizes of blocks:
+ggml.h.
 """
 
 import math
@@ -21,7 +21,7 @@ NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are stored: `block` of them in `size` bytes."""
+    """How numbers are stored: a block of so many numbers in `size` bytes."""
 
     number: int
     name: str
@@ -36,8 +36,8 @@ class Kind:
         return numbers // self.block * self.size
 
 
-# By ggml's number of the type. Types that are integers, or that ggml uses for
-# activations alone, are no weights.
+# By ggml's number of the type, without types that are integers or that ggml uses for
+# activations alone.
 KINDS = {
     kind.number: kind
     for kind in (
@@ -71,7 +71,7 @@ KINDS = {
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without leading axes of 1, which ggml does not tell from none."""
+    """Returns a shape without leading axes of 1, which a GGUF file does not store."""
     first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
     return shape[first:]
 
