@@ -25,7 +25,7 @@ from stree_jax.models import (
     param_dtype,
     parameter_count,
 )
-from stree_jax.models.heads import Heads, cast_heads, head_shapes
+from stree_jax.models.heads import Heads, cast_heads, head_table
 from stree_jax.models.keys import key_of
 from stree_jax.models.params import Params
 from stree_jax.models.weights.formats import is_weight
@@ -92,9 +92,8 @@ def widened_heads(heads: Heads, factor: int) -> Heads:
     def place(old: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return jnp.pad(old, [(0, n - m) for m, n in zip(old.shape, shape, strict=True)])
 
-    shapes = head_shapes(config)
-    old = by_path(heads.params)
-    return Heads(nest({path: place(old[path], shapes[path]) for path in old}), config)
+    table, old = head_table(config), by_path(heads.params)
+    return Heads(nest({p: place(x, table[p].shape) for p, x in old.items()}), config)
 
 
 def _in_float32(params: Params) -> Params:

@@ -202,7 +202,7 @@ class Checkpoint:
             return lambda i: kept(whole())
         if parts_are_read(self.source, row):
             return lambda i: kept(read(param.axis, part_indices(param, i, parts)))
-        all_of_it = whole()
+        all_of_it = jax.tree.map(np.asarray, whole())
         return lambda i: kept(
             take(all_of_it, part_indices(param, i, parts), param.axis)
         )

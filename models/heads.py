@@ -16,19 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.keys import key_of
 from stree_jax.models.model import Model, derived, logits_of
 from stree_jax.models.params import (
     ZEROS,
     Param,
     Params,
     Path,
-    Table,
     by_path,
-    declare,
     nest,
     parameter_count,
     stored,
@@ -111,87 +107,44 @@ def first_heads(heads: Heads, count: int) -> Heads:
     return Heads(params, replace(c, heads=count, accuracy=c.accuracy[:count]))
 
 
-def block_params(c: HeadsConfig) -> Table:
-    """Returns the parameters of a residual block: zeros, so that a new head predicts
-    what the model itself predicts."""
-    table = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
-    return table | ({"bias": Param((c.d_model,), ZEROS)} if c.bias else {})
+def head_table(c: HeadsConfig) -> dict[Path, Param]:
+    """Returns the entries of all parameters by path."""
+    # Zeros: a new head predicts what the model itself predicts.
+    block = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
+    if c.bias:
+        block["bias"] = Param((c.d_model,), ZEROS)
+    parts = {f"block_{i}": block for i in range(c.blocks)}
+    if c.own_output:
+        weight = Param((c.vocab_size, c.d_model), quantizable=True)
+        parts["output"] = {"weight": weight}
+    return {
+        (f"head_{k}", part, name): param
+        for k in range(c.heads)
+        for part, params in parts.items()
+        for name, param in params.items()
+    }
 
 
-def output_params(c: HeadsConfig) -> Table:
-    return {"weight": Param((c.vocab_size, c.d_model), quantizable=True)}
+def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
+    """Initialises parameters.
 
-
-class _Part(nn.Module):
-    """A product with the weight and bias of a table."""
-
-    table: Any
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        p = declare(self, self.table, self.dtype)
-        return linear(x, p["weight"], p.get("bias"))
-
-
-class Head(nn.Module):
-    """One head: its blocks, and its output matrix if it has one."""
-
-    config: HeadsConfig
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        c = self.config
-        for i in range(c.blocks):
-            block = _Part(nn.FrozenDict(block_params(c)), self.dtype, name=f"block_{i}")
-            hidden = hidden + jax.nn.silu(block(hidden))
-        if not c.own_output:
-            return hidden
-        return _Part(nn.FrozenDict(output_params(c)), self.dtype, name="output")(hidden)
-
-
-class MedusaHeads(nn.Module):
-    """The first heads of all, applied to one hidden state."""
-
-    config: HeadsConfig
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, hidden: jax.Array, count: int) -> jax.Array:
-        """Returns [..., count, V], or [..., count, d] for the model's head to multiply,
-        from a hidden state [..., d]."""
-        c, dtype = self.config, self.dtype
-        every = (Head(c, dtype, name=f"head_{k}") for k in range(count))
-        return jnp.stack([head(hidden) for head in every], axis=-2)
-
-
-def head_param(c: HeadsConfig, path: Path) -> Param:
-    """Returns a parameter's entry in the table of its block or output."""
-    _, part, name = path
-    return (output_params(c) if part == "output" else block_params(c))[name]
+    Args:
+      dtype: of the weights: a name such as "int8", a dtype, or a format.
+    """
+    format, table = format_named(dtype), head_table(config)
+    keys = jax.random.split(key, len(table))
+    made = {
+        path: stored(p, p.init(one, p.shape, jnp.float32), format)
+        for one, (path, p) in zip(keys, table.items(), strict=True)
+    }
+    return nest(made)
 
 
 def cast_heads(config: HeadsConfig, params: Params, dtype: Any) -> Params:
     """Returns the parameters of the same heads in another dtype or weight format."""
-    format, flat = format_named(dtype), by_path(params)
-    return nest({p: stored(head_param(config, p), x, format) for p, x in flat.items()})
-
-
-def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
-    """Initialises parameters; `jax.eval_shape` of this is the table of names and
-    shapes."""
-    format = format_named(dtype)
-    if not format.plain:
-        return cast_heads(config, init_heads(config, key, jnp.float32), format)
-    hidden = jnp.zeros((1, config.d_model), jnp.float32)
-    return MedusaHeads(config, format.dtype).init(key, hidden, config.heads)["params"]
-
-
-def head_shapes(config: HeadsConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Returns the shape of every parameter, by path."""
-    made = jax.eval_shape(lambda: init_heads(config, key_of(0), jnp.float32))
-    return {path: leaf.shape for path, leaf in by_path(made).items()}
+    format, table = format_named(dtype), head_table(config)
+    flat = by_path(params)
+    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
 
 
 def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> jax.Array:
@@ -203,9 +156,19 @@ def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> ja
     """
     if not 1 <= count <= heads.config.heads:
         raise ValueError(f"{count} heads asked, there are {heads.config.heads}")
-    module = MedusaHeads(heads.config, heads.weight_format.dtype)
-    out: Any = module.apply({"params": heads.params}, hidden, count)
+    each = (heads.params[f"head_{k}"] for k in range(count))
+    out = jnp.stack([_head(heads.config, p, hidden) for p in each], axis=-2)
     return out if heads.config.own_output else logits_of(model, out)
+
+
+def _head(c: HeadsConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Returns one head's logits [..., V], or [..., d] for the model's head to multiply,
+    from hidden states [..., d]."""
+    for i in range(c.blocks):
+        block = params[f"block_{i}"]
+        y = linear(hidden, block["weight"], block.get("bias"))
+        hidden = hidden + jax.nn.silu(y)
+    return linear(hidden, params["output"]["weight"]) if c.own_output else hidden
 
 
 def head_of(model: Model) -> Model:

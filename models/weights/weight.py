@@ -134,21 +134,26 @@ def unit(weight: Any, axis: int) -> int:
     """Returns how many rows (axis 0) or columns (axis 1) of a weight, or places of any
     array, cannot be separated."""
     arrays = [x for x in jax.tree.leaves(weight) if x.ndim > axis]
-    return max(weight.shape[axis] // max(x.shape[axis], 1) for x in arrays)
+    return max(weight.shape[axis] // x.shape[axis] for x in arrays)
 
 
 def take(weight: Any, places: Sequence[slice], axis: int) -> Any:
     """Takes a device's part of a weight or of any other parameter, on the host.
 
     Args:
-      weight: NumPy arrays.
+      weight: of NumPy arrays.
       places: along this axis, whole units; see `unit`.
+
+    Raises:
+      ValueError: a place begins or ends within a unit.
     """
 
     def taken(array: np.ndarray) -> np.ndarray:
         if array.ndim <= axis:
             return array
         size = weight.shape[axis] // array.shape[axis]
+        if any(place.start % size or place.stop % size for place in places):
+            raise ValueError(f"weight: {size} of axis {axis} cannot be separated")
         before = (slice(None),) * axis
         pieces = [
             array[(*before, slice(place.start // size, place.stop // size))]
