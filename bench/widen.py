@@ -6,7 +6,6 @@ the text and the acceptance of the small one, in the time and memory of a large 
 """
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,16 +17,15 @@ from stree_jax.bench.shapes import as_loaded
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import (
     ModelConfig,
+    abstract_params,
     by_path,
     cast_params,
-    init_params,
     nest,
-    param_dtype,
     parameter_count,
 )
 from stree_jax.models.heads import Heads, cast_heads, head_table
-from stree_jax.models.keys import key_of
-from stree_jax.models.params import Params
+from stree_jax.models.params import Params, Path
+from stree_jax.models.sharding.parts import param_at
 from stree_jax.models.weights.formats import is_weight
 
 KINDS = {"mamba", "attention", "mlp"}
@@ -59,23 +57,22 @@ def widened(model: Model, factor: int) -> Model:
     if not (format := model.weight_format).plain:
         wide = widened(replace(model, params=_in_float32(model.params)), factor)
         return replace(wide, params=cast_params(wide.config, wide.params, format))
-    config, dtype = wide_config(model.config, factor), param_dtype(model.params)
-    make = partial(init_params, config, dtype=dtype)
-    shapes = jax.eval_shape(make, key_of(0))
-    small, large = parts(model.config), parts(config)
+    config = wide_config(model.config, factor)
+    shapes = by_path(abstract_params(config, format))
 
-    def place(path: Any, shape: jax.ShapeDtypeStruct, old: jax.Array) -> jax.Array:
-        name = path[-1].key
-        scale = factor**-0.5 if name in ("scale", "norm") else 1
-        old = (old * jnp.asarray(scale, old.dtype)).astype(shape.dtype)
-        new = jnp.zeros(shape.shape, shape.dtype)
-        axes = zip(small[name], large[name], strict=True)
+    def place(path: Path, old: jax.Array) -> jax.Array:
+        scale = factor**-0.5 if path[-1] in ("scale", "norm") else 1
+        new = jnp.zeros(shapes[path].shape, shapes[path].dtype)
+        old = (old * jnp.asarray(scale, old.dtype)).astype(new.dtype)
+        small = _sizes(model.config, path, old.shape)
+        axes = zip(small, _sizes(config, path, new.shape), strict=True)
         for blocks in product(*(_blocks(*sizes) for sizes in axes)):
             source, target = zip(*blocks, strict=True)
             new = new.at[target].set(old[source])
         return new
 
-    params = jax.tree_util.tree_map_with_path(place, shapes, model.params)
+    flat = by_path(model.params)
+    params = nest({path: place(path, old) for path, old in flat.items()})
     return as_loaded(replace(model, params=params, config=config))
 
 
@@ -131,28 +128,12 @@ def wide_config(config: ModelConfig, factor: int) -> ModelConfig:
     return replace(config, mamba=m, attention=a, mlp=f, d_model=width, norm_eps=eps)
 
 
-def parts(config: ModelConfig) -> dict[str, tuple[list[int], ...]]:
-    """By parameter and axis, the sizes of the parts that are laid side by side."""
-    m, a, f = config.mamba, config.attention, config.mlp
-    width, table = [config.d_model], [config.vocab_size]
-    axes: dict[str, tuple[list[int], ...]] = {
-        "embedding": (table, width),
-        "lm_head": (table, width),
-        "scale": (width,),
-    }
-    if m is not None:
-        inner, xBC, heads = [m.d_inner], list(m.widths), [m.num_heads]
-        axes |= {"in_proj": (inner + xBC + heads, width), "out_proj": (width, inner)}
-        axes |= {"conv_weight": (xBC, [m.d_conv]), "conv_bias": (xBC,)}
-        axes |= dict.fromkeys(("dt_bias", "A_log", "D"), (heads,)) | {"norm": (inner,)}
-    if a is not None:
-        q, k = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        axes |= {"qkv": ([q, k, k], width), "out": (width, [q])}
-    if f is not None:
-        hidden = [f.d_hidden]
-        axes |= {"gate_up": (hidden + hidden, width), "up": (hidden, width)}
-        axes |= {"down": (width, hidden)}
-    return {f"{name}_bias": sizes[:1] for name, sizes in axes.items()} | axes
+def _sizes(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> list[list[int]]:
+    """Returns, for each axis of a parameter, the sizes of the parts side by side."""
+    param, sizes = param_at(config, path), [[size] for size in shape]
+    if param is not None and param.runs:
+        sizes[param.axis] = [run.width for run in param.runs]
+    return sizes
 
 
 def _blocks(small: list[int], large: list[int]) -> list[tuple[slice, slice]]:
