@@ -1,7 +1,7 @@
-"""The same function at the cost of a larger model: weights among zeros.
+"""Widens a model with zeros: the same function at the cost of a larger model.
 
-What a pass costs does not depend on the values of weights, and what is accepted depends
-on the function alone. So a small pair's target, made wider by zeros, is decoded with
+The cost of a pass does not depend on the values of weights, and acceptance depends on
+the function alone. So the target of a small pair, widened with zeros, is decoded with
 the text and the acceptance of the small one, in the time and memory of a large one.
 """
 
@@ -32,25 +32,25 @@ KINDS = {"mamba", "attention", "mlp"}
 
 
 def sizes_of(*models: Model) -> list[int]:
-    """Parameters of each."""
+    """Returns the number of parameters of each model."""
     return [parameter_count(model.params) for model in models]
 
 
 def widened(model: Model, factor: int) -> Model:
-    """A model `factor` times as wide with the logits of `model`, up to rounding.
+    """Returns a model `factor` times as wide with the same logits, up to rounding.
 
-    The residual stream, heads and hidden units are `factor` times as many, those added
-    all zeros; head_dim and d_state stay. A root mean square over so many zeros is
-    sqrt(factor) times smaller, which epsilon and the weights of the norms make up for:
-    exactly, as sqrt(factor) is a power of two.
+    The residual stream is `factor` times as wide, and there are as many times the heads
+    and hidden units; those added are zeros. head_dim and d_state stay. A root mean
+    square over the wider stream is sqrt(factor) times smaller. Epsilon and the weights
+    of the norms make up for that exactly, as sqrt(factor) is a power of two.
 
     Args:
       model: of Mamba2 mixers with one group, attention and MLPs, with RMSNorms.
-      factor: a power of four. In int8 the groups of columns stay what they are where
-        the model's widths are whole groups.
+      factor: a power of four. In int8, groups of columns stay the same if the model's
+        widths are whole groups.
 
     Raises:
-      ValueError: another factor or model.
+      ValueError: the factor is not a power of four, or the model has other layers.
     """
     if factor == 1:
         return model
@@ -77,7 +77,7 @@ def widened(model: Model, factor: int) -> Model:
 
 
 def widened_heads(heads: Heads, factor: int) -> Heads:
-    """Medusa heads of a `widened` model, whose states have zeros behind the others."""
+    """Returns Medusa heads for a `widened` model, whose hidden states end in zeros."""
     if factor == 1:
         return heads
     if not (format := heads.weight_format).plain:
@@ -103,7 +103,7 @@ def _in_float32(params: Params) -> Params:
 
 
 def wide_config(config: ModelConfig, factor: int) -> ModelConfig:
-    """`factor` times as wide; the epsilons as `widened` needs them."""
+    """Returns a config `factor` times as wide, with the epsilons of `widened`."""
     if factor < 1 or 4 ** round(np.log2(factor) / 2) != factor:
         raise ValueError(f"--widen: want a power of four, got {factor}")
     m, a, f = config.mamba, config.attention, config.mlp
@@ -137,7 +137,8 @@ def _sizes(config: ModelConfig, path: Path, shape: tuple[int, ...]) -> list[list
 
 
 def _blocks(small: list[int], large: list[int]) -> list[tuple[slice, slice]]:
-    """Where each part is, and where it goes: to the beginning of the larger one."""
+    """Returns the places of each part before and after: at the beginning of the larger
+    part."""
     begins = np.cumsum([0, *small]), np.cumsum([0, *large])
     return [
         (slice(a, a + size), slice(b, b + size))

@@ -1,4 +1,4 @@
-"""Parameters on the devices of a mesh: each device has its own part of them."""
+"""Puts parameters on the devices of a mesh: each device has its own part of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ Make = Callable[[int], Any]  # part i of a parameter: host arrays, a pytree of o
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
-    """Devices along an axis; 1 if the mesh does not have it."""
+    """Returns the number of devices along an axis; 1 if the mesh does not have it."""
     return mesh.shape.get(axis, 1)
 
 
@@ -138,7 +138,7 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
 
 
 def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
-    """This process's devices, and their places along "model"; part after part."""
+    """Returns this process's devices and their places along "model", in that order."""
     here = jax.process_index()
     axis = mesh.axis_names.index(MODEL) if MODEL in mesh.axis_names else None
     found = [
@@ -162,19 +162,20 @@ def _assembled(
 
 @with_hints
 def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
-    """The same model on the devices of a mesh.
+    """Returns the same model on the devices of a mesh.
 
-    Along the mesh's axis "model" each device has a part of every layer, along "data"
-    each has the same, and rows of a batch of its own. Layers whose heads or channels do
+    Along the mesh's axis "model" each device has a part of every layer. Along "data"
+    each has the same part, and other rows of a batch. Layers whose heads or channels do
     not divide are on every device.
 
     Args:
       model: on one device.
       mesh: of `jax.make_mesh`, with axes "data" and "model", or one of them.
-      whole: whether every device has all of it: for a drafter that is small.
+      whole: if True, every device has the whole model, as for a small drafter.
 
     Raises:
-      ValueError: other axes; nothing of the model divides; it is on a mesh already.
+      ValueError: the mesh has other axes; nothing of the model divides, or its weight
+        format cannot be cut so; it is on a mesh already.
     """
     if not isinstance(model, Model):
         raise ValueError(
