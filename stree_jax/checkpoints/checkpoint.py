@@ -162,8 +162,8 @@ def load(
         Face hub id, or "demo" / "demo-drafter", the bundled pair.
       dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
         float32 always); None keeps bfloat16, makes it of quantized weights, and float32
-        of anything else. int8: the weights of products, rounded by groups of columns
-        one after another as they are read (`models.weights.int8`); all else is bfloat16.
+        of anything else. int8 (`models.weights.int8`): the weights of products, rounded
+        by groups of columns one after another as they are read; all else is bfloat16.
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
