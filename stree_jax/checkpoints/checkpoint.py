@@ -43,7 +43,7 @@ from stree_jax.convert.tokenizer import has_tokenizer, read_tokenizer
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
-from stree_jax.models import param_shapes, weights_dtype
+from stree_jax.models import param_shapes
 from stree_jax.models.memory import state_bytes, weight_bytes
 from stree_jax.models.sharding.placement import automatic, cut_for
 from stree_jax.models.sharding.shards import WHOLE
@@ -162,8 +162,8 @@ def load(
         Face hub id, or "demo" / "demo-drafter", the bundled pair.
       dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
         float32 always); None keeps bfloat16, makes it of quantized weights, and float32
-        of anything else. int8: the weights of products, rounded by groups of columns
-        one after another as they are read; all else is bfloat16 (`models.params`).
+        of anything else. int8 (`models.weights.int8`): the weights of products, rounded
+        by groups of columns one after another as they are read; all else is bfloat16.
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
@@ -188,8 +188,8 @@ def load(
     directory = resolve(path_or_hub_id)
     cut = WHOLE
     if is_ours(directory):
-        stored, kept = config_from_json(directory / "config.json")
-        kept = kept if dtype is None else weights_named(dtype)
+        stored, written = config_from_json(directory / "config.json")
+        kept = weights_named(written if dtype is None else dtype)
         if mtp:
             check_mtp(directory, stored)
         config = stored if mtp else replace(stored, mtp=())
@@ -200,7 +200,7 @@ def load(
         checkpoint = open_checkpoint(directory, dtype, dt_floor, warnings.warn, mtp)
         config = checkpoint.config
         if mesh is not None:
-            cut = cut_for(config, mesh, checkpoint.dtype, whole)
+            cut = cut_for(config, mesh, checkpoint.weight_format, whole)
         params = checkpoint.read(mesh=mesh, cut=cut)
     if mesh is None:
         to_large_pages(jax.tree.leaves(params))
@@ -225,7 +225,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         path = as_path("dst", dst)
     except ValueError as error:
         raise CheckpointError(f"save: {error}") from error
-    dtype = dtype_named(weights_dtype(model.params))
+    dtype = dtype_named(model.weight_format)
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
         check_space(path, model.config, dtype)
