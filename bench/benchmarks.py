@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stree_jax.bench import (
-    budget_runs,
+    arms,
     budget_tables,
     capacity,
     cost,
@@ -14,18 +14,18 @@ from stree_jax.bench import (
     forward,
     heads,
     kernels,
+    memory,
     others,
     peers,
     profile,
     reading,
-    speculation,
     staged,
     unrolled,
 )
+from stree_jax.bench.arms import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.method import Run, check_report, machine_line
 from stree_jax.bench.prompts import Prompt, read_prompts, read_turns
 from stree_jax.bench.shapes import config_of, random_model, random_pair, random_prompts
-from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.widen import widened, widened_heads
 from stree_jax.checkpoints.checkpoint import Model, load
 from stree_jax.checkpoints.heads import load_heads
@@ -161,11 +161,11 @@ def _measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     target, drafter = pair(args)
     heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
     paths = args.prompts or []
-    return budget_runs.measure_memory(
-        budget_runs.Models(target, drafter, heads),
+    return memory.measure_memory(
+        memory.Models(target, drafter, heads),
         read_prompts(paths, args.count),
         read_turns(paths, args.count),
-        budget_runs.Options(
+        memory.Options(
             parts=tuple(args.parts),
             shapes=tuple(args.shapes),
             limit=bytes_named(args.memory),
@@ -240,7 +240,7 @@ def run_of(args: argparse.Namespace) -> Run:
 def table_of(report: dict[str, Any]) -> str:
     """The report as Markdown, what it was measured on below."""
     tables: dict[str, Callable[[dict[str, Any]], str]] = {
-        "temperature": speculation.temperature_table,
+        "temperature": arms.temperature_table,
         "heads": heads.heads_table,
         "memory": budget_tables.memory_table,
         "staged": staged.staged_table,
@@ -254,7 +254,7 @@ def table_of(report: dict[str, Any]) -> str:
         "capacity": capacity.capacity_table,
         "devices": devices.devices_table,
     }
-    text = tables.get(report["kind"], speculation.arms_table)(report)
+    text = tables.get(report["kind"], arms.arms_table)(report)
     return f"{text}\n\n{machine_line(report)}"
 
 

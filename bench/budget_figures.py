@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from stree_jax.bench.arms import PLAIN
 from stree_jax.bench.budget_tables import units_of
-from stree_jax.bench.plots import COLOURS, GUIDE, LEGEND, panels, style_of
-from stree_jax.bench.speculation import PLAIN
+from stree_jax.bench.charts import COLOURS, GUIDE, LEGEND, panels, style_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from stree_jax.bench.plots import COLOURS, GUIDE, check_matplotlib, save
+from stree_jax.bench.charts import COLOURS, GUIDE, check_matplotlib, save
 
 LONGEST = 34  # characters of a bar's name
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from stree_jax.bench.benchmarks import measure_benchmark, table_of
 from stree_jax.bench.budget_figures import draw_parts
+from stree_jax.bench.charts import check_matplotlib, save
+from stree_jax.bench.everything import write_all
 from stree_jax.bench.figures import draw, draw_text
 from stree_jax.bench.method import write_report
-from stree_jax.bench.plots import check_matplotlib, save
-from stree_jax.bench.report import write_all
 from stree_jax.bench.staged import write_html
 
 

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 
 from stree_jax import cost
-from stree_jax.bench.method import Run, measure
-from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.speculation import (
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
     decode_once,
@@ -26,6 +23,9 @@ from stree_jax.bench.speculation import (
     settings_of,
     workload,
 )
+from stree_jax.bench.method import Run, measure
+from stree_jax.bench.passes import Case, compile_case, time_cases
+from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.tables import table
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import encode_prompts

@@ -3,8 +3,8 @@
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.bench.plots import COLOURS, DARK, GUIDE, LEGEND, panels, style_of
-from stree_jax.bench.speculation import PLAIN, row_of
+from stree_jax.bench.arms import PLAIN, row_of
+from stree_jax.bench.charts import COLOURS, DARK, GUIDE, LEGEND, panels, style_of
 from stree_jax.bench.staged import COLOURS as COLOURS_BY_ORIGIN
 from stree_jax.bench.staged import mode_of
 from stree_jax.speculation.draft import ORIGINS

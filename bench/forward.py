@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench.memory import allocator_peaks, peak_in_use, read_bandwidth
+from stree_jax.bench.device_memory import allocator_peaks, peak_in_use, read_bandwidth
 from stree_jax.bench.method import Run, measure, quartiles_of
 from stree_jax.bench.passes import (
     CONTEXT,

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.bench.method import Run
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import (
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
     Workload,
     measure_arms,
     workload,
 )
+from stree_jax.bench.method import Run
+from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.staged import bytes_a_token, records_of
 from stree_jax.bench.tables import shown, table
 from stree_jax.checkpoints.checkpoint import Model

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench.memory import read_bandwidth
+from stree_jax.bench.device_memory import read_bandwidth
 from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
 from stree_jax.bench.tables import shown, table, with_quartiles
 from stree_jax.cpu_kernels import level

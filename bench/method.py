@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax import cpu_kernels
-from stree_jax.bench.memory import out_of_memory
+from stree_jax.bench.device_memory import out_of_memory
 from stree_jax.version import __version__
 
 

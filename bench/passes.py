@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench.memory import compiled_bytes
+from stree_jax.bench.device_memory import compiled_bytes
 from stree_jax.bench.method import take_turns
 from stree_jax.bench.unroll import Unrolled
 from stree_jax.models import (

@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.bench.gguf_writer import write_gguf
-from stree_jax.bench.llama_process import Ask, llama_process, llama_version
-from stree_jax.bench.memory import read_bandwidth
-from stree_jax.bench.method import Run, measure, quartiles_of, spread
-from stree_jax.bench.others import transformers_version, with_transformers
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import (
+from stree_jax.bench.arms import (
     Arm,
     Workload,
     decode_unit,
@@ -32,6 +26,12 @@ from stree_jax.bench.speculation import (
     summarise_cells,
     workload,
 )
+from stree_jax.bench.device_memory import read_bandwidth
+from stree_jax.bench.gguf_writer import write_gguf
+from stree_jax.bench.llama_process import Ask, llama_process, llama_version
+from stree_jax.bench.method import Run, measure, quartiles_of, spread
+from stree_jax.bench.others import transformers_version, with_transformers
+from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.tables import shown, table, with_quartiles
 from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoints.checkpoint import Model, load, save

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stree_jax.bench.arms import PLAIN, settings_of
 from stree_jax.bench.method import Run, measure
 from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import PLAIN, settings_of
 from stree_jax.bench.tables import table
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import begin

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.memory import compiled_bytes
+from stree_jax.bench.device_memory import compiled_bytes
 from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
 from stree_jax.bench.others import in_transformers, transformers_version
 from stree_jax.bench.peers import LIMITS, in_dtype, threads_of_xla

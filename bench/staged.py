@@ -21,10 +21,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.arguments import encode_prompts
-from stree_jax.bench.method import Run, take_turns
-from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import (
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
     decode_once,
@@ -32,6 +29,9 @@ from stree_jax.bench.speculation import (
     rates,
     workload,
 )
+from stree_jax.bench.method import Run, take_turns
+from stree_jax.bench.passes import Case, compile_case, time_cases
+from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.tables import shown, table
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.result import Generation, runs_by_origin

@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.memory import compiled_bytes
-from stree_jax.bench.method import Run, measure, sign_test, take_turns
-from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.speculation import (
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
     Workload,
@@ -29,6 +26,9 @@ from stree_jax.bench.speculation import (
     summarise_cells,
     workload,
 )
+from stree_jax.bench.device_memory import compiled_bytes
+from stree_jax.bench.method import Run, measure, sign_test, take_turns
+from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.tables import (
     OUT_OF_MEMORY,
     megabytes,

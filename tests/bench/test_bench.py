@@ -13,18 +13,18 @@ import pytest
 import stree_jax
 from stree_jax import cpu_kernels, options
 from stree_jax.bench import (
+    arms,
     benchmarks,
+    charts,
     cost,
     figures,
     method,
-    plots,
     profile,
-    speculation,
 )
-from stree_jax.bench import report as report_module
+from stree_jax.bench import everything as report_module
+from stree_jax.bench.arms import parse_arm, summarise_arms
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import prompt_of, read_prompts, rounds
-from stree_jax.bench.speculation import parse_arm, summarise_arms
 from stree_jax.cli import main as cli
 from stree_jax.speculation import loop
 from stree_jax.training.corpus import train_tokenizer
@@ -59,8 +59,8 @@ def report(pair, tmp_path_factory):
 def measured(pair, run):
     names = ["plain", "leviathan@chain:2", "mss@A", "naive/coupled@A"]
     arms = [parse_arm(name) for name in names]
-    work = speculation.workload(*pair, arms, PROMPTS, 8)
-    return speculation.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
+    work = arms.workload(*pair, arms, PROMPTS, 8)
+    return arms.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
 
 
 def test_arms_take_turns_after_a_first_call_of_each():
@@ -198,10 +198,10 @@ def test_statistics_of_an_arm():
 def test_a_greedy_row_stands_for_all_rules_and_a_sampled_one_for_its_own():
     names = [(0, "plain"), (0, "mss@A"), (1, "plain"), (1, "mss@A")]
     rows = [{"temperature": t, "arm": arm} for t, arm in names]
-    assert speculation.row_of(rows, "naive@A", 0) is rows[1]
-    assert speculation.row_of(rows, "mss@A", 1) is rows[3]
-    assert speculation.row_of(rows, "naive@A", 1) is None  # of a run cut short
-    assert speculation.row_of(rows, "naive@E", 0) is None
+    assert arms.row_of(rows, "naive@A", 0) is rows[1]
+    assert arms.row_of(rows, "mss@A", 1) is rows[3]
+    assert arms.row_of(rows, "naive@A", 1) is None  # of a run cut short
+    assert arms.row_of(rows, "naive@E", 0) is None
 
 
 def test_decoding_is_measured_arm_by_arm(pair, report):
@@ -229,7 +229,7 @@ def test_decoding_is_measured_arm_by_arm(pair, report):
     assert table.count("\n| GSM8K") == 7 and method.machine_line(report) in table
     assert "| 0 | A |" in table and "| 0 | mss" not in table
     assert "| 1 | mss@A |" in table
-    counts = speculation.sizes_of(*pair)
+    counts = arms.sizes_of(*pair)
     assert report["parameters"] == {"": counts}
     assert f"{counts[0] / 1e6:.1f} + {counts[1] / 1e6:.1f} M parameters" in table
 
@@ -238,7 +238,7 @@ def test_decoding_is_measured_arm_by_arm(pair, report):
 def test_figures_can_be_drawn(report, tmp_path, kind):
     shown = {**report, "kind": kind, "temperatures": [0, 1]}
     figure = figures.draw(shown)
-    plots.save(figure, tmp_path / "f.png")
+    charts.save(figure, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
     svg = (tmp_path / "f.svg").read_text()
     assert svg.startswith("<?xml")
@@ -272,18 +272,18 @@ def test_wrong_arms_are_refused(arm):
 
 def test_a_set_smaller_than_a_batch(pair):
     with pytest.raises(ValueError, match="--count: 2 of HumanEval make no batch of 3"):
-        speculation.workload(*pair, [parse_arm("plain")], PROMPTS, 8, batch=3)
+        arms.workload(*pair, [parse_arm("plain")], PROMPTS, 8, batch=3)
 
 
 def test_a_wrong_token_ends_the_run(pair):
     """Arms whose greedy text is not plain decoding's are not timed silently."""
-    work = speculation.workload(*pair, [parse_arm("plain")], PROMPTS, 8)
-    plain = speculation.decode_once(work, work.arms[0], ["def f(x):"], 0)
+    work = arms.workload(*pair, [parse_arm("plain")], PROMPTS, 8)
+    plain = arms.decode_once(work, work.arms[0], ["def f(x):"], 0)
     (row,) = plain.tokens
     wrong = dataclasses.replace(plain, tokens=[[(row[0] + 1) % 200, *row[1:]]])
     with pytest.raises(RuntimeError, match="A: token 0 differs from plain decoding"):
         results = {"plain": plain, "A": wrong}
-        speculation.check_ties(pair[0], ["def f(x):"], results)
+        arms.check_ties(pair[0], ["def f(x):"], results)
 
 
 def test_prompts_go_round_the_sets():

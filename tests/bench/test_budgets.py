@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import benchmarks, budget_runs, budget_turns, budgets, plots
+from stree_jax.bench import benchmarks, budgets, charts, conversations, memory
 from stree_jax.bench.budget_figures import draw_parts
 from stree_jax.bench.budgets import Subject, last_fit, run_time
 from stree_jax.bench.method import Run
@@ -23,7 +23,7 @@ PROMPTS = {"MT-Bench": ["def f(x):", "x"]}
 TURNS = [["def f(x):\n", "return x\n"]]
 NEW, K = 6, 2
 MOST = "2 heads, pruned:2x2x6"
-OPTIONS = budget_runs.Options(
+OPTIONS = memory.Options(
     parts=("breakdown", "longest", "caches", "pruned", "turns"),
     shapes=("pair",),
     limit=10**9,
@@ -52,7 +52,7 @@ def few():
 @pytest.fixture(scope="module")
 def models():
     target, drafter = pair_with_words(layers=("mamba", "attention"))
-    return budget_runs.Models(target, drafter, random_heads(target, heads=K))
+    return memory.Models(target, drafter, random_heads(target, heads=K))
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +72,18 @@ def fixed(models, name, heads=K):
 
 def plans(target, heads, turns, shares, max_new_tokens, timed):
     """As the planner's, of fixed trees: "auto" would time steps."""
-    models = budget_runs.Models(target, target, heads)
+    models = memory.Models(target, target, heads)
     ample, less = fixed(models, "pruned:2x2x6"), fixed(models, "chain:1", heads=1)
     found = {shares[0]: (10**6, ample), shares[1]: (10**5, less), 0.1: (9, "too few")}
-    return budget_turns.Talk(target, heads, turns, Request(1, 64, 2, NEW), ample, found)
+    request = Request(1, 64, 2, NEW)
+    return conversations.Talk(target, heads, turns, request, ample, found)
 
 
 @pytest.fixture(scope="module")
 def report(models):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget_turns, "plans", plans)
-        found = budget_runs.measure_memory(models, PROMPTS, TURNS, OPTIONS, Run(1))
+        patch.setattr(conversations, "plans", plans)
+        found = memory.measure_memory(models, PROMPTS, TURNS, OPTIONS, Run(1))
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -191,18 +192,18 @@ def test_conversations_in_budgets(report):
 
 def test_a_wrong_turn_is_found(models):
     talk = plans(models.target, models.heads, TURNS, (1.0, 0.5), NEW, False)
-    said = [result for result, _ in budget_turns.converse(talk, TURNS[0], None)]
+    said = [result for result, _ in conversations.converse(talk, TURNS[0], None)]
     same = {"plain": said, "a": said}
-    assert budget_turns.check_turns(models.target, same) == {"plain": True, "a": True}
+    assert conversations.check_turns(models.target, same) == {"plain": True, "a": True}
     last = said[1].tokens[0]
     wrong = replace(said[1], tokens=[[*last[:-1], (last[-1] + 1) % 200]])
     with pytest.raises(RuntimeError, match="a: token 5 differs"):
-        budget_turns.check_turns(models.target, {"plain": said, "a": [said[0], wrong]})
+        conversations.check_turns(models.target, {"plain": said, "a": [said[0], wrong]})
 
 
 def test_the_planner_is_asked_at_every_budget(models):
     """And is told of a limit that its own choice just fits."""
-    talk = budget_turns.plans(
+    talk = conversations.plans(
         models.target, models.heads, TURNS, (1.0, 0.0), NEW, False
     )
     ample = talk.ample.memory
@@ -215,7 +216,7 @@ def test_the_planner_is_asked_at_every_budget(models):
     assert isinstance(choice, str) or choice.memory.promised <= limit
     best = plan(
         models.target.config,
-        budget_turns.AMPLE,
+        conversations.AMPLE,
         drafter=models.heads.config,
         context=talk.request.context,
         queries=2,
@@ -233,7 +234,7 @@ def test_tables_and_figures(report, tmp_path):
     figures = draw_parts(report)
     assert list(figures) == ["breakdown", "longest", "caches", "pruned", "turns"]
     for part, figure in figures.items():
-        plots.save(figure, tmp_path / part)
+        charts.save(figure, tmp_path / part)
         assert (tmp_path / f"{part}.png").stat().st_size > 10_000
 
 
@@ -244,10 +245,10 @@ def test_what_is_measured_wants_prompts(models):
     ):
         options = replace(OPTIONS, parts=(parts,))
         with pytest.raises(ValueError, match=error):
-            budget_runs.measure_memory(models, {}, [], options, Run(1))
+            memory.measure_memory(models, {}, [], options, Run(1))
     options = replace(OPTIONS, parts=("caches",), caches=(8,))
     with pytest.raises(ValueError, match="--caches: want"):
-        budget_runs.works_of(models, PROMPTS, options)
+        memory.works_of(models, PROMPTS, options)
 
 
 def test_conversations_are_read(tmp_path):

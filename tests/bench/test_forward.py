@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from stree_jax.bench import (
+    arms,
+    device_memory,
     figures,
     forward,
     kernels,
-    memory,
     passes,
     shapes,
-    speculation,
     unrolled,
 )
 from stree_jax.bench.method import Run
@@ -73,7 +73,7 @@ def test_bytes_of_a_program_count_a_donated_buffer_once():
     kept = jax.jit(lambda x: x + 1).lower(x).compile()
     donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
     for compiled, size in ((kept, 8000), (donated, 4000)):
-        sizes = memory.compiled_bytes(compiled)
+        sizes = device_memory.compiled_bytes(compiled)
         assert sizes["memory_bytes"] - sizes["temp_bytes"] == size
 
 
@@ -92,12 +92,12 @@ def test_allocator_peaks_are_taken_in_ascending_order(monkeypatch):
         "small": (10, arm("small", 200)),
         "hidden": (20, arm("hidden", 150)),  # the compiler thought it was bigger
     }
-    monkeypatch.setattr(memory, "peak_in_use", lambda: peak[0])
-    peaks = memory.allocator_peaks(arms)
+    monkeypatch.setattr(device_memory, "peak_in_use", lambda: peak[0])
+    peaks = device_memory.allocator_peaks(arms)
     assert called == ["small", "hidden", "big"]
     assert peaks == {"small": 200, "hidden": None, "big": 300}
-    monkeypatch.setattr(memory, "peak_in_use", lambda: None)
-    assert memory.allocator_peaks(arms) == dict.fromkeys(arms)
+    monkeypatch.setattr(device_memory, "peak_in_use", lambda: None)
+    assert device_memory.allocator_peaks(arms) == dict.fromkeys(arms)
     assert len(called) == 3  # nothing is run for no figure
 
 
@@ -159,7 +159,7 @@ def test_forward_report(target, monkeypatch, tmp_path):
     monkeypatch.setattr(forward, "config_of", lambda name: target.config)
     monkeypatch.setattr(forward, "compile_case", counted)
     monkeypatch.setattr(forward, "peak_in_use", rising)  # a backend with statistics
-    monkeypatch.setattr(memory, "peak_in_use", rising)
+    monkeypatch.setattr(device_memory, "peak_in_use", rising)
 
     def measured():
         run = Run(2, tmp_path / "r.json")
@@ -315,7 +315,7 @@ def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
     def decode_once(work, arm, texts, temperature):
         if arm.verify is not verify_packed:
             too_much()
-        return speculation.decode_once(work, arm, texts, temperature)
+        return arms.decode_once(work, arm, texts, temperature)
 
     monkeypatch.setattr(unrolled, "decode_once", decode_once)
     report = beam_report(target, drafter, Run(1))

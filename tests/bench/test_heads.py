@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.bench import benchmarks, figures, plots
+from stree_jax.bench import benchmarks, charts, figures
 from stree_jax.bench import heads as bench
 from stree_jax.bench.method import Run
 from stree_jax.bench.widen import widened, widened_heads
@@ -174,11 +174,11 @@ def test_tables_and_figures(report, tmp_path):
     assert "| GSM8K | 1 | typical, chain:2 |" in text
     assert "| HumanEval, given the heads before | 3 |" in text
     assert "| 1 | typical |" in text and "Weights: target" in text
-    plots.save(figures.draw(report), tmp_path / "f")
+    charts.save(figures.draw(report), tmp_path / "f")
     assert {file.name for file in tmp_path.iterdir()} == {"f.png", "f.svg"}
     greedy = report | {"temperatures": [0.0], "texts": []}
     assert "typical, chain:2" in benchmarks.table_of(greedy)
-    plots.save(figures.draw(greedy), tmp_path / "g")
+    charts.save(figures.draw(greedy), tmp_path / "g")
 
 
 def test_the_options_are_what_is_measured(monkeypatch, pair, heads, tmp_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from stree_jax import options
-from stree_jax.bench.report import TITLES, arguments
+from stree_jax.bench.everything import TITLES, arguments
 from stree_jax.cli.main import build_parser
 from stree_jax.options import parse_bench
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import benchmarks, figures, plots, staged
+from stree_jax.bench import benchmarks, charts, figures, staged
 from stree_jax.bench.method import Run
 from stree_jax.sizing.pass_time import MeasuredTime
 from stree_jax.speculation.gain import staged_gain, staged_passes
@@ -126,8 +126,8 @@ def test_tables_and_figures(report, tmp_path):
     text = benchmarks.table_of(report)
     assert "| HumanEval | greedy | staged, 1 ahead |" in text
     assert "| GSM8K | top-k 5, T = 1 | n-grams alone |" in text
-    plots.save(figures.draw(report), tmp_path / "f")
-    plots.save(figures.draw_text(report), tmp_path / "t")
+    charts.save(figures.draw(report), tmp_path / "f")
+    charts.save(figures.draw_text(report), tmp_path / "t")
     staged.write_html(report, tmp_path / "t.html")
     page = (tmp_path / "t.html").read_text("utf-8")
     runs = report["text"]["runs"]

@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax.bench import benchmarks
-from stree_jax.bench.report import arguments
+from stree_jax.bench.everything import arguments
 from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
 from stree_jax.options import parse_bench

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from stree_jax.bench.benchmarks import measure_benchmark, table_of
+from stree_jax.bench.charts import check_matplotlib, save
 from stree_jax.bench.figures import draw
 from stree_jax.bench.method import Clock, machine, write_report
-from stree_jax.bench.plots import check_matplotlib, save
 from stree_jax.options import parse_bench
 
 TITLES = {
