@@ -1,18 +1,20 @@
-"""Conversations within a budget: SpecMemo's multi-turn figure, by what `plan` takes.
+"""Conversations within a budget: SpecMemo's multi-turn figure, with the planner.
 
-Run-time memory is all but weights. A budget is the weights of what the planner takes
-where nothing is short, and a share of its run-time memory; what it then takes decodes
-the same conversations, in caches of the size that the plan counts.
+Run-time memory is everything but weights. A budget is a share of the run-time memory of
+the planner's choice without a limit, and its weights. The planner's choice for a budget
+decodes the same conversations, in caches of the size that the plan counts.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stree_jax.bench import charts, tables
 from stree_jax.bench.arms import PLAIN, check_ties
 from stree_jax.bench.budgets import choice_of, run_time
+from stree_jax.bench.budgets import name_of as name_of_record
 from stree_jax.bench.device_memory import resident
 from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.checkpoints.checkpoint import Model
@@ -24,20 +26,23 @@ from stree_jax.sizing.plan import Choice, Request, plan
 from stree_jax.speculation.specs import LOOKUP
 from stree_jax.speculation.tree import Auto, Tree, resolve_tree
 
-AMPLE = 2**50  # bytes
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AMPLE = 2**50  # bytes: no limit
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What is said, and how it may be answered.
+    """Conversations, and the ways to answer them.
 
     Attributes:
-      target, heads: who answers; the first of the heads where a choice has fewer.
-      turns: conversations, what the user says in them.
-      request: what a conversation takes.
-      ample: the planner's choice where nothing is short.
-      budgets: by share of its run-time memory, the bytes and the choice, or why there
-        is none.
+      target, heads: the models; a choice with fewer heads takes the first ones.
+      turns: conversations: the user's messages.
+      request: what a conversation needs.
+      ample: the planner's choice without a limit.
+      budgets: by share of its run-time memory, the bytes and the planner's choice, or
+        its refusal.
     """
 
     target: Model
@@ -49,16 +54,13 @@ class Talk:
 
     @property
     def arms(self) -> dict[str, Choice | None]:
-        """The ways to answer, once each; None is plain decoding."""
+        """The ways to answer by name; None is plain decoding."""
         fitting = [c for _, c in self.budgets.values() if isinstance(c, Choice)]
         return {PLAIN: None} | {name_of(c): c for c in (self.ample, *fitting)}
 
 
 def name_of(choice: Choice) -> str:
-    """A choice in a table."""
-    named = choice_of(choice)
-    who = f"{choice.heads} heads" if choice.heads else choice.drafter
-    return PLAIN if choice.drafter == "none" else f"{who}, {named['shown']}"
+    return PLAIN if choice.drafter == "none" else name_of_record(choice_of(choice))
 
 
 def plans(
@@ -69,20 +71,20 @@ def plans(
     max_new_tokens: int,
     timed: bool,
 ) -> Talk:
-    """What the planner takes at each budget.
+    """Asks the planner for its choice at each budget.
 
     Args:
-      shares: of the run-time memory of what it takes where nothing is short.
-      timed: whether to time the steps of tree "auto" first, as `stree_jax.tune` does,
-        so that the planner goes by them; else by what is known, or assumed.
+      shares: of the run-time memory of its choice without a limit.
+      timed: if True, first time the steps of tree "auto", as `stree_jax.tune` does, so
+        that the planner uses them. Otherwise it uses known or assumed times.
 
     Raises:
       ValueError: no conversations.
     """
     if not turns:
         raise ValueError("--parts turns: want --prompts with conversations (turns)")
-    said = [len(ids) for talk in turns for ids in encode_prompts(target, list(talk))]
-    context = max(said) + max_new_tokens
+    lengths = [len(ids) for talk in turns for ids in encode_prompts(target, list(talk))]
+    context = max(lengths) + max_new_tokens
     request = Request(1, context, max(map(len, turns)), max_new_tokens)
     if timed:
         capacity = request.room(Auto().depth).capacity
@@ -105,11 +107,10 @@ def plans(
     weights = ample.memory.total - run_time(ample.memory)
     budgets: dict[float, tuple[int, Choice | str]] = {}
     for share in shares:
-        promised = ample.memory.promised - weights
-        limit = weights + int(share * promised)
+        limit = weights + int(share * (ample.memory.promised - weights))
         try:
             budgets[share] = limit, ask(limit)
-        except ValueError as error:  # of the planner: that nothing fits
+        except ValueError as error:  # of the planner: nothing fits
             budgets[share] = limit, str(error)
     return Talk(target, heads, turns, request, ample, budgets)
 
@@ -117,7 +118,7 @@ def plans(
 def converse(
     talk: Talk, turns: Sequence[str], choice: Choice | None
 ) -> list[tuple[Generation, int | None]]:
-    """Every turn's answer, and what the process has in memory behind it."""
+    """Returns every turn's answer, and the process's resident bytes after it."""
     drafter: Heads | str | None = None
     depth = 0
     if choice is not None and choice.drafter != "none":
@@ -144,20 +145,20 @@ def converse(
 
 
 def units(talk: Talk, run: Run) -> dict[str, Callable[[], Any]]:
-    """A unit a conversation: every way to answer it, all turns of the arms."""
+    """Returns a unit for each conversation: all ways to answer it, in turns."""
     warm: set[str] = set()
     return {
-        f"turns/{i}": partial(_unit, talk, said, run.repeats, warm)
-        for i, said in enumerate(talk.turns)
+        f"turns/{i}": partial(_unit, talk, turns, run.repeats, warm)
+        for i, turns in enumerate(talk.turns)
     }
 
 
 def _unit(
-    talk: Talk, said: Sequence[str], repeats: int, warm: set[str]
+    talk: Talk, turns: Sequence[str], repeats: int, warm: set[str]
 ) -> dict[str, Any]:
-    """Raises RuntimeError where greedy text is not plain decoding's."""
+    """Raises RuntimeError where greedy text differs from plain decoding."""
     calls: dict[str, Callable[[], Any]] = {
-        name: partial(converse, talk, said, choice)
+        name: partial(converse, talk, turns, choice)
         for name, choice in talk.arms.items()
     }
     results, _ = take_turns(calls, repeats, warm)
@@ -176,8 +177,9 @@ def _unit(
 
 
 def check_turns(target: Model, results: dict[str, list[Generation]]) -> dict[str, bool]:
-    """Whether all turns are plain decoding's; where one differs at a tie, what comes
-    after it answers another text and is not compared.
+    """Returns by arm whether all turns are those of plain decoding.
+
+    After a difference at a tie the turns answer another text and are not compared.
 
     Raises:
       RuntimeError: a difference that is no tie.
@@ -194,43 +196,114 @@ def check_turns(target: Model, results: dict[str, list[Generation]]) -> dict[str
 
 
 def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the budgets gave, and every way to answer beside what was predicted; from
-    the records of the conversations."""
+    """Returns the choice for each budget, and every way to answer beside its plan.
+
+    Args:
+      records: of the conversations.
+    """
     arms = [summary(records, name, choice) for name, choice in talk.arms.items()]
     speeds = {row["arm"]: row for row in arms}
-    whole = name_of(talk.ample)
     budgets = []
     for share, (limit, choice) in talk.budgets.items():
         row: dict[str, Any] = {"share": share, "limit": limit}
         if isinstance(choice, str):
             budgets.append(row | {"arm": None, "refusal": choice})
             continue
-        name = name_of(choice)
-        over = [
-            median(r[whole]["seconds"]) / median(r[name]["seconds"]) for r in records
-        ]
+        over = _over(records, name_of(choice), name_of(talk.ample))
         speed = quartiles_of("of_ample", over)
-        budgets.append(row | speed | speeds[name] | choice_of(choice))
+        budgets.append(row | speed | speeds[name_of(choice)] | choice_of(choice))
     return {"request": vars(talk.request), "arms": arms, "budgets": budgets}
+
+
+def _over(records: Sequence[dict[str, Any]], name: str, other: str) -> list[float]:
+    """Returns the speedup of an arm over another by conversation."""
+    return [median(r[other]["seconds"]) / median(r[name]["seconds"]) for r in records]
 
 
 def summary(
     records: Sequence[dict[str, Any]], name: str, choice: Choice | None
 ) -> dict[str, Any]:
-    """A way to answer: measured, beside what the planner said of it."""
+    """Returns the measurements of a way to answer, and the plan of its choice."""
     cells = [record[name] for record in records]
-    over = [median(r[PLAIN]["seconds"]) / median(r[name]["seconds"]) for r in records]
     speeds = [c["tokens"] / median(c["seconds"]) for c in cells]
-    held = [c["resident"] for c in cells]
     row: dict[str, Any] = {
         "arm": name,
         "conversations": len(cells),
         "equal": sum(c["equal"] for c in cells),
         "measured_tau": sum(c["tokens"] for c in cells)
         / sum(c["calls"] for c in cells),
-        **quartiles_of("speedup", over),
+        **quartiles_of("speedup", _over(records, name, PLAIN)),
         **quartiles_of("tokens_per_s", speeds),
-        "resident_first": held[0][0],
-        "resident_last": held[-1][-1],
+        "resident_first": cells[0]["resident"][0],
+        "resident_last": cells[-1]["resident"][-1],
     }
     return row | ({} if choice is None else choice_of(choice))
+
+
+def turns_table(found: dict[str, Any]) -> str:
+    """Returns the choice for each budget, and measurements beside the plans."""
+    equal = "{equal}/{conversations}".format_map
+    of_ample = tables.quartiles("", "of_ample", ".2f")[1]
+    budgets = [
+        ("run-time memory", "share", ".0%"),
+        ("budget, MB", "limit", "MB"),
+        ("taken", "arm", "", "refused"),
+        ("MB", lambda row: row.get("bytes"), "MB"),
+        ("MB but weights", lambda row: row.get("run_time"), "MB"),
+        (
+            "speed, of the unconstrained (quartiles)",
+            lambda row: row["arm"] and of_ample(row),
+            ".2f",
+        ),
+        ("over plain", lambda row: row.get("speedup"), ".2f"),
+        ("equal", lambda row: row["arm"] and equal(row)),
+    ]
+    arms = [
+        ("way to answer", "arm"),
+        ("tau", "measured_tau", ".2f"),
+        ("planned tau", lambda row: row.get("tau"), ".2f"),
+        ("tokens/s", "tokens_per_s", ".0f"),
+        ("planned", lambda row: row.get("predicted"), ".0f"),
+        tables.quartiles("over plain", "speedup", ".2f"),
+        ("resident at first, MB", "resident_first", "MB"),
+        ("at last, MB", "resident_last", "MB"),
+    ]
+    refusals = [row["refusal"] for row in found["budgets"] if row["arm"] is None]
+    times = {row["measured"] for row in found["arms"] if "measured" in row}
+    kinds = "mixed" if len(times) != 1 else "measured" if True in times else "assumed"
+    sections = [
+        tables.table(budgets, found["budgets"]),
+        *refusals[:1],
+        tables.table(arms, found["arms"]),
+        f"Times that plans go by: {kinds}.",
+    ]
+    return "\n\n".join(sections)
+
+
+def draw_turns(report: dict[str, Any]) -> "Figure":
+    """Draws speed against run-time memory, and measured against planned speed."""
+    figure, axes = charts.panels(2, report, "Conversations in a budget")
+    found = report["conversations"]
+    rows = [row for row in found["budgets"] if row["arm"] is not None]
+    refused = [100 * row["share"] for row in found["budgets"] if row["arm"] is None]
+    shares = [100 * row["share"] for row in rows]
+    made = [charts.Line(None, shares, [100 * row["of_ample"] for row in rows])]
+    if refused:
+        style = {**charts.POINTS, "marker": "x", "color": "0.3"}
+        made.append(charts.Line("refused", refused, [0] * len(refused), style))
+    words = "run-time memory that there is, %", "speed, %"
+    legend = charts.LEGEND if refused else None
+    charts.lines(axes[0], made, *words, guide=100, legend=legend, from_zero=True)
+    for row in rows:
+        place = {"xytext": (3, 4), "textcoords": "offset points", "fontsize": 7}
+        at = (100 * row["share"], 100 * row["of_ample"])
+        axes[0].annotate(row["arm"], at, **place)
+    plain = next(row for row in found["arms"] if row["arm"] == PLAIN)
+    made = [
+        charts.Line(row["arm"], [row["predicted"]], [row["tokens_per_s"]])
+        for row in found["arms"]
+        if row["arm"] != PLAIN
+    ]
+    words = "tokens/s, planned", "tokens/s, measured (line: plain)"
+    charts.lines(axes[1], made, *words, guide=plain["tokens_per_s"])
+    return figure

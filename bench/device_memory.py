@@ -1,4 +1,4 @@
-"""What a program holds in memory, and how fast memory is read."""
+"""What models and programs hold in memory, and how fast memory is read."""
 
 import resource
 import time
@@ -10,19 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from stree_jax.models import Model, cache_rows, init_state, param_dtype
+from stree_jax.sizing.traffic import state_and_caches
+
 READ_AT_MOST = {"cpu": 1 << 30}  # bytes; caches are smaller, and weights need the rest
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
-    """What the compiler says that a program needs, on its device.
+    """Returns the memory that a program needs, by the compiler's own analysis.
 
-    Weights are arguments of all our programs, and so they are counted. Buffers that a
-    kernel has inside (registers, shared memory) are not.
+    Weights are counted, as they are arguments of all our programs. Buffers inside a
+    kernel (registers, shared memory) are not.
 
     Returns:
-      "memory_bytes": arguments + outputs - what outputs share with arguments (donated
-      buffers) + temporaries; "temp_bytes": the temporaries alone. None where the
-      backend does not say.
+      "memory_bytes": arguments + outputs - buffers that both share (donated ones) +
+      temporaries; "temp_bytes": the temporaries. None if the backend has no analysis.
     """
     sizes: Any = compiled.memory_analysis()
     if sizes is None:
@@ -32,13 +34,21 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int | None]:
     return {"memory_bytes": held, "temp_bytes": sizes.temp_size_in_bytes}
 
 
+def cache_row_bytes(model: Model) -> int:
+    """Returns the bytes of one row of all attention caches; 0 without attention."""
+    dtype = param_dtype(model.params)
+    state = jax.eval_shape(lambda: init_state(model.config, 1, 1, dtype))
+    rows = cache_rows(state)
+    return 0 if rows is None else state_and_caches(state)[1] // rows
+
+
 def peak_in_use() -> int | None:
-    """The allocator's peak of this process so far, in bytes; a CPU keeps none."""
+    """Returns the allocator's peak in bytes so far, or None on a CPU."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def resident() -> int | None:
-    """Bytes of this process in memory now, where the system tells it (Linux)."""
+    """Returns the resident bytes of this process on Linux, else None."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -47,26 +57,25 @@ def resident() -> int | None:
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Whether an array or a program was refused for lack of memory."""
+    """True if an array or a program did not fit in memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def allocator_peaks(
     arms: Mapping[str, tuple[int | None, Callable[[], Any]]],
 ) -> dict[str, int | None]:
-    """The allocator's peak in bytes while each arm runs, weights included.
+    """Returns the allocator's peak in bytes while each arm runs, weights included.
 
-    The peak of a process only rises, so arms are called in ascending order of what the
-    compiler says of them, each once, and what they return is dropped before the next.
+    The peak of a process only rises, so arms are called in ascending order of their
+    analysed memory, each once. Their results are dropped before the next call.
 
     Args:
-      arms: the analysed "memory_bytes", and a call that returns when its work is done;
-        what it needs beyond the weights it should make itself.
+      arms: the analysed "memory_bytes", and a call that returns when its work is done
+        and makes all arrays but the weights itself.
 
     Returns:
-      by arm; None where the backend has no statistics, where the peak did not rise
-      (what was measured or compiled before took more than this arm), or where the arm
-      runs out of memory.
+      the peak by arm. None if the backend has no statistics, if the peak did not rise
+      (something before took more memory), or if the arm runs out of memory.
     """
     peaks: dict[str, int | None] = dict.fromkeys(arms)
     for name in sorted(arms, key=lambda name: arms[name][0] or 0):
@@ -85,10 +94,10 @@ def allocator_peaks(
 
 
 def read_bandwidth(size_bytes: int, repeats: int) -> float:
-    """Bytes per second at which memory is read, the best of `repeats`.
+    """Returns the bytes per second at which memory is read, the best of `repeats`.
 
-    By one product with a vector on a CPU, which is how weights are read there, and by
-    several sums a dispatch on other devices.
+    A CPU reads by one product with a vector, as it reads weights; other devices by
+    several sums in a dispatch.
     """
     size = min(size_bytes, READ_AT_MOST.get(jax.default_backend(), 4 << 30))
     weight = jnp.ones((max(size // (4 * 4096), 1), 4096), jnp.float32)
@@ -100,7 +109,7 @@ def read_bandwidth(size_bytes: int, repeats: int) -> float:
     def read(weight: jax.Array, x: jax.Array) -> jax.Array:
         if reads == 1:
             return jnp.einsum("mk,tk->mt", weight, x).sum()
-        # The sum before is in each sum, or they would be one.
+        # Each sum contains the one before, or the compiler would merge them.
         return lax.fori_loop(0, reads, lambda _, s: (weight + 0 * s).sum(), x.sum())
 
     jax.block_until_ready(read(weight, x))

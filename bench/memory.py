@@ -1,234 +1,220 @@
-"""`bench memory`: SpecMemo's figures (Yildirim and Chen 2025) that carry over.
+"""SpecMemo's figures (Yildirim and Chen 2025): where the bytes go and what fits.
 
-`budgets` counts bytes of models that need not be run. Measured here, with Medusa
-heads: speed and bytes by caches, tree and number of heads (Fig. 10), by pruned trees
-beside the best of equal size (Fig. 11, 12), by rows of a batch (Fig. 8), and of
-conversations with what the planner takes at several budgets (`conversations`).
+`budgets` counts bytes of models that need not be run. Measured here, with Medusa heads:
+speed and bytes by caches, tree and number of heads (Fig. 10), by pruned trees beside
+the best of equal size (Fig. 11, 12), and by rows of a batch (Fig. 8). Conversations at
+several budgets are measured by `conversations`.
 """
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from stree_jax.bench import budgets, conversations
-from stree_jax.bench.arms import (
-    PLAIN,
-    Arm,
-    Workload,
-    decode_unit,
-    settings_of,
-    summarise_arms,
-    workload,
-)
+from stree_jax.bench import arms, budgets, charts, conversations, method, tables
+from stree_jax.bench.arms import PLAIN, Arm, Workload
 from stree_jax.bench.budgets import Subject, run_time
-from stree_jax.bench.method import Run, measure
-from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.shapes import config_of
+from stree_jax.bench.device_memory import cache_row_bytes
+from stree_jax.bench.inputs import load_models, load_prompts, settings_of
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import add_prompts
+from stree_jax.bench.prompts import Prompt, read_turns, rounds
+from stree_jax.bench.widen import widened_heads
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.heads import load_heads
 from stree_jax.default_tree import accuracy_of, tree_for
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads
-from stree_jax.options import COUNTED, MEMORY_PARTS, MEMORY_SHAPES
+from stree_jax.options import add
 from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.gain import Acceptance, expected_tau
 from stree_jax.speculation.tree import Tree, resolve_tree
 
-PAIR = MEMORY_SHAPES[0]  # the models that the options name
-TURNS = MEMORY_PARTS[-1]
-ROUNDS = 2  # of every size of a batch: large ones need many prompts, small ones not
-MEASURED = tuple(part for part in MEMORY_PARTS if part not in (*COUNTED, TURNS))
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class Options:
-    """What is counted and measured.
-
-    Attributes:
-      parts: of `COUNTED`, `MEASURED` and `TURNS`.
-      shapes: published ones, and `PAIR`.
-      limit, small: bytes for shapes, and for the pair.
-      sizes: nodes of trees.
-      head_counts, caches: of part "caches", the latter in rows.
-      pruned: trees of that part, by name.
-      batches, tree: of part "batch": rows decoded together, and the heads' tree.
-      shares: of part "turns": of the run-time memory, see `conversations`.
-      tune: whether steps are timed before the planner is asked there.
-      max_new_tokens: of every row and turn.
-    """
-
-    parts: tuple[str, ...]
-    shapes: tuple[str, ...]
-    limit: int
-    small: int
-    sizes: tuple[int, ...]
-    head_counts: tuple[int, ...]
-    caches: tuple[int, ...]
-    pruned: tuple[str, ...]
-    batches: tuple[int, ...]
-    tree: str
-    shares: tuple[float, ...]
-    tune: bool
-    max_new_tokens: int
+NAME, REPEATS = "memory", 2
+PAIR = "pair"  # the models of the options, among the shapes
+SHAPES = (PAIR, "mamba2-2.7b", "granite-4.0-h-micro", "llama-7b")
+COUNTED = ("breakdown", "longest", "ratios", "printed")
+MEASURED = ("caches", "pruned", "batch")
+TURNS = "turns"
+PRUNED = ("pruned:2x3x8", "pruned:3x4x16", "pruned:5x4x32", "pruned:10x4x64")
+ROUNDS = 2  # of every size of a batch: large batches need many prompts
+STEP_BYTES = "MB of the steps but weights"
 
 
 @dataclass(frozen=True)
 class Models:
-    """Who decodes."""
+    """A target with a draft model and heads."""
 
     target: Model
     drafter: Model
     heads: Heads
 
 
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 2, needed=False, without="none, and nothing is measured")
+    parts = (*COUNTED, *MEASURED, TURNS)
+    add(b, "--parts", str, COUNTED, "what to count and measure", "+", parts)
+    add(b, "--heads", str, "demo-heads", "directory of the target's heads")
+    add(b, "--shapes", str, SHAPES, "published ones, and the pair", "+")
+    add(b, "--memory", str, "16GB", "that shapes are to fit in")
+    add(b, "--small", str, "64MB", "that the pair is to fit in")
+    add(b, "--sizes", int, (8, 16, 44, 64), "nodes of trees", "+")
+    add(b, "--head-counts", int, (3, 4), "of part caches", "+")
+    add(b, "--caches", int, (1024, 4096), "their rows, of that part", "+")
+    add(b, "--pruned", str, PRUNED, "trees of that part", "+")
+    add(b, "--batches", int, (1, 2, 4, 8, 10), "prompts decoded together", "+")
+    add(b, "--tree", str, "sparse:8", "of the heads, of part batch")
+    shares = "of run-time memory that part turns keeps to"
+    add(b, "--shares", float, (1.0, 0.7, 0.5, 0.35), shares, "+")
+    timed = (
+        "time steps before planning for part turns (default: what is known or assumed)"
+    )
+    b.add_argument("--tune", action="store_true", help=timed)
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
+    models = Models(*load_models(args), heads)
+    turns = read_turns(args.prompts or [], args.count)
+    return measure_memory(models, load_prompts(args), turns, args, run)
+
+
 def measure_memory(
     models: Models,
     prompts: dict[str, list[Prompt]],
     turns: Sequence[Sequence[str]],
-    options: Options,
+    args: argparse.Namespace,
     run: Run,
 ) -> dict[str, Any]:
-    """The report of the parts that are asked for.
+    """Counts and measures the parts of the options.
 
     Args:
-      prompts: of the measured parts; may be none without them.
-      turns: conversations, what the user says in them; likewise.
+      prompts: of the measured parts; may be empty without them.
+      turns: conversations of part "turns", the user's messages; likewise.
 
     Raises:
-      ValueError: a part without prompts or conversations, or what does not fit.
+      ValueError: a part without prompts or conversations, or caches that are too small.
     """
-    works = works_of(models, prompts, options)
+    limits = {"limit": bytes_named(args.memory), "small": bytes_named(args.small)}
+    works = works_of(models, prompts, args)
     units: dict[str, Callable[[], Any]] = {}
-    for part in options.parts:
-        if part in COUNTED:
-            units |= _counted(part, models, options)
-    warm: dict[str, set[str]] = {label: set() for label in works}
+    for part in (part for part in args.parts if part in COUNTED):
+        units |= _counted(part, models, args, **limits)
     for label, work in works.items():
-        units |= _decoded(label, work, prompts, run, warm[label])
+        units |= _decoded(label, work, prompts, run)
     talk = None
-    if TURNS in options.parts:
-        asked = options.shares, options.max_new_tokens, options.tune
-        talk = conversations.plans(models.target, models.heads, turns, *asked)
+    if TURNS in args.parts:
+        options = args.shares, args.max_new_tokens, args.tune
+        talk = conversations.plans(models.target, models.heads, turns, *options)
         units |= conversations.units(talk, run)
-    pair = models.target, models.drafter
-    settings = settings_of("memory", {"": pair}, prompts) | {
-        name: getattr(options, name) for name in Options.__dataclass_fields__
-    }
-    report = measure(settings, units, lambda name: units[name](), run)
+    names = "parts shapes sizes head_counts caches pruned batches tree shares tune"
+    settings = settings_of(NAME, {"": (models.target, models.drafter)}, prompts)
+    settings |= {**limits, "max_new_tokens": args.max_new_tokens}
+    settings |= {name: getattr(args, name) for name in names.split()}
+    report = method.measure(settings, units, lambda name: units[name](), run)
+    found = report["units"]
+    decoded = {name: record for name, record in found.items() if "/T=0/" in name}
     report["results"] = [
-        with_bytes(row, works[row["pair"]]) for row in _measured_rows(report["units"])
+        with_bytes(row, works[row["pair"]]) for row in arms.summarise_arms(decoded)
     ]
-    said = [r for name, r in report["units"].items() if name.startswith(f"{TURNS}/")]
+    answered = [r for name, r in found.items() if name.startswith(f"{TURNS}/")]
     report["conversations"] = None
-    if talk is not None and said:
-        report["conversations"] = conversations.rows(talk, said)
+    if talk is not None and answered:
+        report["conversations"] = conversations.rows(talk, answered)
     return report
 
 
-def subject(shape: str, models: Models, options: Options) -> Subject:
-    """A shape, or the pair itself with its heads."""
-    if shape != PAIR:
-        return budgets.subject_of(shape, options.limit)
-    dtype = str(weights_dtype(models.target.params))
-    return Subject(models.target, models.heads, dtype, options.small)
-
-
 def _counted(
-    part: str, models: Models, options: Options
+    part: str, models: Models, args: argparse.Namespace, limit: int, small: int
 ) -> dict[str, Callable[[], Any]]:
-    """The units of a part that runs nothing."""
-    ask = partial(subject, models=models, options=options)
-    if part == "printed":
-        return {f"{part}/{budgets.PAPER}": lambda: budgets.printed(ask(budgets.PAPER))}
-    names = [
-        shape
-        for shape in options.shapes
-        if part != "ratios"
-        or (shape != PAIR and "attention" in config_of(shape).layers)
-    ]
-    function: Callable[..., Any] = getattr(budgets, part)
-    return {
-        f"{part}/{name}": partial(_rows, function, ask, name, options.sizes)
-        for name in names
-    }
+    """Returns the units of a part that runs nothing."""
+    count = getattr(budgets, part)
+
+    def unit(shape: str) -> Any:
+        if shape != PAIR:
+            return count(budgets.subject_of(shape, limit), args.sizes)
+        dtype = str(weights_dtype(models.target.params))
+        return count(Subject(models.target, models.heads, dtype, small), args.sizes)
+
+    names = [budgets.PAPER] if part == "printed" else args.shapes
+    if part == "ratios":  # of published shapes with caches
+        names = [name for name in names if name != PAIR and _has_caches(name)]
+    return {f"{part}/{name}": partial(unit, name) for name in names}
 
 
-def _rows(
-    function: Callable[..., list[dict[str, Any]]],
-    ask: Callable[[str], Subject],
-    shape: str,
-    sizes: Sequence[int],
-) -> list[dict[str, Any]]:
-    return function(ask(shape), sizes)
+def _has_caches(shape: str) -> bool:
+    return cache_row_bytes(budgets.subject_of(shape, 0).target) > 0
 
 
 def works_of(
-    models: Models, prompts: dict[str, list[Prompt]], options: Options
+    models: Models, prompts: dict[str, list[Prompt]], args: argparse.Namespace
 ) -> dict[str, Workload]:
-    """The measured parts, by label: who decodes how in what room.
+    """Returns the workloads of the measured parts by label.
 
     Raises:
       ValueError: no prompts, or caches that are too small for them.
     """
-    parts = [part for part in options.parts if part in MEASURED]
+    parts = [part for part in args.parts if part in MEASURED]
     if parts and not prompts:
         raise ValueError(f"--parts {parts[0]}: what is measured wants --prompts")
     if not parts:
         return {}
-    plain = Arm(PLAIN, None)
 
-    def work(arms: Sequence[Arm], batch: int = 1) -> Workload:
-        args = models.target, models.drafter, [plain, *arms], prompts
-        made = workload(*args, options.max_new_tokens, batch)
+    def work(drafting: Sequence[Arm], batch: int = 1) -> Workload:
+        ways = [Arm(PLAIN, None), *drafting]
+        options = prompts, args.max_new_tokens, batch
+        made = arms.workload(models.target, models.drafter, ways, *options)
         return replace(made, heads=models.heads)
 
     works = {}
     if "caches" in parts:
-        arms = [
-            Arm(f"{k} heads, sparse:{n}", f"sparse:{n}", drafting="heads", heads=k)
-            for k in options.head_counts
-            for n in options.sizes
-        ]
-        made = work(arms)
-        for rows in options.caches:
+        made = work(
+            [
+                Arm(f"{k} heads, sparse:{n}", f"sparse:{n}", drafting="heads", heads=k)
+                for k in args.head_counts
+                for n in args.sizes
+            ]
+        )
+        for rows in args.caches:
             if rows < made.capacity:
                 raise ValueError(f"--caches: want {made.capacity} rows, got {rows}")
             works[f"caches of {rows} rows"] = replace(made, capacity=rows)
     if "pruned" in parts:
-        works["pruned trees"] = work(pruned_arms(options.pruned))
+        trees = dict.fromkeys(
+            tree
+            for name in args.pruned
+            for tree in (f"sparse:{resolve_tree(name).size}", name)
+        )
+        works["pruned trees"] = work(list(map(_heads_arm, trees)))
     if "batch" in parts:
-        drafted = [Arm(f"heads, {options.tree}", options.tree, drafting="heads")]
-        drafted.append(Arm("model, chain:4", "chain:4"))
-        works |= {f"batch {n}": work(drafted, n) for n in options.batches}
+        drafting = [_heads_arm(args.tree), Arm("model, chain:4", "chain:4")]
+        works |= {f"batch {n}": work(drafting, n) for n in args.batches}
     return works
 
 
-def pruned_arms(names: Sequence[str]) -> list[Arm]:
-    """Each pruned tree, and the best of as many nodes, once."""
-    arms = {}
-    for name in names:
-        for tree in (f"sparse:{resolve_tree(name).size}", name):
-            arms[tree] = Arm(f"heads, {tree}", tree, drafting="heads")
-    return list(arms.values())
+def _heads_arm(tree: str) -> Arm:
+    return Arm(f"heads, {tree}", tree, drafting="heads")
 
 
 def _decoded(
-    label: str,
-    work: Workload,
-    prompts: dict[str, list[Prompt]],
-    run: Run,
-    warm: set[str],
+    label: str, work: Workload, prompts: dict[str, list[Prompt]], run: Run
 ) -> dict[str, Callable[[], Any]]:
-    """The units of a workload, greedy, named as `summarise_arms` reads them."""
+    """Returns the units of a workload, greedy, named as `summarise_arms` reads them."""
+    warm = set[str]()
 
     def unit(texts: Sequence[Prompt]) -> dict[str, Any]:
-        if not warm:  # of many programs, a process runs out of memory maps
+        if not warm:  # programs of all workloads together exhaust memory maps
             jax.clear_caches()
-        return decode_unit(work, texts, 0.0, run.repeats, warm, {})
+        return arms.decode_unit(work, texts, 0.0, run.repeats, warm)
 
     few = rounds(prompts, work.batch)
     if label.startswith("batch"):
@@ -240,13 +226,11 @@ def _decoded(
     }
 
 
-def _measured_rows(units: dict[str, Any]) -> list[dict[str, Any]]:
-    return summarise_arms({n: r for n, r in units.items() if "/T=0/" in n})
-
-
 def with_bytes(row: dict[str, Any], work: Workload) -> dict[str, Any]:
-    """A row with the bytes of its generation, and what tau its tree was expected to
-    have by the accuracies that came with the heads."""
+    """Returns a row with the bytes of its generation, and the expected tau.
+
+    The expected tau is of trees of heads, by the accuracies that come with the heads.
+    """
     arm = next(arm for arm in work.arms if arm.name == row["arm"])
     drafter, expected = work.drafter_of(arm), None
     if isinstance(drafter, Heads):
@@ -264,3 +248,145 @@ def with_bytes(row: dict[str, Any], work: Workload) -> dict[str, Any]:
         "run_time": run_time(memory),
         "steps_run_time": run_time(memory) - (memory.total - memory.steps_total),
     }
+
+
+def units_of(report: dict[str, Any], part: str) -> dict[str, Any]:
+    """Returns the records of a counted part by shape."""
+    begin = f"{part}/"
+    return {
+        name.removeprefix(begin): rows
+        for name, rows in report["units"].items()
+        if name.startswith(begin)
+    }
+
+
+COLUMNS = [
+    ("of", "pair"),
+    ("set", "set"),
+    ("arm", "arm"),
+    ("nodes", "nodes"),
+    ("tau", "tau", ".2f"),
+    ("expected", "expected_tau", ".2f"),
+    ("tokens/s", "tokens_per_s", ".0f"),
+    ("over plain (quartiles)", "speedup", ".2f"),
+    ("MB", "bytes", "MB"),
+    ("MB but weights", "run_time", "MB"),
+    ("of the steps", "steps_run_time", "MB"),
+    tables.equal(),
+]
+
+
+def table(report: dict[str, Any]) -> str:
+    """Returns a section for each counted part, the measured ones, conversations."""
+    sections = [
+        getattr(budgets, f"{part}_table")(units_of(report, part), report)
+        for part in report["parts"]
+        if part in COUNTED
+    ]
+    if report["results"]:
+        sections.append(tables.table(COLUMNS, report["results"]))
+    if report["conversations"]:
+        sections.append(conversations.turns_table(report["conversations"]))
+    return "\n\n".join(sections)
+
+
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws a figure for each part that has one."""
+    counted = {"breakdown": budgets.draw_breakdown, "longest": budgets.draw_longest}
+    measured: dict[str, Callable[[Any], Figure]] = {
+        "caches": draw_caches,
+        "pruned": draw_pruned,
+        "batch": draw_batch,
+        TURNS: conversations.draw_turns,
+    }
+    found = {}
+    for part in report["parts"]:
+        if part in counted:
+            found[f"-{part}"] = counted[part](units_of(report, part), report)
+        elif part in measured:
+            found[f"-{part}"] = measured[part](report)
+    return found
+
+
+def _rows(report: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """Returns the rows of a measured part, of the first set."""
+    first = next(iter(report["sets"]))
+    return [
+        row
+        for row in report["results"]
+        if row["pair"].startswith(part) and row["set"] == first
+    ]
+
+
+VALUES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "tokens a call": lambda row: row["tau"],
+    "times plain decoding": lambda row: row["speedup"]["median"],
+    STEP_BYTES: lambda row: row["steps_run_time"] / 1e6,
+    "MB but weights": lambda row: row["run_time"] / 1e6,
+}
+
+
+def _draw(
+    ax: Any,
+    found: Mapping[str, Sequence[dict[str, Any]]],
+    ylabel: str,
+    x: str = "nodes",
+    xlabel: str = "nodes in the tree",
+    style: dict[str, Any] | None = None,
+    title: str = "",
+    guide: float | None = None,
+) -> None:
+    """Draws one of `VALUES` of labelled rows against a field."""
+    made = [
+        charts.Line(
+            label,
+            [row[x] for row in rows],
+            [VALUES[ylabel](row) for row in rows],
+            style or {},
+        )
+        for label, rows in found.items()
+    ]
+    charts.lines(ax, made, xlabel, ylabel, title, guide, from_zero=True)
+
+
+def draw_caches(report: dict[str, Any]) -> "Figure":
+    """Draws speed against nodes by number of heads, a panel a size, and bytes."""
+    groups = tables.by(_rows(report, "caches"), "pair")
+    found = {name: rows for (name,), rows in groups.items()}
+    figure, axes = charts.panels(1 + len(found), report, "Caches, trees and heads")
+    for ax, (name, rows) in zip(axes, found.items(), strict=False):
+        heads = {
+            f"{k} heads": [row for row in rows if row["arm"].startswith(f"{k} heads")]
+            for k in report["head_counts"]
+        }
+        _draw(ax, heads, "times plain decoding", title=name, guide=1)
+    _draw(axes[-1], found, STEP_BYTES, style=charts.POINTS)
+    return figure
+
+
+def draw_pruned(report: dict[str, Any]) -> "Figure":
+    """Draws tau, speed and bytes of pruned trees and of the best of equal size."""
+    figure, axes = charts.panels(3, report, "Pruned trees")
+    rows = _rows(report, "pruned")
+    kinds = {"pruned": "heads, pruned", "best of equal size": "heads, sparse"}
+    found = {
+        label: [row for row in rows if row["arm"].startswith(begins)]
+        for label, begins in kinds.items()
+    }
+    for ax, ylabel in zip(axes, VALUES, strict=False):
+        _draw(ax, found, ylabel)
+    return figure
+
+
+def draw_batch(report: dict[str, Any]) -> "Figure":
+    """Draws speedup, and bytes, against the rows of a batch."""
+    figure, axes = charts.panels(2, report, "Rows of a batch")
+    rows = [
+        row | {"batch": int(row["pair"].split()[1])} for row in _rows(report, "batch")
+    ]
+    found = {arm: own for (arm,), own in tables.by(rows, "arm").items()}
+    for ax, ylabel in zip(
+        axes, ("times plain decoding", "MB but weights"), strict=True
+    ):
+        _draw(ax, found, ylabel, "batch", "rows of the batch")
+    return figure

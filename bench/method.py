@@ -1,4 +1,4 @@
-"""How everything here is measured.
+"""How the benchmarks measure.
 
 The arms of a comparison take turns in one process, so that a busy machine disturbs all
 of them alike, after a first call of each that compiles and is reported apart. A unit (a
@@ -27,7 +27,7 @@ from stree_jax.version import __version__
 
 
 def git_revision() -> str | None:
-    """The commit that runs, with a plus if the checkout has changes; None outside."""
+    """Returns the commit, with a plus if there are changes; None outside a checkout."""
     here = Path(__file__).resolve().parent
 
     def git(*args: str) -> str:
@@ -44,7 +44,7 @@ def git_revision() -> str | None:
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells it."""
+    """Returns the CPU's name, if the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def processor() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Returns what the figures are measured on."""
     device = jax.devices()[0]
     return {
         "device": processor() if device.platform == "cpu" else device.device_kind,
@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(report: dict[str, Any]) -> str:
-    """One line under a table or a figure."""
+    """Returns the line under a table or a figure."""
     m, sizes = report["machine"], report.get("parameters", {}).get("")
     line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, "
     if "cpu_kernels" in m and m["backend"] == "cpu":
@@ -82,7 +82,7 @@ def machine_line(report: dict[str, Any]) -> str:
 
 
 class Clock:
-    """Time since the start, and whether `minutes` of it are over."""
+    """A clock that is over after `minutes`."""
 
     def __init__(self, minutes: float | None):
         self.limit = math.inf if minutes is None else 60 * minutes
@@ -90,7 +90,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self.limit - (time.perf_counter() - self.began)
 
     @property
@@ -120,7 +120,7 @@ def take_turns(
     warm: set[str],
     skip_too_large: bool = False,
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Results of every arm's turns, and seconds of the first calls.
+    """Calls the arms in turns; returns the results, and seconds of the first calls.
 
     Args:
       arms: to be called; each returns when its work is done.
@@ -154,12 +154,12 @@ def measure(
     work: Callable[[str], Any],
     run: Run,
 ) -> dict[str, Any]:
-    """A report with the record of every unit, from `<json>.part` or measured now.
+    """Returns a report with the record of every unit, from `<json>.part` or measured.
 
     Args:
-      settings: what was asked for; with the machine, what the records depend on.
+      settings: the options; records depend on them and on the machine.
       units: names.
-      work: measures one of them; its record must be JSON.
+      work: measures a unit and returns its record, which must be JSON.
 
     Returns:
       settings, "machine", "complete" and "units": {name: record}.
@@ -182,7 +182,7 @@ def measure(
             if clock.over:
                 break
             records[name] = json.loads(json.dumps(work(name)))
-            if part is not None:  # of what was measured; a wrong option leaves nothing
+            if part is not None:  # only now: a wrong option leaves no file
                 if not part.exists():
                     part.write_text(json.dumps(head) + "\n")
                 with part.open("a") as lines:
@@ -192,7 +192,7 @@ def measure(
 
 
 def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
-    """The records of an interrupted run, none where there is none."""
+    """Returns the records of an interrupted run; empty if there was no such run."""
     if not part.exists():
         return {}
     lines = part.read_text().split("\n")
@@ -212,7 +212,7 @@ def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_report(path: Path) -> None:
-    """Raises ValueError for a file that is something else than a report."""
+    """Raises ValueError for a file that is not a report."""
     if not path.exists():
         return
     try:
@@ -224,7 +224,7 @@ def check_report(path: Path) -> None:
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Write a report; a complete one needs its `.part` no more."""
+    """Writes a report; removes the `.part` of a complete one."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(report, indent=1) + "\n")
     new.replace(path)
@@ -233,7 +233,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 
 def sign_test(ratios: Sequence[float]) -> float:
-    """Two-sided p of as uneven a split around 1 if either side were as likely."""
+    """Returns the two-sided p of the split around 1, if both sides are as likely."""
     above, below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
     n, k = above + below, max(above, below)
     tail = sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n
@@ -241,13 +241,13 @@ def sign_test(ratios: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Returns median and quartiles."""
     low, median, high = np.percentile(values, (25, 50, 75)).tolist()
     return {"median": median, "low": low, "high": high}
 
 
 def quartiles_of(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """The median as NAME, quartiles as NAME_low and NAME_high; None of no values."""
+    """Returns the median as NAME, quartiles as NAME_low, NAME_high; None if empty."""
     if not values:
         return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
     found = spread(values)
