@@ -104,6 +104,11 @@ def request_of(context: int, batch: int = 1) -> Request:
     return Request(batch, context, max_new_tokens=NEW_TOKENS)
 
 
+def flat(found: Mapping[str, Rows]) -> Rows:
+    """Returns the rows of all shapes, with their shape."""
+    return [{"shape": shape} | row for shape, rows in found.items() for row in rows]
+
+
 # Where the bytes go (Fig. 3).
 
 
@@ -127,7 +132,7 @@ def breakdown(subject: Subject, sizes: Sequence[int]) -> Rows:
 
 
 def breakdown_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
-    rows = [row | {"shape": shape} for shape, own in found.items() for row in own]
+    rows = flat(found)
     columns: list[Any] = [("shape", "shape"), ("of", "axis"), ("is", "value")]
     columns += [
         (part, lambda row, part=part: row["parts"].get(part, 0), "MB")
@@ -214,16 +219,17 @@ def longest_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
 def draw_longest(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure":
     """Draws tokens against nodes; the legend names models that any text fits."""
     figure, axes = charts.panels(2, report, "The longest text that fits")
-    nodes = [1, *report["sizes"]]
     names = {"context": "reading and steps", "steps": "steps alone"}
     for ax, (name, title) in zip(axes, names.items(), strict=True):
-        made = []
-        for shape, rows in found.items():
-            texts = [row[name] for row in rows]
-            line = charts.Line(shape, nodes, texts)
-            made.append(charts.Line(f"{shape}: any", [], []) if None in texts else line)
+        limited = {
+            shape: rows
+            for shape, rows in found.items()
+            if all(row[name] is not None for row in rows)
+        }
+        for shape in found.keys() - limited.keys():
+            ax.plot([], [], label=f"{shape}: any")
         words = "nodes in the tree", "tokens", f"room for {title}"
-        charts.lines(ax, made, *words, log="y")
+        charts.lines(ax, flat(limited), "nodes", name, "shape", *words, log="y")
     return figure
 
 
@@ -338,7 +344,7 @@ def ratios_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
         ("MB", lambda row: (row["planned"] or {}).get("bytes"), "MB"),
         ("most queries", "most_queries"),
     ]
-    rows = [row | {"shape": shape} for shape, own in found.items() for row in own]
+    rows = flat(found)
     return f"Queries of {QUERY} tokens.\n\n{tables.table(columns, rows)}"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from stree_jax.bench import method, tables
-from stree_jax.bench.charts import Line, lines, panels
+from stree_jax.bench.charts import lines, panels
 from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.passes import (
@@ -57,27 +57,19 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     capacities, or all lengths, take turns. The model's name may have slashes.
 
     Returns:
-      the report; "results" are `capacity_rows`.
+      the report; "results" are those of `capacity_rows`.
 
     Raises:
       ValueError: a missing model, or a text that is too long for the caches.
     """
     check_sizes(args)
-    units = {
-        f"{name}/{dtype}/{size}/{kind}": (name, dtype, size, kind)
-        for name in args.models
-        for dtype in args.dtypes
-        for size in args.sizes
-        for kind in (CAPACITY, TEXT)
-    }
 
     @lru_cache(maxsize=1)  # one model in one dtype is in memory at a time
     def compiled(name: str, dtype: str) -> tuple[Model, Callable[[Case], Program]]:
         model = model_named(name, dtype)
         return model, cache(partial(compile_case, model, passes=1))
 
-    def work(unit: str) -> dict[str, Any]:
-        name, dtype, size, kind = units[unit]
+    def work(name: str, dtype: str, size: int, kind: str) -> dict[str, Any]:
         model, program = compiled(name, dtype)
         least = Case(size, "packed", context=args.text)
         if kind == CAPACITY:
@@ -91,25 +83,17 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
         ]
         return {"parameters": sizes_of(model)[0], "records": records}
 
-    settings = {
-        "kind": NAME,
-        "models": list(args.models),
-        "dtype": ", ".join(args.dtypes),
-        "sizes": list(args.sizes),
-        "capacities": list(args.capacities),
-        "lengths": list(args.lengths),
-        "text_tokens": args.text,  # "text" is a generated text, see `staged`
-    }
-    report = method.measure(settings, units, work, run)
-    return {**report, "results": capacity_rows(report["units"])}
+    settings = method.settings_of(args, "models dtypes sizes capacities lengths")
+    settings["text_tokens"] = args.text  # "text" is a generated text, see `staged`
+    axes = {"model": args.models, "dtype": args.dtypes, "nodes": args.sizes}
+    axes["against"] = [CAPACITY, TEXT]
+    report, found = method.measure_grid(settings, axes, work, run)
+    rows = [row for case, unit in found for row in capacity_rows(case, unit)]
+    return {**report, "results": rows}
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """Raises ValueError for sizes below 1 or a text too long for the caches."""
-    for option in ("sizes", "capacities", "lengths"):
-        least = min(getattr(args, option))
-        if least < 1:
-            raise ValueError(f"--{option}: want at least 1, got {least}")
+    """Raises ValueError for a text that is too long for the caches."""
     for text, rows, option in (
         (args.text, min(args.capacities), "--text"),
         (max(args.lengths), max(args.capacities), "--lengths"),
@@ -168,8 +152,10 @@ def bytes_read(model: Model, record: Mapping[str, Any]) -> int:
     return weights_read(model) + other + of_text
 
 
-def capacity_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a row per model, dtype, size and capacity or text that was measured.
+def capacity_rows(
+    case: dict[str, Any], unit: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Returns a row for each capacity, or text, of a unit.
 
     Returns:
       "model", "dtype", "nodes", "against" ("capacity" or "text"), "capacity", "text",
@@ -178,21 +164,17 @@ def capacity_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
       "read_bytes" and "read_over_first"; "bytes_per_s", these bytes in the median time;
       "temp_bytes", "memory_bytes", "compile_s".
     """
-    rows = []
-    for unit, found in units.items():
-        name, dtype, size, against = unit.rsplit("/", 3)
-        first = found["records"][0]
-        for record in found["records"]:
-            row: dict[str, Any] = {"model": name, "dtype": dtype, "nodes": int(size)}
-            row |= {"against": against, "parameters": found["parameters"], **record}
-            own = row.pop("seconds")
-            row |= quartiles_of("ms", [1e3 * s for s in own])
-            pairs = zip(own, first["seconds"], strict=False)
-            row |= quartiles_of("over_first", [a / b for a, b in pairs])
-            row["read_over_first"] = record["read_bytes"] / first["read_bytes"]
-            ms = row["ms"]
-            row["bytes_per_s"] = None if ms is None else 1e3 * row["read_bytes"] / ms
-            rows.append(row)
+    rows, first = [], unit["records"][0]
+    for record in unit["records"]:
+        row = case | {"parameters": unit["parameters"], **record}
+        own = row.pop("seconds")
+        row |= quartiles_of("ms", [1e3 * s for s in own])
+        pairs = zip(own, first["seconds"], strict=False)
+        row |= quartiles_of("over_first", [a / b for a, b in pairs])
+        row["read_over_first"] = record["read_bytes"] / first["read_bytes"]
+        rate = tables.ratio(record["read_bytes"], row["ms"])
+        row["bytes_per_s"] = None if rate is None else 1e3 * rate
+        rows.append(row)
     return rows
 
 
@@ -229,19 +211,18 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     title = "Time of a pass; dotted: the bytes that it reads"
     figure, axes = panels(len(groups), report, title)
     xlabels = {CAPACITY: "rows of the caches", TEXT: "tokens of text"}
+    dotted = {"linestyle": ":", "linewidth": 1, "marker": ""}
+
+    def label(row: Mapping[str, Any]) -> str:
+        return f"{row['dtype']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}"
+
+    def hidden(row: Mapping[str, Any]) -> str:
+        return f"_{label(row)}"  # not in the legend
+
     for ax, ((name, against), rows) in zip(axes, groups.items(), strict=True):
-        times, bytes_ = [], []
-        for (dtype, nodes), own in tables.by(rows, "dtype", "nodes").items():
-            own = [row for row in own if row["over_first"] is not None]
-            x = [row[against] for row in own]
-            label = f"{dtype}, {nodes} node{'s' * (nodes > 1)}"
-            times.append(Line(label, x, [row["over_first"] for row in own]))
-            dotted = {"linestyle": ":", "linewidth": 1, "marker": ""}
-            read = [row["read_over_first"] for row in own]
-            bytes_.append(Line(None, x, read, dotted))
+        lines(ax, rows, against, "read_over_first", hidden, style=dotted, legend=None)
         words = xlabels[against], "the first = 1", f"{name}, against the {against}"
-        lines(ax, bytes_, *words, legend=None, log="xy")
-        lines(ax, times, *words, log="xy")
+        lines(ax, rows, against, "over_first", label, *words, log="xy")
         low, high = ax.get_ylim()
         ax.set_ylim(min(low, 0.5), max(high, 2))
     return {"": figure}

@@ -3,10 +3,10 @@
 The kinds are `lines` (points among them), `bars` and `stacked`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench.method import machine_line
 
@@ -25,29 +25,20 @@ LONGEST_NAME = 34  # characters of a stacked bar's name
 SHOWN_LIMIT = 3  # a limit this many times the longest bar would hide the bars
 
 
-class Line(NamedTuple):
-    """A line or points; the style is over that of its place among the lines."""
-
-    label: str | None
-    x: Sequence[Any]
-    y: Sequence[Any]
-    style: Mapping[str, Any] = {}
+Row = Mapping[str, Any]
+Value = str | Callable[[Any], Any]  # a field of a row, or a function of it
 
 
-class Bar(NamedTuple):
-    """A bar in some of the groups of a panel.
+def value_of(row: Row, value: Value) -> Any:
+    return row[value] if isinstance(value, str) else value(row)
 
-    Attributes:
-      label: in the legend.
-      values: the height by group, or a median with its quartiles.
-      colour: a place among the colours.
-      notes: words at the foot, by group.
-    """
 
-    label: str
-    values: Mapping[str, Any]
-    colour: int
-    notes: Mapping[str, str] = {}
+def grouped(rows: Iterable[Row], by: Value) -> dict[Any, list[Row]]:
+    """Returns the rows by a value, in the order of the first rows."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(value_of(row, by), []).append(row)
+    return groups
 
 
 def style_of(i: int) -> dict[str, Any]:
@@ -78,66 +69,86 @@ def panels(columns: int, report: dict[str, Any], title: str) -> "tuple[Figure, l
 
 def lines(
     ax: "Axes",
-    found: Iterable[Line],
-    xlabel: str,
-    ylabel: str,
+    rows: Iterable[Row],
+    x: Value,
+    y: Value,
+    by: Value,
+    xlabel: str = "",
+    ylabel: str = "",
     title: str = "",
+    style: Mapping[str, Any] | None = None,
     guide: float | None = None,
     legend: Mapping[str, Any] | None = LEGEND,
     log: str = "",
     from_zero: bool = False,
 ) -> None:
-    """Draws lines or points.
+    """Draws a line, or points, for each group of rows; where y is None, nothing.
 
     Args:
+      by: the label of a row's group; groups get colours in their order.
+      style: over that of the groups.
       guide: draws a dashed line at this height.
       legend: its options. If None, there is no legend.
       log: the logarithmic axes: "x", "y" or both.
       from_zero: if True, the heights begin at 0.
     """
-    for i, line in enumerate(found):
-        style = style_of(i) | {"markersize": 4} | dict(line.style)
-        ax.plot(line.x, line.y, label=line.label, **style)
+    for i, (label, own) in enumerate(grouped(rows, by).items()):
+        heights = [value_of(row, y) for row in own]
+        if any(height is not None for height in heights):
+            places = [value_of(row, x) for row in own]
+            options = style_of(i) | {"markersize": 4} | dict(style or {})
+            ax.plot(places, heights, label=label, **options)
     if guide is not None:
         ax.axhline(guide, **GUIDE)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.set(**{f"{axis}scale": "log" for axis in log})
+    ax.set(xlabel=xlabel, ylabel=ylabel, **{f"{axis}scale": "log" for axis in log})
+    ax.set_title(title, fontsize=10)
     if from_zero:
         ax.set_ylim(bottom=0)
-    ax.set_title(title, fontsize=10)
     if legend is not None:
         ax.legend(**legend)
 
 
 def bars(
     ax: "Axes",
-    groups: Sequence[str],
-    found: Sequence[Bar],
+    rows: Sequence[Row],
+    value: Value,
+    by: Value,
+    group: Value,
     ylabel: str,
     title: str = "",
     guide: float | None = 1,
+    note: Callable[[Any], str] | None = None,
+    colour: Mapping[Any, int] | None = None,
 ) -> None:
-    """Draws grouped bars, with quartiles and notes where there are any."""
-    width = 0.8 / len(found)
-    for i, bar in enumerate(found):
-        fill = COLOURS[bar.colour % len(COLOURS)]
-        at = {
-            group: g + (i - (len(found) - 1) / 2) * width
-            for g, group in enumerate(groups)
-            if group in bar.values
-        }
-        values = [bar.values[group] for group in at]
-        heights = [v["median"] if isinstance(v, Mapping) else v for v in values]
-        place = list(at.values())
-        ax.bar(place, heights, 0.92 * width, label=bar.label, color=fill)
-        if any(isinstance(v, Mapping) for v in values):
+    """Draws a bar for each row.
+
+    Args:
+      value: the height, or a median with its quartiles.
+      by: the label of the row's bars.
+      group: what stands side by side.
+      note: words at the foot of a bar.
+      colour: places among the colours by label. If None, that of their order.
+    """
+    groups, kinds = list(grouped(rows, group)), grouped(rows, by)
+    width = 0.8 / len(kinds)
+    for i, (label, own) in enumerate(kinds.items()):
+        fill = COLOURS[(i if colour is None else colour[label]) % len(COLOURS)]
+        offset = (i - (len(kinds) - 1) / 2) * width
+        places = [groups.index(value_of(row, group)) + offset for row in own]
+        values = [value_of(row, value) for row in own]
+        spread = isinstance(values[0], Mapping)
+        heights = [v["median"] for v in values] if spread else values
+        ax.bar(places, heights, 0.92 * width, label=label, color=fill)
+        if spread:
             ends = [[v["median"] - v["low"] for v in values]]
             ends.append([v["high"] - v["median"] for v in values])
-            ax.errorbar(place, heights, ends, fmt="none", ecolor="0.25", elinewidth=0.8)
-        for group, text in bar.notes.items():
-            note = ax.text(at[group], 0.02, text, rotation=90, fontsize=8)
-            ink = "white" if fill in DARK else "black"
-            note.set(ha="center", va="bottom", color=ink)
+            error: dict[str, Any] = {"fmt": "none", "ecolor": "0.25", "elinewidth": 0.8}
+            ax.errorbar(places, heights, ends, **error)
+        for place, row in zip(places, own, strict=True):
+            if note is not None:
+                text = ax.text(place, 0.02, note(row), rotation=90, fontsize=8)
+                ink = "white" if fill in DARK else "black"
+                text.set(ha="center", va="bottom", color=ink)
     if guide is not None:
         ax.axhline(guide, **GUIDE)
     ax.set_xticks(range(len(groups)), groups)

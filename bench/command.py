@@ -53,7 +53,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_of(args: argparse.Namespace) -> Run:
     """Returns how to measure; raises ValueError for wrong options."""
-    for name in ("repeats", "batch", "max_new_tokens"):
+    positive = "repeats batch max_new_tokens sizes capacities lengths"
+    for name in positive.split():
         values = getattr(args, name, 1)
         for value in (values,) if isinstance(values, int) else values:
             if value < 1:

@@ -284,26 +284,23 @@ def draw_turns(report: dict[str, Any]) -> "Figure":
     """Draws speed against run-time memory, and measured against planned speed."""
     figure, axes = charts.panels(2, report, "Conversations in a budget")
     found = report["conversations"]
-    rows = [row for row in found["budgets"] if row["arm"] is not None]
-    refused = [100 * row["share"] for row in found["budgets"] if row["arm"] is None]
-    shares = [100 * row["share"] for row in rows]
-    made = [charts.Line(None, shares, [100 * row["of_ample"] for row in rows])]
-    if refused:
-        style = {**charts.POINTS, "marker": "x", "color": "0.3"}
-        made.append(charts.Line("refused", refused, [0] * len(refused), style))
-    words = "run-time memory that there is, %", "speed, %"
-    legend = charts.LEGEND if refused else None
-    charts.lines(axes[0], made, *words, guide=100, legend=legend, from_zero=True)
-    for row in rows:
-        place = {"xytext": (3, 4), "textcoords": "offset points", "fontsize": 7}
-        at = (100 * row["share"], 100 * row["of_ample"])
-        axes[0].annotate(row["arm"], at, **place)
-    plain = next(row for row in found["arms"] if row["arm"] == PLAIN)
-    made = [
-        charts.Line(row["arm"], [row["predicted"]], [row["tokens_per_s"]])
-        for row in found["arms"]
-        if row["arm"] != PLAIN
+    budgets = [
+        {
+            "label": "taken" if row["arm"] else "refused",
+            "share": 100 * row["share"],
+            "speed": 100 * row["of_ample"] if row["arm"] else 0,
+        }
+        for row in found["budgets"]
     ]
+    words = "run-time memory that there is, %", "speed, %"
+    options: dict[str, Any] = {"guide": 100, "from_zero": True}
+    charts.lines(axes[0], budgets, "share", "speed", "label", *words, **options)
+    for row, at in zip(found["budgets"], budgets, strict=True):
+        place = {"xytext": (3, 4), "textcoords": "offset points", "fontsize": 7}
+        axes[0].annotate(row["arm"] or "", (at["share"], at["speed"]), **place)
+    arms = [row for row in found["arms"] if row["arm"] != PLAIN]
+    plain = next(row for row in found["arms"] if row["arm"] == PLAIN)
     words = "tokens/s, planned", "tokens/s, measured (line: plain)"
-    charts.lines(axes[1], made, *words, guide=plain["tokens_per_s"])
+    options = {"guide": plain["tokens_per_s"]}
+    charts.lines(axes[1], arms, "predicted", "tokens_per_s", "arm", *words, **options)
     return figure

@@ -25,7 +25,7 @@ from stree_jax.bench.arms import (
     parse_arm,
     workload,
 )
-from stree_jax.bench.charts import GUIDE, POINTS, Line, lines, panels
+from stree_jax.bench.charts import GUIDE, POINTS, lines, panels
 from stree_jax.bench.inputs import load_models, load_prompts, settings_of
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_arms, add_prompts
@@ -268,15 +268,17 @@ def table(report: dict[str, Any]) -> str:
 def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws predicted against measured speed, and tau, of the arms."""
     figure, axes = panels(2, report, "The cost model against measurements")
-    rows = report["results"]
+    rows, kinds = report["results"], ("plain", "chain", "optimal")
     pairs = (("predicted", "speedup"), ("simulated_tau", "tau"))
     names = ("times plain decoding", "tokens per target call (τ)")
+
+    def kind(row: dict[str, Any]) -> str:
+        named = row["arm"].partition(":")[0]
+        return named if named in kinds else "tree"
+
     for ax, (x, y), name in zip(axes, pairs, names, strict=True):
-        found = []
-        for shape in ("plain", "chain", "tree", "optimal"):
-            own = [row for row in rows if _shape_of(row["arm"]) == shape]
-            found.append(Line(shape, [r[x] for r in own], [r[y] for r in own], POINTS))
-        lines(ax, found, f"{name}, predicted", f"{name}, measured")
+        words = f"{name}, predicted", f"{name}, measured"
+        lines(ax, rows, x, y, kind, *words, style=POINTS)
         for row in rows:
             label = row["arm"].partition(":")[2] or row["arm"]
             place = {"xytext": (3, 3), "textcoords": "offset points"}
@@ -285,8 +287,3 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
         ends = [min(values), max(values)]
         ax.plot(ends, ends, **GUIDE)
     return {"": figure}
-
-
-def _shape_of(arm: str) -> str:
-    shape = arm.partition(":")[0]
-    return shape if shape in ("plain", "chain", "optimal") else "tree"

@@ -11,7 +11,7 @@ from stree_jax.bench.arms import (
     tree_of,
     workload,
 )
-from stree_jax.bench.charts import LEGEND, Bar, bars, panels
+from stree_jax.bench.charts import LEGEND, bars, panels
 from stree_jax.bench.inputs import load_models, load_prompts
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import (
@@ -116,30 +116,32 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """
     temperatures = sorted({row["temperature"] for row in report["results"]})
     many = len(report["pairs"]) > 1
-    figure, axes = panels(
-        len(temperatures), report, "Speed of decoding, plain decoding = 1"
-    )
+    title = "Speed of decoding, plain decoding = 1"
+    figure, axes = panels(len(temperatures), report, title)
     for ax, temperature in zip(axes, temperatures, strict=True):
         rows = [
-            row | {"group": f"{row['pair']}, {row['set']}" if many else row["set"]}
+            row | {"label": _label(row["arm"], temperature)}
             for row in report["results"]
             if row["temperature"] == temperature
             and row["arm"] not in (PLAIN, TRANSFORMERS)
         ]
-        groups = list(dict.fromkeys(row["group"] for row in rows))
-        found = [
-            Bar(
-                _label(arm, temperature),
-                {row["group"]: row["speedup"] for row in own},
-                _colour_of(arm, temperature, report["arms"]),
-                {row["group"]: f"τ {row['tau']:.1f}" for row in own},
-            )
-            for (arm,), own in tables.by(rows, "arm").items()
-        ]
-        title = "greedy" if temperature == 0 else f"sampled, T = {temperature:g}"
-        bars(ax, groups, found, "times plain decoding", title)
+        colours = {
+            row["label"]: _colour_of(row["arm"], temperature, report["arms"])
+            for row in rows
+        }
+        bars(
+            ax,
+            rows,
+            "speedup",
+            "label",
+            (lambda row: f"{row['pair']}, {row['set']}") if many else "set",
+            "times plain decoding",
+            "greedy" if temperature == 0 else f"sampled, T = {temperature:g}",
+            note=lambda row: f"τ {row['tau']:.1f}",
+            colour=colours,
+        )
         if many:  # the labels need more space than is side by side
-            ax.set_xticks(ax.get_xticks(), groups, rotation=60, ha="right", fontsize=8)
+            ax.tick_params(axis="x", labelrotation=60, labelsize=8)
             ax.set_ylim(top=1.15 * ax.get_ylim()[1])
             ax.legend(loc="upper right", ncols=2, **LEGEND)
         else:

@@ -96,22 +96,15 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     for shape in args.shapes:
         for mesh in meshes.values():
             abstract_model(config_of(shape), np.dtype(args.dtype), mesh)
-    units = {
-        f"{shape}/{name}/{size}": (shape, name, size)
-        for shape in args.shapes
-        for name in meshes
-        for size in args.sizes
-    }
 
-    def work(unit: str) -> dict[str, Any]:
-        shape, name, size = units[unit]
-        row = {"shape": shape, "mesh": name, "nodes": size}
-        return row | count(args, shape, meshes[name], size)
+    def work(shape: str, mesh: str, nodes: int) -> dict[str, Any]:
+        row = {"shape": shape, "mesh": mesh, "nodes": nodes}
+        return row | count(args, shape, meshes[mesh], nodes)
 
-    names = ("shapes", "meshes", "sizes", "dtype", "batch", "context")
-    settings = {"kind": NAME} | {name: getattr(args, name) for name in names}
-    report = method.measure(settings, units, work, run)
-    return {**report, "results": list(report["units"].values())}
+    settings = method.settings_of(args, "shapes meshes sizes dtype batch context")
+    axes = {"shape": args.shapes, "mesh": args.meshes, "nodes": args.sizes}
+    report, found = method.measure_grid(settings, axes, work, run)
+    return {**report, "results": [record for _, record in found]}
 
 
 def count(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.bench import method, tables
-from stree_jax.bench.charts import POINTS, Line, lines, panels
+from stree_jax.bench.charts import POINTS, lines, panels
 from stree_jax.bench.device_memory import (
     allocator_peaks,
     cache_row_bytes,
@@ -49,7 +49,6 @@ NAME, REPEATS = "forward", 20
 # On a GPU, handing over the arrays of all layers and preparing CUDA graphs takes as
 # long as several passes, so a dispatch runs this many.
 DISPATCH = 128
-FLAT = {"marker": ""}
 
 
 def add_options(b: argparse.ArgumentParser) -> None:
@@ -88,15 +87,8 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     timed |= {
         f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in args.levels
     }
-    settings = {
-        "kind": NAME,
-        "shape": args.shape,
-        "dtype": args.dtype,
-        "sizes": list(args.sizes),
-        "levels": list(args.levels),
-        "context": CONTEXT,
-        "passes_per_dispatch": passes,
-    }
+    settings = method.settings_of(args, "shape dtype sizes levels")
+    settings |= {"context": CONTEXT, "passes_per_dispatch": passes}
     first = ["bandwidth"] if peak_in_use() is None else ["allocator", "bandwidth"]
     units = first + [name for name, cases in timed.items() if cases]
     work = _worker(config, args.dtype, passes, timed, run.repeats)
@@ -289,35 +281,35 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws time against nodes with its fit, and full trees packed and unrolled."""
     figure, axes = panels(3, report, f"One pass of {report['shape']}")
     sizes = [row for row in report["results"] if row["unit"] == "sizes"]
-    nodes = [row["nodes"] for row in sizes]
-    found = [Line("t(N)", nodes, [row["ms"] for row in sizes], POINTS)]
+    rows = [row | {"label": "t(N)", "y": row["ms"]} for row in sizes]
+    flat = []
     if fit := report["fit"]:
-        line = [fit["c_ms"] + fit["b_ms"] * n + fit["a_ms"] * n * n for n in nodes]
         label = "quadratic fit" if fit["degree"] == 2 else "linear fit"
-        found.append(Line(label, nodes, line, FLAT))
-    if report["floor_ms"]:
-        level = [report["floor_ms"]] * len(nodes)
-        found.append(Line("reading the weights", nodes, level, FLAT))
-    xlabel = "nodes in the tree"
-    lines(axes[0], found, xlabel, "ms", "packed, any tree", from_zero=True)
+        for n in (row["nodes"] for row in sizes):
+            y = fit["c_ms"] + fit["b_ms"] * n + fit["a_ms"] * n * n
+            flat.append({"label": label, "nodes": n, "y": y})
+    if floor := report["floor_ms"]:
+        label = "reading the weights"
+        flat += [{"label": label, "nodes": r["nodes"], "y": floor} for r in sizes]
+    words = "nodes in the tree", "ms", "packed, any tree"
+    style = {"marker": "", "linestyle": "--"}
+    lines(axes[0], flat, "nodes", "y", "label", *words, style=style)
+    lines(axes[0], rows, "nodes", "y", "label", *words, style=POINTS, from_zero=True)
     names = {
         "packed": "packed",
         "step": "unrolled, by steps",
         "chunk": "unrolled, chunks",
     }
-    trees = tables.by([row for row in report["results"] if row["levels"]], "scan")
-    values: tuple[tuple[str, str, str, float], ...] = (
-        ("ms", "ms", "time", 1),
-        ("temp_bytes", "MB beside weights and states", "temporaries", 1e6),
+    trees = [
+        row | {"label": names[row["scan"]], "MB": tables.ratio(row["temp_bytes"], 1e6)}
+        for row in report["results"]
+        if row["levels"]
+    ]
+    values = (
+        ("ms", "ms", "time"),
+        ("MB", "MB beside weights and states", "temporaries"),
     )
-    for ax, (name, ylabel, title, unit) in zip(axes[1:], values, strict=True):
-        found = [
-            Line(
-                names[scan],
-                [row["nodes"] for row in rows],
-                [None if row[name] is None else row[name] / unit for row in rows],
-            )
-            for (scan,), rows in trees.items()
-        ]
-        lines(ax, found, xlabel, ylabel, f"full binary trees: {title}", from_zero=True)
+    for ax, (y, ylabel, title) in zip(axes[1:], values, strict=True):
+        words = "nodes in the tree", ylabel, f"full binary trees: {title}"
+        lines(ax, trees, "nodes", y, "label", *words, from_zero=True)
     return {"": figure}

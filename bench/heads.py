@@ -9,6 +9,7 @@ apart.
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,7 @@ from stree_jax.bench.arms import (
     records_of,
     workload,
 )
-from stree_jax.bench.charts import GUIDE, POINTS, Line, lines, panels, style_of
+from stree_jax.bench.charts import GUIDE, POINTS, Value, lines, panels
 from stree_jax.bench.inputs import load_models, load_prompts
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
@@ -290,34 +291,34 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws accuracies by head and rank, tau and speed by tree, a point per set."""
     temperatures = report["temperatures"]
     figure, axes = panels(1 + 2 * len(temperatures), report, "Medusa heads")
-    titles = [title for title in report["accuracy"] if "," not in title]
-    found = []
-    for s, title in enumerate(titles):
-        for k, row in enumerate(report["accuracy"][title]):
-            ranks = list(range(1, len(row) + 1))
-            reached = [100 * sum(row[:r]) for r in ranks]
-            style = style_of(s) | {"alpha": 1 - 0.2 * k, "markersize": 3}
-            found.append(Line(None if k else title, ranks, reached, style))
-    xlabel, ylabel = "among so many guesses", "token found, %"
-    title = "greedy text; paler: later heads"
-    lines(axes[0], found, xlabel, ylabel, title)
-    axes[0].set_ylim(0, 100)
-    arms = [arm for arm in report["arms"] if arm != PLAIN]
-    for i, temperature in enumerate(temperatures):
+    for k in range(max(map(len, report["accuracy"].values()))):
+        reached = [
+            {"set": "_" * bool(k) + title, "rank": r, "found": sum(heads[k][:r])}
+            for title, heads in report["accuracy"].items()
+            if "," not in title
+            for r in range(1, len(heads[k]) + 1)
+        ]
+        words = "among so many guesses", "share of tokens found"
+        style = {"alpha": 1 - 0.2 * k, "markersize": 3}
+        title = "greedy text; paler: later heads"
+        lines(axes[0], reached, "rank", "found", "set", *words, title, style)
+    axes[0].set_ylim(0, 1)
+    values: dict[str, Value] = {
+        "tokens a call": "tau",
+        "times plain": lambda row: row["speedup"]["median"],
+    }
+    places = list(product(temperatures, values.items()))
+    for ax, (temperature, (what, value)) in zip(axes[1:], places, strict=True):
         mode = "greedy" if temperature == 0 else f"T = {temperature:g}"
-        rows = [r for r in report["results"] if r["temperature"] == temperature]
-        for ax, name in zip(axes[1 + 2 * i :], ("tau", "speedup"), strict=False):
-            found = []
-            for title in report["sets"]:
-                own = {r["arm"]: r[name] for r in rows if r["set"] == title}
-                there = [arm for arm in arms if arm in own]
-                values = [own[arm] for arm in there]
-                values = [v["median"] if isinstance(v, dict) else v for v in values]
-                found.append(Line(title, values, there, POINTS))
-            what = "tokens a call" if name == "tau" else "times plain"
-            lines(ax, found, "", "", f"{what}, {mode}", legend=None)
-            ax.invert_yaxis()
-            ax.axvline(1, **GUIDE)
-            ax.grid(axis="x", linewidth=0.5, alpha=0.4)
-            ax.tick_params(axis="y", labelsize=7)
+        rows = [
+            row
+            for row in report["results"]
+            if row["temperature"] == temperature and row["arm"] != PLAIN
+        ]
+        title = f"{what}, {mode}"
+        lines(ax, rows, value, "arm", "set", title=title, style=POINTS, legend=None)
+        ax.invert_yaxis()
+        ax.axvline(1, **GUIDE)
+        ax.grid(axis="x", linewidth=0.5, alpha=0.4)
+        ax.tick_params(axis="y", labelsize=7)
     return {"": figure}

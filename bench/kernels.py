@@ -192,31 +192,16 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
       over this one's; "first_call_s", with compilation; "refused", why it does not run,
       or None. A refused row has only "bytes", all other figures are None.
     """
-    batches, sizes = args.batch, args.sizes
-    for option, values in (("--batch", batches), ("--sizes", sizes)):
-        if min(values, default=1) < 1:
-            raise ValueError(f"{option}: want at least 1, got {min(values)}")
-    units = {
-        f"{name}/{batch}/{T}": (shape, batch, T)
-        for name, shape in SHAPES.items()
-        for batch in batches
-        for T in sizes
-    }
 
-    def work(unit: str) -> Any:
-        if unit == "bandwidth":
-            return read_bandwidth(1 << 28, run.repeats)
-        return time_case(*units[unit], args.dtype, run.repeats)
+    def work(op: str, batch: int, T: int) -> dict[str, Any]:
+        return time_case(SHAPES[op], batch, T, args.dtype, run.repeats)
 
-    settings = {
-        "kind": NAME,
-        "dtype": args.dtype,
-        "batches": list(batches),
-        "sizes": list(sizes),
-    }
-    report = method.measure(settings, ["bandwidth", *units], work, run)
+    settings = method.settings_of(args, "dtype sizes") | {"batches": args.batch}
+    axes = {"op": list(SHAPES), "batch": args.batch, "T": args.sizes}
+    before = {"bandwidth": partial(read_bandwidth, 1 << 28, run.repeats)}
+    report, found = method.measure_grid(settings, axes, work, run, before)
     rate = report["units"].get("bandwidth")
-    rows = kernel_rows(report["units"], rate)
+    rows = [row for case, record in found for row in kernel_rows(case, record, rate)]
     return {**report, "read_bytes_per_s": rate, "results": rows}
 
 
@@ -284,25 +269,22 @@ def _seconds(run: Callable[..., Any], args: Sequence[jax.Array], loops: int) -> 
     return (time.perf_counter() - began) / loops
 
 
-def kernel_rows(units: dict[str, Any], rate: float | None) -> list[dict[str, Any]]:
-    """Returns a row for each case and implementation that was measured."""
-    rows: list[dict[str, Any]] = []
-    for unit, record in units.items():
-        if unit == "bandwidth":
-            continue
-        op, batch, T = unit.split("/")
-        case = {"op": op, "batch": int(batch), "T": int(T), "bytes": record["bytes"]}
-        xla = median(record["arms"]["xla"]["seconds"])
-        for name, arm in record["arms"].items():
-            row = case | dict.fromkeys(FIGURES) | {"implementation": name}
-            row["refused"] = arm.get("refused")
-            if row["refused"] is None:
-                row |= quartiles_of("us", [1e6 * s for s in arm["seconds"]])
-                row["over_xla"] = xla / median(arm["seconds"])
-                row["first_call_s"] = arm["first_call_s"]
-                if rate is not None:
-                    row["of_bandwidth"] = 1e6 * record["bytes"] / row["us"] / rate
-            rows.append(row)
+def kernel_rows(
+    case: dict[str, Any], record: dict[str, Any], rate: float | None
+) -> list[dict[str, Any]]:
+    """Returns a row for each implementation of a case."""
+    rows = []
+    xla = median(record["arms"]["xla"]["seconds"])
+    for name, arm in record["arms"].items():
+        row = case | {"bytes": record["bytes"], "implementation": name}
+        row |= dict.fromkeys(FIGURES) | {"refused": arm.get("refused")}
+        if row["refused"] is None:
+            row |= quartiles_of("us", [1e6 * s for s in arm["seconds"]])
+            row["over_xla"] = xla / median(arm["seconds"])
+            row["first_call_s"] = arm["first_call_s"]
+            if rate is not None:
+                row["of_bandwidth"] = 1e6 * record["bytes"] / row["us"] / rate
+        rows.append(row)
     return rows
 
 

@@ -7,7 +7,7 @@ several budgets are measured by `conversations`.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,6 @@ MEASURED = ("caches", "pruned", "batch")
 TURNS = "turns"
 PRUNED = ("pruned:2x3x8", "pruned:3x4x16", "pruned:5x4x32", "pruned:10x4x64")
 ROUNDS = 2  # of every size of a batch: large batches need many prompts
-STEP_BYTES = "MB of the steps but weights"
 
 
 @dataclass(frozen=True)
@@ -318,75 +317,62 @@ def _rows(report: dict[str, Any], part: str) -> list[dict[str, Any]]:
     ]
 
 
-VALUES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "tokens a call": lambda row: row["tau"],
+VALUES: dict[str, charts.Value] = {
+    "tokens a call": "tau",
     "times plain decoding": lambda row: row["speedup"]["median"],
-    STEP_BYTES: lambda row: row["steps_run_time"] / 1e6,
+    "MB of the steps but weights": lambda row: row["steps_run_time"] / 1e6,
     "MB but weights": lambda row: row["run_time"] / 1e6,
 }
 
 
 def _draw(
-    ax: Any,
-    found: Mapping[str, Sequence[dict[str, Any]]],
-    ylabel: str,
-    x: str = "nodes",
-    xlabel: str = "nodes in the tree",
-    style: dict[str, Any] | None = None,
-    title: str = "",
-    guide: float | None = None,
+    ax: Any, rows: Sequence[Any], by: charts.Value, what: str, **options: Any
 ) -> None:
-    """Draws one of `VALUES` of labelled rows against a field."""
-    made = [
-        charts.Line(
-            label,
-            [row[x] for row in rows],
-            [VALUES[ylabel](row) for row in rows],
-            style or {},
-        )
-        for label, rows in found.items()
-    ]
-    charts.lines(ax, made, xlabel, ylabel, title, guide, from_zero=True)
+    """Draws one of `VALUES` against the nodes of the tree."""
+    words = "nodes in the tree", what
+    charts.lines(ax, rows, "nodes", VALUES[what], by, *words, from_zero=True, **options)
 
 
 def draw_caches(report: dict[str, Any]) -> "Figure":
     """Draws speed against nodes by number of heads, a panel a size, and bytes."""
-    groups = tables.by(_rows(report, "caches"), "pair")
-    found = {name: rows for (name,), rows in groups.items()}
-    figure, axes = charts.panels(1 + len(found), report, "Caches, trees and heads")
-    for ax, (name, rows) in zip(axes, found.items(), strict=False):
-        heads = {
-            f"{k} heads": [row for row in rows if row["arm"].startswith(f"{k} heads")]
-            for k in report["head_counts"]
-        }
-        _draw(ax, heads, "times plain decoding", title=name, guide=1)
-    _draw(axes[-1], found, STEP_BYTES, style=charts.POINTS)
+    rows = _rows(report, "caches")
+    drafted = [row for row in rows if row["arm"] != PLAIN]
+    groups = tables.by(drafted, "pair")
+    figure, axes = charts.panels(1 + len(groups), report, "Caches, trees and heads")
+    for ax, ((name,), own) in zip(axes, groups.items(), strict=False):
+        options = {"title": name, "guide": 1}
+        _draw(ax, own, _heads, "times plain decoding", **options)
+    _draw(axes[-1], rows, "pair", "MB of the steps but weights", style=charts.POINTS)
     return figure
+
+
+def _heads(row: dict[str, Any]) -> str:
+    """Returns the heads in the name of an arm."""
+    return row["arm"].partition(",")[0]
 
 
 def draw_pruned(report: dict[str, Any]) -> "Figure":
     """Draws tau, speed and bytes of pruned trees and of the best of equal size."""
     figure, axes = charts.panels(3, report, "Pruned trees")
-    rows = _rows(report, "pruned")
-    kinds = {"pruned": "heads, pruned", "best of equal size": "heads, sparse"}
-    found = {
-        label: [row for row in rows if row["arm"].startswith(begins)]
-        for label, begins in kinds.items()
-    }
-    for ax, ylabel in zip(axes, VALUES, strict=False):
-        _draw(ax, found, ylabel)
+    rows = [row for row in _rows(report, "pruned") if row["arm"] != PLAIN]
+
+    def kind(row: dict[str, Any]) -> str:
+        return "pruned" if "pruned" in row["arm"] else "best of equal size"
+
+    for ax, what in zip(axes, VALUES, strict=False):
+        _draw(ax, rows, kind, what)
     return figure
+
+
+def _batch(row: dict[str, Any]) -> int:
+    return int(row["pair"].split()[1])
 
 
 def draw_batch(report: dict[str, Any]) -> "Figure":
     """Draws speedup, and bytes, against the rows of a batch."""
     figure, axes = charts.panels(2, report, "Rows of a batch")
-    rows = [
-        row | {"batch": int(row["pair"].split()[1])} for row in _rows(report, "batch")
-    ]
-    found = {arm: own for (arm,), own in tables.by(rows, "arm").items()}
-    for ax, ylabel in zip(
-        axes, ("times plain decoding", "MB but weights"), strict=True
-    ):
-        _draw(ax, found, ylabel, "batch", "rows of the batch")
+    rows = _rows(report, "batch")
+    for ax, what in zip(axes, ("times plain decoding", "MB but weights"), strict=True):
+        words = "rows of the batch", what
+        charts.lines(ax, rows, _batch, VALUES[what], "arm", *words, from_zero=True)
     return figure

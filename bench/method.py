@@ -6,14 +6,17 @@ prompt, a shape) with all its arms and turns is measured at once and written dow
 that a run that is killed goes on with the next unit.
 """
 
+import argparse
 import json
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +192,46 @@ def measure(
                     lines.write(json.dumps([name, records[name]]) + "\n")
     complete = all(name in records for name in names)
     return {**head, "complete": complete, "units": records}
+
+
+def measure_grid(
+    settings: dict[str, Any],
+    axes: Mapping[str, Sequence[Any]],
+    work: Callable[..., Any],
+    run: Run,
+    before: Mapping[str, Callable[[], Any]] | None = None,
+) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+    """Measures every combination of the axes; a unit's name is their values.
+
+    Args:
+      axes: values by name.
+      work: measures the values of a combination.
+      before: other units, which are measured first.
+
+    Returns:
+      the report of `measure`; the combinations that were measured, with their records.
+    """
+    cases = {
+        "/".join(map(str, values)): dict(zip(axes, values, strict=True))
+        for values in product(*axes.values())
+    }
+    calls = dict(before or {})
+    calls |= {unit: partial(work, *case.values()) for unit, case in cases.items()}
+    report = measure(settings, calls, lambda unit: calls[unit](), run)
+    measured = report["units"].items()
+    return report, [(cases[unit], r) for unit, r in measured if unit in cases]
+
+
+def settings_of(args: argparse.Namespace, names: str) -> dict[str, Any]:
+    """Returns the kind of a report and the options it depends on, by name.
+
+    The option "dtypes" becomes the "dtype" of the report's last line.
+    """
+    settings = {"kind": args.benchmark}
+    settings |= {name: getattr(args, name) for name in names.split()}
+    if "dtypes" in settings:
+        settings["dtype"] = ", ".join(settings.pop("dtypes"))
+    return settings
 
 
 def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from stree_jax.bench.arms import (
     summarise_cells,
     workload,
 )
-from stree_jax.bench.charts import GUIDE, LEGEND, Bar, bars, panels
+from stree_jax.bench.charts import GUIDE, LEGEND, bars, panels
 from stree_jax.bench.device_memory import read_bandwidth
 from stree_jax.bench.gguf_writer import write_gguf
 from stree_jax.bench.inputs import RANDOM_PROMPT, load_prompts
@@ -435,26 +435,16 @@ def _arms_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws tokens a second by dtype, a panel a model and set, with the floor."""
-    rows = report["results"]
-    groups = tables.by(rows, "subject", "set")
+    groups = tables.by(report["results"], "subject", "set")
     figure, axes = panels(len(groups), report, "Greedy decoding beside other programs")
-    names = [arm for (arm,) in tables.by(rows, "arm")]
-    for ax, (title, found) in zip(axes, groups.items(), strict=True):
-        dtypes = [dtype for (dtype,) in tables.by(found, "dtype")]
-        made = []
-        for (arm,), own in tables.by(found, "arm").items():
-            speeds = {row["dtype"]: _with_ends(row) for row in own}
-            made.append(Bar(arm, speeds, names.index(arm)))
-        what = "tokens/s; dashed: weights read once a token"
-        bars(ax, dtypes, made, what, ", ".join(title), guide=None)
-        for row in found:
-            if row["arm"] == PLAIN:
-                most, g = 1e3 / row["floor_ms"], dtypes.index(row["dtype"])
-                ax.hlines(most, g - 0.45, g + 0.45, **GUIDE)
+    colour = {arm: i for i, (arm,) in enumerate(tables.by(report["results"], "arm"))}
+    speed = tables.quartiles("", "tokens_per_s", "")[1]
+    ylabel = "tokens/s; dashed: weights read once a token"
+    for ax, (names, rows) in zip(axes, groups.items(), strict=True):
+        title = ", ".join(names)
+        options: dict[str, Any] = {"guide": None, "colour": colour}
+        bars(ax, rows, speed, "arm", "dtype", ylabel, title, **options)
+        for g, row in enumerate(row for row in rows if row["arm"] == PLAIN):
+            ax.hlines(1e3 / row["floor_ms"], g - 0.45, g + 0.45, **GUIDE)
         ax.legend(**LEGEND)
     return {"": figure}
-
-
-def _with_ends(row: Mapping[str, Any]) -> dict[str, float]:
-    ends = {end: row[f"tokens_per_s_{end}"] for end in ("low", "high")}
-    return {"median": row["tokens_per_s"], **ends}

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.bench import method, tables
-from stree_jax.bench.charts import Line, lines, panels, style_of
+from stree_jax.bench.charts import lines, panels
 from stree_jax.bench.device_memory import compiled_bytes
 from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.others import in_transformers, transformers_version
@@ -60,7 +59,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     Units: "SHAPE/DTYPE/LENGTH".
 
     Returns:
-      the report; "results" are `reading_rows`.
+      the report; "results" are those of `reading_row`.
 
     Raises:
       ValueError: an unknown shape, or a prompt of one token.
@@ -69,38 +68,27 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     configs = {shape: config_of(shape) for shape in args.shapes}
     if min(args.lengths) < 2:
         raise ValueError(f"--lengths: want at least 2, got {min(args.lengths)}")
-    units = {
-        f"{shape}/{dtype}/{length}": (shape, dtype, length)
-        for shape in args.shapes
-        for dtype in args.dtypes
-        for length in args.lengths
-    }
 
     @lru_cache(maxsize=1)  # one model in one dtype is in memory at a time
     def models(shape: str, dtype: str) -> tuple[Model, Any]:
         ours = in_dtype(random_model(configs[shape], "float32"), dtype)
         return ours, _theirs(ours, dtype)
 
-    def work(unit: str) -> dict[str, Any]:
-        shape, dtype, length = units[unit]
+    def work(shape: str, dtype: str, length: int) -> dict[str, Any]:
         ours, theirs = models(shape, dtype)
         (ids,) = encode_prompts(ours, random_prompts(ours.config, 1, length))
         once = length >= args.once
         return time_reading(ours, theirs, ids, dtype, run.repeats, once)
 
     peer = transformers_version()
-    settings = {
-        "kind": NAME,
-        "shapes": list(args.shapes),
-        "lengths": list(args.lengths),
-        "dtype": ", ".join(args.dtypes),
-        "once": args.once,
+    settings = method.settings_of(args, "shapes lengths dtypes once") | {
         "threads": threads_of_xla(),
         "transformers": peer,
         "torch": None if peer is None else version("torch"),
     }
-    report = method.measure(settings, units, work, run)
-    return {**report, "results": reading_rows(report["units"])}
+    axes = {"shape": args.shapes, "dtype": args.dtypes, "length": args.lengths}
+    report, found = method.measure_grid(settings, axes, work, run)
+    return {**report, "results": [reading_row(*one) for one in found]}
 
 
 def _theirs(model: Model, dtype: str) -> Any:
@@ -224,8 +212,8 @@ def _compared(
     return relative
 
 
-def reading_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a row per shape, dtype and length that was measured.
+def reading_row(case: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a shape, dtype and length.
 
     Returns:
       "shape", "dtype", "length"; "ours" and "transformers", tokens/s, and "ratio" of
@@ -233,17 +221,13 @@ def reading_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
       how many; "compile_s", "temp_bytes", "memory_bytes", "logits_apart" and
       "parameters" of the record.
     """
-    rows = []
-    for unit, record in units.items():
-        shape, dtype, length = unit.split("/")
-        row = {"shape": shape, "dtype": dtype, "length": int(length)} | record
-        seconds = row.pop("seconds")
-        ours, theirs = seconds[OURS], seconds.get(THEIRS, [])
-        ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
-        row |= quartiles_of(OURS, [int(length) / s for s in ours])
-        row |= quartiles_of(THEIRS, [int(length) / s for s in theirs])
-        rows.append(row | quartiles_of("ratio", ratios) | {"turns": len(ours)})
-    return rows
+    row, length = case | record, case["length"]
+    seconds = row.pop("seconds")
+    ours, theirs = seconds[OURS], seconds.get(THEIRS, [])
+    row |= quartiles_of(OURS, [length / s for s in ours])
+    row |= quartiles_of(THEIRS, [length / s for s in theirs])
+    ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
+    return row | quartiles_of("ratio", ratios) | {"turns": len(ours)}
 
 
 COLUMNS = [
@@ -282,16 +266,13 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws tokens a second against the prompt's length, a panel for each shape."""
     groups = tables.by(report["results"], "shape")
     figure, axes = panels(len(groups), report, "Reading a prompt")
-    dtypes = [dtype for (dtype,) in tables.by(report["results"], "dtype")]
-    lengths = [length for (length,) in tables.by(report["results"], "length")]
+    lengths = list(dict.fromkeys(row["length"] for row in report["results"]))
     for ax, ((shape,), rows) in zip(axes, groups.items(), strict=True):
-        found = []
-        for (d, dtype), arm in product(enumerate(dtypes), (OURS, THEIRS)):
-            own = [r for r in rows if r["dtype"] == dtype and r[arm] is not None]
-            style = style_of(d) | {"linestyle": "-" if arm == OURS else "--"}
-            x, y = [row["length"] for row in own], [row[arm] for row in own]
-            found += [Line(f"{arm}, {dtype}", x, y, style)] * bool(own)
-        lines(ax, found, "tokens of the prompt", "tokens/s", shape, log="xy")
+        for arm, linestyle in ((THEIRS, "--"), (OURS, "-")):
+            made = [row | {"label": f"{arm}, {row['dtype']}"} for row in rows]
+            words = "tokens of the prompt", "tokens/s", shape
+            style = {"linestyle": linestyle}
+            lines(ax, made, "length", arm, "label", *words, style, log="xy")
         ax.set_xticks(lengths, lengths, minor=False)
         ax.set_xticks([], minor=True)
     return {"": figure}

@@ -32,7 +32,7 @@ from stree_jax.bench.arms import (
     speedups,
     workload,
 )
-from stree_jax.bench.charts import POINTS, Bar, Line, bars, lines, panels
+from stree_jax.bench.charts import POINTS, bars, lines, panels
 from stree_jax.bench.inputs import load_models, load_prompts
 from stree_jax.bench.method import Run, take_turns
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
@@ -280,26 +280,25 @@ def mode_of(temperature: float, report: dict[str, Any]) -> str:
 
 def figures(report: dict[str, Any]) -> "dict[str, Figure | str]":
     """Draws bytes a token and speeds (Table 1, Fig. 2), and a text (Fig. 3)."""
-    temperatures, sets = report["temperatures"], list(report["sets"])
+    temperatures = report["temperatures"]
     figure, axes = panels(2 * len(temperatures), report, "Staged speculation")
-    arms = [arm for arm in report["arms"] if arm != PLAIN]
     for i, temperature in enumerate(temperatures):
-        rows = tables.by(report["results"], "arm", "temperature")
-        found, points = [], []
-        for a, arm in enumerate(arms):
-            own = {row["set"]: row for row in rows.get((arm, temperature), [])}
-            bytes_ = {name: row["traffic_without_caches"] for name, row in own.items()}
-            found.append(Bar(arm, bytes_, a))
-            x, y = _points([own[name] for name in sets if name in own], a, len(arms))
-            points.append(Line(arm, x, y, {"markersize": 3, **POINTS}))
+        rows = [
+            row
+            for row in report["results"]
+            if row["temperature"] == temperature and row["arm"] != PLAIN
+        ]
         left, right = axes[2 * i : 2 * i + 2]
-        title = mode_of(temperature, report)
-        bars(left, sets, found, "bytes a token, plain = 1", title)
+        title, ylabel = mode_of(temperature, report), "bytes a token, plain = 1"
+        bars(left, rows, "traffic_without_caches", "arm", "set", ylabel, title)
         left.set_ylim(top=1.4)  # space for the legend
-        xlabel, ylabel = "a point a prompt", "times plain"
-        lines(right, points, xlabel, ylabel, title, 1, None, from_zero=True)
+        points = [point for row in rows for point in _points(row, report)]
+        words = "a point a prompt", "times plain", title
+        style = {"markersize": 3, **POINTS}
+        options: dict[str, Any] = {"guide": 1, "legend": None, "from_zero": True}
+        lines(right, points, "x", "speedup", "arm", *words, style, **options)
         right.set_xlim(left.get_xlim())
-        right.set_xticks(range(len(sets)), sets)
+        right.set_xticks(range(len(report["sets"])), report["sets"])
     axes[0].legend(fontsize=7, frameon=False, ncols=2)
     if report["text"] is None:
         return {"": figure}
@@ -307,17 +306,20 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure | str]":
     return {"": figure, "-text": text, "-text.html": page}
 
 
-def _points(
-    rows: Sequence[dict[str, Any]], arm: int, arms: int
-) -> tuple[list[float], list[float]]:
-    """Returns places and speeds of an arm's prompts, over the place of its bars."""
-    width, x, y = 0.8 / arms, list[float](), list[float]()
-    for g, row in enumerate(rows):
-        each = sorted(row["speedups"])
-        middle = g + (arm - (arms - 1) / 2) * width
-        x += [middle + 0.7 * width * (k / len(each) - 0.5) for k in range(len(each))]
-        y += each
-    return x, y
+def _points(row: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the speedups of an arm's prompts, over the place of its bar."""
+    arms = [arm for arm in report["arms"] if arm != PLAIN]
+    width, each = 0.8 / len(arms), sorted(row["speedups"])
+    group = list(report["sets"]).index(row["set"])
+    middle = group + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * width
+    return [
+        {
+            "arm": row["arm"],
+            "x": middle + 0.7 * width * (k / len(each) - 0.5),
+            "speedup": speedup,
+        }
+        for k, speedup in enumerate(each)
+    ]
 
 
 def draw_text(text: dict[str, Any]) -> "Figure":

@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench import decode, tables
 from stree_jax.bench.arms import PLAIN, tree_of
-from stree_jax.bench.charts import Line, lines, panels
+from stree_jax.bench.charts import lines, panels
 from stree_jax.bench.inputs import load_models
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import (
@@ -86,22 +87,17 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws tau and speedup against temperature, mean over the prompt sets."""
     figure, axes = panels(2, report, "Acceptance rules against temperature")
     sets = tables.by(report["results"], "set").values()
-
-    def mean(arm: str, value: Any) -> list[float]:
-        found = []
+    means = []
+    for arm in (arm for arm in report["arms"] if arm != PLAIN):
         for temperature in report["temperatures"]:
             rows = [row_of(rows, arm, temperature) for rows in sets]
-            values = [value(row) for row in rows if row is not None]
-            found.append(sum(values) / max(len(values), 1))
-        return found
-
-    values = (
-        ("tokens per target call (τ)", lambda row: row["tau"], None),
-        ("times plain decoding", lambda row: row["speedup"]["median"], 1),
-    )
-    titles = f"mean of {', '.join(report['sets'])}", f"batch {report['batch']}"
-    arms = [arm for arm in report["arms"] if arm != PLAIN]
-    for ax, (ylabel, value, guide), title in zip(axes, values, titles, strict=True):
-        found = [Line(arm, report["temperatures"], mean(arm, value)) for arm in arms]
-        lines(ax, found, "temperature", ylabel, title, guide)
+            tau = [row["tau"] for row in rows if row]
+            speed = [row["speedup"]["median"] for row in rows if row]
+            if tau:
+                row = {"arm": arm, "T": temperature}
+                means.append(row | {"tau": fmean(tau), "speed": fmean(speed)})
+    words = "tokens per target call (τ)", f"mean of {', '.join(report['sets'])}"
+    lines(axes[0], means, "T", "tau", "arm", "temperature", *words)
+    words = "times plain decoding", f"batch {report['batch']}"
+    lines(axes[1], means, "T", "speed", "arm", "temperature", *words, guide=1)
     return {"": figure}

@@ -27,7 +27,7 @@ from stree_jax.bench.arms import (
     summarise_cells,
     workload,
 )
-from stree_jax.bench.charts import Line, lines, panels, style_of
+from stree_jax.bench.charts import lines, panels
 from stree_jax.bench.device_memory import compiled_bytes
 from stree_jax.bench.inputs import RANDOM_PROMPT, load_models, load_prompts, settings_of
 from stree_jax.bench.method import Run, sign_test, take_turns
@@ -366,23 +366,25 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     figure, axes = panels(2, report, "Beam trees, packed and unrolled")
     first = next(iter(report["sets"]))
     rows = [row for row in report["results"] if row["set"] == first]
-    styles = {PACKED: "-", "step": "--", "chunk": ":"}
-    speeds, sizes = [], []
-    for (width, scan), own in tables.by(rows, "width", "scan").items():
-        depths = [row["depth"] for row in own]
-        name = PACKED if scan == PACKED else f"unrolled, {scan}"
-        style = style_of(report["widths"].index(width)) | {"linestyle": styles[scan]}
-        label = f"width {width}, {name}"
-        speeds.append(Line(label, depths, [r["tokens_per_s"] for r in own], style))
-        megabytes = [row["memory_bytes"] / 1e6 for row in own]
-        sizes.append(Line(label, depths, megabytes, style))
     title = f"{first}, {report['max_new_tokens']} new tokens"
-    xlabel = "depth of the tree"
-    lines(axes[0], speeds, xlabel, "tokens/s", title, legend=None, from_zero=True)
-    legend = {"fontsize": 7, "frameon": False, "handlelength": 4}
-    title = "memory by the program's own analysis"
-    ylabel = "MB, the compiled loop"
-    lines(axes[1], sizes, xlabel, ylabel, title, legend=legend, from_zero=True)
-    for ax in axes:
-        ax.set_xticks(report["depths"])
+    values = (
+        ("tokens_per_s", "tokens/s", title),
+        ("MB", "MB, the compiled loop", "memory by the program's own analysis"),
+    )
+    styles = {PACKED: "-", "step": "--", "chunk": ":"}
+    for (scan,), own in tables.by(rows, "scan").items():
+        name = PACKED if scan == PACKED else f"unrolled, {scan}"
+        made = [
+            row
+            | {"label": f"width {row['width']}, {name}"}
+            | {"MB": tables.ratio(row["memory_bytes"], 1e6)}
+            for row in sorted(own, key=lambda row: report["widths"].index(row["width"]))
+        ]
+        for ax, (y, ylabel, about) in zip(axes, values, strict=True):
+            style = {"linestyle": styles[scan]}
+            words = "depth of the tree", ylabel, about
+            lines(ax, made, "depth", y, "label", *words, style, from_zero=True)
+            ax.set_xticks(report["depths"])
+    axes[0].get_legend().remove()
+    axes[1].legend(fontsize=7, frameon=False, handlelength=4)
     return {"": figure}
