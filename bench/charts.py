@@ -104,7 +104,7 @@ def lines(
     ax.set_title(title, fontsize=10)
     if from_zero:
         ax.set_ylim(bottom=0)
-    if legend is not None:
+    if legend is not None and ax.get_legend_handles_labels()[0]:
         ax.legend(**legend)
 
 

@@ -268,7 +268,7 @@ def table(report: dict[str, Any]) -> str:
 def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws predicted against measured speed, and tau, of the arms."""
     figure, axes = panels(2, report, "The cost model against measurements")
-    rows, kinds = report["results"], ("plain", "chain", "optimal")
+    kinds = ("plain", "chain", "tree", "optimal")
     pairs = (("predicted", "speedup"), ("simulated_tau", "tau"))
     names = ("times plain decoding", "tokens per target call (τ)")
 
@@ -276,6 +276,7 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
         named = row["arm"].partition(":")[0]
         return named if named in kinds else "tree"
 
+    rows = sorted(report["results"], key=lambda row: kinds.index(kind(row)))
     for ax, (x, y), name in zip(axes, pairs, names, strict=True):
         words = f"{name}, predicted", f"{name}, measured"
         lines(ax, rows, x, y, kind, *words, style=POINTS)

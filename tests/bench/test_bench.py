@@ -7,28 +7,29 @@ from unittest import mock
 
 import chex
 import jax
-import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import cpu_kernels, options
+from stree_jax import cpu_kernels
 from stree_jax.bench import (
     arms,
-    benchmarks,
-    charts,
+    command,
     cost,
-    figures,
+    decode,
+    everything,
     method,
     profile,
+    temperature,
+    trees,
 )
-from stree_jax.bench import everything as report_module
 from stree_jax.bench.arms import parse_arm, summarise_arms
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import prompt_of, read_prompts, rounds
+from stree_jax.bench.widen import sizes_of
 from stree_jax.cli import main as cli
 from stree_jax.speculation import loop
-from stree_jax.training.corpus import train_tokenizer
-from tests.support.tiny import perturbed, tiny, too_much
+from tests.bench.pairs import cells, drawn, pair_with_words
+from tests.support.tiny import too_much
 
 LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
 PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
@@ -36,14 +37,7 @@ PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
 
 @pytest.fixture(scope="module")
 def pair():
-    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
-    size = tokenizer.get_vocab_size()
-    model = tiny(1, layers=("mamba", "mlp", "attention", "mlp"))
-    config = dataclasses.replace(model.config, vocab_size=size, num_tokens=size)
-    table = np.random.default_rng(1).standard_normal((size, config.d_model))
-    params = {**model.params, "embedding": table.astype(np.float32)}
-    target = model.replace(params=params, config=config, tokenizer=tokenizer)
-    return target, target.replace(params=perturbed(params, 0.05, 3))
+    return pair_with_words(layers=("mamba", "mlp", "attention", "mlp"))
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +52,8 @@ def report(pair, tmp_path_factory):
 
 def measured(pair, run):
     names = ["plain", "leviathan@chain:2", "mss@A", "naive/coupled@A"]
-    arms = [parse_arm(name) for name in names]
-    work = arms.workload(*pair, arms, PROMPTS, 8)
+    ways = [parse_arm(name) for name in names]
+    work = arms.workload(*pair, ways, PROMPTS, 8)
     return arms.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
 
 
@@ -146,9 +140,9 @@ def test_a_wrong_option_leaves_nothing(folder, capsys, tmp_path):
     """And so no reason to refuse the right one; and only reports are written over."""
     report, other = tmp_path / "r.json", tmp_path / "p.jsonl"
     other.write_text((folder / "p.jsonl").read_text())
-    assert command(folder, "decode", "--json", report, "--max-new-tokens", "0") == 2
+    assert bench(folder, "decode", "--json", report, "--max-new-tokens", "0") == 2
     assert "--max-new-tokens: want at least 1, got 0" in capsys.readouterr().err
-    assert command(folder, "decode", "--json", other) == 2
+    assert bench(folder, "decode", "--json", other) == 2
     assert "p.jsonl: is there, and no report" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["p.jsonl"]
     assert other.read_text() == (folder / "p.jsonl").read_text()
@@ -198,10 +192,10 @@ def test_statistics_of_an_arm():
 def test_a_greedy_row_stands_for_all_rules_and_a_sampled_one_for_its_own():
     names = [(0, "plain"), (0, "mss@A"), (1, "plain"), (1, "mss@A")]
     rows = [{"temperature": t, "arm": arm} for t, arm in names]
-    assert arms.row_of(rows, "naive@A", 0) is rows[1]
-    assert arms.row_of(rows, "mss@A", 1) is rows[3]
-    assert arms.row_of(rows, "naive@A", 1) is None  # of a run cut short
-    assert arms.row_of(rows, "naive@E", 0) is None
+    assert temperature.row_of(rows, "naive@A", 0) is rows[1]
+    assert temperature.row_of(rows, "mss@A", 1) is rows[3]
+    assert temperature.row_of(rows, "naive@A", 1) is None  # of a run cut short
+    assert temperature.row_of(rows, "naive@E", 0) is None
 
 
 def test_decoding_is_measured_arm_by_arm(pair, report):
@@ -225,20 +219,21 @@ def test_decoding_is_measured_arm_by_arm(pair, report):
         if cell["first_call_s"] is not None
     ]
     assert len(compiled) == 7  # every program once
-    table = benchmarks.table_of(report)
-    assert table.count("\n| GSM8K") == 7 and method.machine_line(report) in table
-    assert "| 0 | A |" in table and "| 0 | mss" not in table
-    assert "| 1 | mss@A |" in table
-    counts = arms.sizes_of(*pair)
+    text = command.table_of(report)
+    shown = [row[:3] for row in cells(text)[1:]]
+    assert [row[0] for row in shown].count("GSM8K") == 7
+    assert ["GSM8K", "0", "A"] in shown and ["GSM8K", "1", "mss@A"] in shown
+    assert method.machine_line(report) in text
+    counts = sizes_of(*pair)
     assert report["parameters"] == {"": counts}
-    assert f"{counts[0] / 1e6:.1f} + {counts[1] / 1e6:.1f} M parameters" in table
+    assert f"{counts[0] / 1e6:.1f} + {counts[1] / 1e6:.1f} M parameters" in text
 
 
 @pytest.mark.parametrize("kind", ["decode", "temperature"])
 def test_figures_can_be_drawn(report, tmp_path, kind):
     shown = {**report, "kind": kind, "temperatures": [0, 1]}
-    figure = figures.draw(shown)
-    charts.save(figure, tmp_path / "f.png")
+    figure = drawn(shown)
+    command.save_figures(shown, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
     svg = (tmp_path / "f.svg").read_text()
     assert svg.startswith("<?xml")
@@ -249,15 +244,13 @@ def test_figures_can_be_drawn(report, tmp_path, kind):
         else []
     )
     assert kind == "temperature" or "tree A, mss" in texts
-    assert "A" in benchmarks.table_of(shown)
+    assert "A" in command.table_of(shown)
 
 
 def test_an_arm_has_one_colour_whatever_stands_beside_it(report):
     greedy, sampled = (
         {label: bars[0].get_facecolor() for bars, label in zip(*shown, strict=True)}
-        for shown in (
-            ax.get_legend_handles_labels() for ax in figures.draw(report).axes
-        )
+        for shown in (ax.get_legend_handles_labels() for ax in drawn(report).axes)
     )
     assert greedy["chain of 2"] == sampled["chain of 2, leviathan"]
     assert greedy["tree A"] == sampled["tree A, naive/coupled"]
@@ -326,7 +319,7 @@ def folder(pair, tmp_path_factory):
     return path
 
 
-def command(folder, kind, *options):
+def bench(folder, kind, *options):
     words = ["bench", kind, "--prompts", folder / "p.jsonl"]
     words += ["--model", folder / "target", "--drafter", folder / "drafter"]
     return cli.main([str(word) for word in (*words, *options)])
@@ -336,13 +329,13 @@ def test_the_command_prints_and_writes(folder, capsys, tmp_path):
     options = ["--count", "1", "--max-new-tokens", "6", "--repeats", "1"]
     options += ["--arms", "chain:2", "--temperatures", "0", "--transformers"]
     options += ["--json", tmp_path / "r.json", "--figure", tmp_path / "f.png"]
-    assert command(folder, "decode", *options) == 0
-    out = capsys.readouterr().out
+    assert bench(folder, "decode", *options) == 0
+    shown = [row[:3] for row in cells(capsys.readouterr().out)]
     report = json.loads((tmp_path / "r.json").read_text())
     rows = {row["arm"]: row for row in report["results"]}
     assert rows["plain"]["tau"] == 1.0
     assert set(rows) == {"plain", "chain:2", "transformers, plain"}
-    assert "| p.jsonl | 0 | chain:2 |" in out and report["complete"]
+    assert ["p.jsonl", "0", "chain:2"] in shown and report["complete"]
     assert {p.name for p in tmp_path.iterdir()} == {"r.json", "f.png", "f.svg"}
 
 
@@ -350,10 +343,10 @@ def test_pairs_side_by_side(folder, capsys):
     spec = f"half={folder / 'target'}:{folder / 'drafter'}"
     options = ["--count", "1", "--max-new-tokens", "4", "--repeats", "1", "--pairs"]
     options += [spec, spec.replace("half", "none"), "--arms", "chain:2"]
-    assert command(folder, "attention", *options) == 0
-    out = capsys.readouterr().out
-    assert "| half | p.jsonl | 1 | chain:2 |" in out and "| none | p.jsonl" in out
-    assert command(folder, "attention", "--pairs", "a/b=x:y") == 2
+    assert bench(folder, "attention", *options) == 0
+    shown = [row[:4] for row in cells(capsys.readouterr().out)]
+    assert all([name, "p.jsonl", "1", "chain:2"] in shown for name in ("half", "none"))
+    assert bench(folder, "attention", "--pairs", "a/b=x:y") == 2
     assert "want NAME=TARGET:DRAFTER" in capsys.readouterr().err
 
 
@@ -364,9 +357,7 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
 
     def measured():
         run = Run(1, tmp_path / "c.json")
-        return cost.measure_cost(
-            *pair, prompts, arms=["chain:2"], max_new_tokens=12, run=run
-        )
+        return cost.measure_cost(*pair, prompts, ["chain:2"], 12, run)
 
     report = measured()
     assert list(report["units"]) == [
@@ -386,9 +377,9 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     for arm in ("chain:2", "optimal:3"):  # the replayed walk is the loop's
         assert rows[arm]["simulated_tau"] == rows[arm]["tau"]
         assert 1 < rows[arm]["tau"] <= 3
-    text = benchmarks.table_of(report)
+    text = command.table_of(report)
     assert "With this target, drafter and machine" in text and "| 6 |" in text
-    labels = figures.draw(report).axes[0].get_legend().get_texts()
+    labels = drawn(report).axes[0].get_legend().get_texts()
     assert [text.get_text() for text in labels][-1] == "optimal"
 
     before = report["units"]
@@ -411,7 +402,7 @@ def test_the_verdict_names_the_tree_and_what_was_faster():
 
 def test_profile_adds_up_to_the_step(pair):
     prompts = {"HumanEval": ["def f(x):"]}
-    report = profile.measure_profile(*pair, prompts, arms=["plain", "A"], run=Run(1))
+    report = profile.measure_profile(*pair, prompts, ["plain", "A"], Run(1))
     native = cpu_kernels.level() is not None
     mixer = {"mixers, in one kernel"} if native else {"scan and replay", "convolution"}
     for arm in ("plain", "A"):
@@ -421,32 +412,30 @@ def test_profile_adds_up_to_the_step(pair):
         parts = {row["part"] for row in rows if row["stage"] == "verify"}
         assert parts >= {"products with weights"} | mixer
         assert all(row["us"] >= 0 for row in rows if row["operations"])
-    text = profile.profile_table(report)
+    text = profile.table(report)
     assert "plain: " in text and "| verify | products with weights |" in text
 
 
 def test_all_writes_one_report(folder, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(report_module, "TITLES", {"decode": "Decoding", "trees": "T"})
-    monkeypatch.setitem(options.ARMS, "decode", ["chain:2"])
-    monkeypatch.setitem(options.ARMS, "trees", ["mss@A"])
+    monkeypatch.setattr(everything, "TITLES", {"decode": "Decoding", "trees": "T"})
+    monkeypatch.setattr(decode, "ARMS", ["chain:2"])
+    monkeypatch.setattr(trees, "ARMS", ["mss@A"])
     words = ["--count", "1", "--max-new-tokens", "4", "--out", tmp_path / "all"]
     with mock.patch.object(jax, "clear_caches", wraps=jax.clear_caches) as cleared:
-        assert command(folder, "all", *words) == 0
+        assert bench(folder, "all", *words) == 0
     assert cleared.call_count == 2  # or many benchmarks exhaust a process's memory maps
     names = {path.name for path in (tmp_path / "all").iterdir()}
     figures_of = {f"{k}.{s}" for k in ("decode", "trees") for s in ("png", "svg")}
     assert names == {"REPORT.md", "decode.json", "trees.json"} | figures_of
     text = (tmp_path / "all" / "REPORT.md").read_text()
     assert "![Decoding](decode.png)" in text and "| p.jsonl | 1 | mss@A |" in text
-    with mock.patch.object(
-        report_module, "measure_benchmark", side_effect=AssertionError
-    ):
-        assert command(folder, "all", *words) == 0  # all of it is there
+    with mock.patch.object(everything, "measure", side_effect=AssertionError):
+        assert bench(folder, "all", *words) == 0  # all of it is there
     capsys.readouterr()
 
 
 def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
-    assert command(folder, "all", "--out", tmp_path, "--minutes", "0") == 0
+    assert bench(folder, "all", "--out", tmp_path, "--minutes", "0") == 0
     text = (tmp_path / "REPORT.md").read_text()
     assert text.count("Not measured: the time was over.") == text.count("## ") == 6
     capsys.readouterr()
@@ -461,6 +450,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
             ["--json", "/nowhere/r.json"],
             "--json: /nowhere: no such directory",
         ),
+        ("profile", ["--figure", "f"], "--figure: there is none of bench profile"),
         ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
         ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),
@@ -473,6 +463,6 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
     ],
 )
 def test_wrong_options_are_one_line(folder, capsys, kind, options, message):
-    assert command(folder, kind, *options) == 2
+    assert bench(folder, kind, *options) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1

@@ -7,37 +7,44 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import benchmarks, budgets, charts, conversations, memory
-from stree_jax.bench.budget_figures import draw_parts
+from stree_jax.bench import budgets, command, conversations, memory
 from stree_jax.bench.budgets import Subject, last_fit, run_time
+from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.method import Run
 from stree_jax.bench.prompts import read_turns
+from stree_jax.bench.registry import parse_bench
 from stree_jax.generation import bucket
 from stree_jax.models.heads import first_heads
-from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.sizing.memory import Room, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan
-from tests.bench.pairs import pair_with_words
+from tests.bench.pairs import cells, pair_with_words
+from tests.support.families import FAMILIES
 from tests.support.heads import random_heads
 
 PROMPTS = {"MT-Bench": ["def f(x):", "x"]}
 TURNS = [["def f(x):\n", "return x\n"]]
 NEW, K = 6, 2
 MOST = "2 heads, pruned:2x2x6"
-OPTIONS = memory.Options(
-    parts=("breakdown", "longest", "caches", "pruned", "turns"),
-    shapes=("pair",),
-    limit=10**9,
-    small=10**6,
-    sizes=(6,),
-    head_counts=(1, 2),
-    caches=(512,),
-    pruned=("pruned:2x2x6",),
-    batches=(1,),
-    tree="sparse:4",
-    shares=(1.0, 0.5),
-    tune=False,
-    max_new_tokens=NEW,
-)
+OPTIONS = {
+    "parts": ["breakdown", "longest", "caches", "pruned", "turns"],
+    "shapes": ["pair"],
+    "memory": "1GB",
+    "small": "1MB",
+    "sizes": [6],
+    "head_counts": [1, 2],
+    "caches": [512],
+    "pruned": ["pruned:2x2x6"],
+    "shares": [1.0, 0.5],
+    "max_new_tokens": NEW,
+}
+
+
+def options(**chosen):
+    args = parse_bench(["memory"])
+    for name, value in (OPTIONS | chosen).items():
+        assert hasattr(args, name)
+        setattr(args, name, value)
+    return args
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +90,7 @@ def plans(target, heads, turns, shares, max_new_tokens, timed):
 def report(models):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversations, "plans", plans)
-        found = memory.measure_memory(models, PROMPTS, TURNS, OPTIONS, Run(1))
+        found = memory.measure_memory(models, PROMPTS, TURNS, options(), Run(1))
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -154,16 +161,29 @@ def test_the_most_queries_fit_and_no_more(subject, limit, monkeypatch):
 
 
 def test_printed_numbers_are_the_papers():
+    """Its 55 MB and 19.5 MB, and the 65 % less of 20 conversations."""
     rows = budgets.printed(budgets.subject_of(budgets.PAPER, 16 * 10**9))
     assert [round(row["specmemo"] / 2**20, 1) for row in rows] == [55.2, 19.5]
     assert [row["printed_mib"] for row in rows] == ["55", "19.5"]
+    stock, small = (row["specmemo"] for row in rows)
+    assert round(20 * small / 2**20) == 391 and round(20 * stock / 2**20, -2) == 1100
+    assert round(1 - small / stock, 2) == 0.65
     assert rows[0]["head_bytes"] * 3 == rows[1]["head_bytes"] * 4
+
+
+def test_cached_rows_are_counted_in_every_kind_of_layer():
+    """2 h k x d p of Llama-2-7B: 2048 tokens in 16 bits are a GiB."""
+    llama = budgets.subject_of(budgets.PAPER, 0).target
+    assert 2048 * cache_row_bytes(llama) == 2**30
+    assert cache_row_bytes(budgets.subject_of("mamba2-2.7b", 0).target) == 0
+    shared = abstract_model(FAMILIES["zamba2"], "float32")  # two layers, 8 heads of 8
+    assert cache_row_bytes(shared) == 2 * 2 * 8 * 8 * 4
 
 
 def test_arms_give_plain_text_and_their_bytes(report, models):
     assert report["complete"]
     rows = {row["arm"]: row for row in report["results"]}
-    names = [f"{k} heads, sparse:{n}" for k in (1, 2) for n in OPTIONS.sizes]
+    names = [f"{k} heads, sparse:{n}" for k in (1, 2) for n in OPTIONS["sizes"]]
     assert list(rows) == ["plain", *names, "heads, sparse:6", "heads, pruned:2x2x6"]
     assert all(row["equal_to_plain"] == row["units"] == 2 for row in rows.values())
     row = rows["1 heads, sparse:6"]
@@ -227,15 +247,14 @@ def test_the_planner_is_asked_at_every_budget(models):
 
 
 def test_tables_and_figures(report, tmp_path):
-    text = benchmarks.table_of(report)
-    for words in ("| pair | batch | 8 |", "| pair | steps |", "heads, pruned:2x2x6"):
-        assert words in text
-    assert "| 10% | 0.0 | refused |" in text
-    figures = draw_parts(report)
-    assert list(figures) == ["breakdown", "longest", "caches", "pruned", "turns"]
-    for part, figure in figures.items():
-        charts.save(figure, tmp_path / part)
-        assert (tmp_path / f"{part}.png").stat().st_size > 10_000
+    shown = cells(command.table_of(report))
+    assert ["pair", "batch", "8"] in [row[:3] for row in shown]
+    assert ["pair", "steps"] in [row[:2] for row in shown]
+    assert "heads, pruned:2x2x6" in [row[2] for row in shown]
+    assert ["10%", "0.0", "refused", *"-----"] in shown
+    command.save_figures(report, tmp_path / "f")
+    for part in OPTIONS["parts"]:
+        assert (tmp_path / f"f-{part}.png").stat().st_size > 10_000
 
 
 def test_what_is_measured_wants_prompts(models):
@@ -243,12 +262,10 @@ def test_what_is_measured_wants_prompts(models):
         ("batch", "--parts batch: what is measured wants --prompts"),
         ("turns", "--parts turns: want --prompts with conversations"),
     ):
-        options = replace(OPTIONS, parts=(parts,))
         with pytest.raises(ValueError, match=error):
-            memory.measure_memory(models, {}, [], options, Run(1))
-    options = replace(OPTIONS, parts=("caches",), caches=(8,))
+            memory.measure_memory(models, {}, [], options(parts=[parts]), Run(1))
     with pytest.raises(ValueError, match="--caches: want"):
-        memory.works_of(models, PROMPTS, options)
+        memory.works_of(models, PROMPTS, options(parts=["caches"], caches=[8]))
 
 
 def test_conversations_are_read(tmp_path):
