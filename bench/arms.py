@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -303,25 +304,25 @@ def measure_arms(
       the report; "results" are rows of `summarise_arms`.
     """
     any_work = next(iter(works.values()))
+    warm = {label: set[str]() for label in works}
+
+    def unit(label: str, texts: Sequence[Prompt], temperature: float) -> Any:
+        work, strangers = works[label], None
+        if temperature == 0:
+            work = replace(work, arms=_greedy_arms(work.arms))
+            strangers = None if others is None else others(texts[0])
+        options = temperature, run.repeats, warm[label], strangers
+        return decode_unit(work, texts, *options)
+
     units = {
-        f"{label}/{title}/T={temperature:g}/{i}": (label, texts, temperature)
+        f"{label}/{title}/T={temperature:g}/{i}": partial(
+            unit, label, texts, temperature
+        )
         for i, groups in enumerate(rounds(prompts, any_work.batch))
         for temperature in temperatures
         for title, texts in groups.items()
         for label in works
     }
-    warm = {label: set[str]() for label in works}
-
-    def work_unit(name: str) -> dict[str, Any]:
-        label, group, temperature = units[name]
-        work, strangers = works[label], None
-        if temperature == 0:
-            work = replace(work, arms=_greedy_arms(work.arms))
-            strangers = None if others is None else others(group[0])
-        return decode_unit(
-            work, group, temperature, run.repeats, warm[label], strangers
-        )
-
     pairs = {label: (work.target, work.drafter) for label, work in works.items()}
     settings = settings_of(benchmark, pairs, prompts) | {
         "pairs": list(works),
@@ -330,7 +331,7 @@ def measure_arms(
         "batch": any_work.batch,
         "max_new_tokens": any_work.max_new_tokens,
     }
-    report = measure(settings, units, work_unit, run)
+    report = measure(settings, units, run)
     return {**report, "results": summarise_arms(report["units"])}
 
 

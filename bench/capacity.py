@@ -5,7 +5,7 @@ So time and temporaries stand beside the bytes that a pass has to read.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -71,15 +71,28 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 
     def work(name: str, dtype: str, size: int, kind: str) -> dict[str, Any]:
         model, program = compiled(name, dtype)
-        least = Case(size, "packed", context=args.text)
+        case = Case(size, "packed", context=args.text)
+        calls: list[tuple[Program, int, Callable[[], float]]] = []
         if kind == CAPACITY:
-            cases = [replace(least, capacity=rows) for rows in args.capacities]
-            timed = time_capacities([program(case) for case in cases], run.repeats)
-        else:
-            largest = replace(least, capacity=max(args.capacities))
-            timed = time_lengths(program(largest), args.lengths, run.repeats)
+            for rows in args.capacities:
+                made = program(replace(case, capacity=rows))
+                calls.append((made, args.text, Turns(made)))
+        else:  # one program, in the same caches
+            made = program(replace(case, capacity=max(args.capacities)))
+            turns = Turns(made)
+            calls = [(made, text, partial(turns, text)) for text in args.lengths]
+        arms = {str(i): call for i, (*_, call) in enumerate(calls)}
+        seconds, _ = take_turns(arms, run.repeats, set(), skip_too_large=True)
         records = [
-            record | {"read_bytes": bytes_read(model, record)} for record in timed
+            {
+                "capacity": made.case.rows,
+                "text": text,
+                "seconds": own,
+                "compile_s": made.compile_s,
+                **made.memory,
+                "read_bytes": bytes_read(model, made.case.rows, text),
+            }
+            for (made, text, _), own in zip(calls, seconds.values(), strict=True)
         ]
         return {"parameters": sizes_of(model)[0], "records": records}
 
@@ -113,43 +126,12 @@ def model_named(name: str, dtype: str) -> Model:
     return load(name, dtype=dtype)
 
 
-def time_capacities(programs: Sequence[Program], repeats: int) -> list[dict[str, Any]]:
-    """Times each program after the text of its case, in turns; returns the records."""
-    arms = {str(p.case.rows): Turns(p) for p in programs}
-    seconds, _ = take_turns(dict(arms), repeats, set(), skip_too_large=True)
-    return [
-        _record(p, p.case.context, seconds[name])
-        for name, p in zip(arms, programs, strict=True)
-    ]
-
-
-def time_lengths(
-    program: Program, lengths: Sequence[int], repeats: int
-) -> list[dict[str, Any]]:
-    """Times one program after texts of each length, in turns; returns the records."""
-    turns = Turns(program)
-    arms: dict[str, Callable[[], float]] = {str(n): partial(turns, n) for n in lengths}
-    seconds, _ = take_turns(arms, repeats, set(), skip_too_large=True)
-    return [_record(program, n, seconds[str(n)]) for n in lengths]
-
-
-def _record(program: Program, text: int, seconds: Sequence[float]) -> dict[str, Any]:
-    return {
-        "capacity": program.case.rows,
-        "text": text,
-        "seconds": list(seconds),
-        "compile_s": program.compile_s,
-        **program.memory,
-    }
-
-
-def bytes_read(model: Model, record: Mapping[str, Any]) -> int:
+def bytes_read(model: Model, capacity: int, text: int) -> int:
     """Counts the weights, the cache rows of the text, and the other state, once."""
-    dtype, capacity = param_dtype(model.params), record["capacity"]
+    dtype = param_dtype(model.params)
     state = jax.eval_shape(lambda: init_state(model.config, 1, capacity, dtype))
     other, _ = state_and_caches(state)
-    of_text = cache_row_bytes(model) * record["text"]
-    return weights_read(model) + other + of_text
+    return weights_read(model) + other + cache_row_bytes(model) * text
 
 
 def capacity_rows(

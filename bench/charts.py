@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench.method import machine_line
+from stree_jax.bench.tables import Row, Value, value_of
+from stree_jax.bench.tables import by as by_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,22 +25,6 @@ LEGEND: dict[str, Any] = {"fontsize": 8, "frameon": False}
 POINTS: dict[str, Any] = {"linestyle": ""}
 LONGEST_NAME = 34  # characters of a stacked bar's name
 SHOWN_LIMIT = 3  # a limit this many times the longest bar would hide the bars
-
-
-Row = Mapping[str, Any]
-Value = str | Callable[[Any], Any]  # a field of a row, or a function of it
-
-
-def value_of(row: Row, value: Value) -> Any:
-    return row[value] if isinstance(value, str) else value(row)
-
-
-def grouped(rows: Iterable[Row], by: Value) -> dict[Any, list[Row]]:
-    """Returns the rows by a value, in the order of the first rows."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(value_of(row, by), []).append(row)
-    return groups
 
 
 def style_of(i: int) -> dict[str, Any]:
@@ -92,7 +78,7 @@ def lines(
       log: the logarithmic axes: "x", "y" or both.
       from_zero: if True, the heights begin at 0.
     """
-    for i, (label, own) in enumerate(grouped(rows, by).items()):
+    for i, (label, own) in enumerate(by_value(rows, by).items()):
         heights = [value_of(row, y) for row in own]
         if any(height is not None for height in heights):
             places = [value_of(row, x) for row in own]
@@ -129,7 +115,7 @@ def bars(
       note: words at the foot of a bar.
       colour: places among the colours by label. If None, that of their order.
     """
-    groups, kinds = list(grouped(rows, group)), grouped(rows, by)
+    groups, kinds = list(by_value(rows, group)), by_value(rows, by)
     width = 0.8 / len(kinds)
     for i, (label, own) in enumerate(kinds.items()):
         fill = COLOURS[(i if colour is None else colour[label]) % len(COLOURS)]

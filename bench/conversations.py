@@ -8,11 +8,10 @@ decodes the same conversations, in caches of the size that the plan counts.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from stree_jax.bench import charts, tables
-from stree_jax.bench.arms import PLAIN, check_ties
+from stree_jax.bench.arms import PLAIN, check_ties, rates, speedups
 from stree_jax.bench.budgets import choice_of, run_time
 from stree_jax.bench.budgets import name_of as name_of_record
 from stree_jax.bench.device_memory import resident
@@ -209,15 +208,12 @@ def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(choice, str):
             budgets.append(row | {"arm": None, "refusal": choice})
             continue
-        over = _over(records, name_of(choice), name_of(talk.ample))
-        speed = quartiles_of("of_ample", over)
+        cells, ample = (
+            [record[name_of(c)] for record in records] for c in (choice, talk.ample)
+        )
+        speed = quartiles_of("of_ample", speedups(cells, ample))
         budgets.append(row | speed | speeds[name_of(choice)] | choice_of(choice))
     return {"request": vars(talk.request), "arms": arms, "budgets": budgets}
-
-
-def _over(records: Sequence[dict[str, Any]], name: str, other: str) -> list[float]:
-    """Returns the speedup of an arm over another by conversation."""
-    return [median(r[other]["seconds"]) / median(r[name]["seconds"]) for r in records]
 
 
 def summary(
@@ -225,15 +221,15 @@ def summary(
 ) -> dict[str, Any]:
     """Returns the measurements of a way to answer, and the plan of its choice."""
     cells = [record[name] for record in records]
-    speeds = [c["tokens"] / median(c["seconds"]) for c in cells]
+    plain = [record[PLAIN] for record in records]
     row: dict[str, Any] = {
         "arm": name,
         "conversations": len(cells),
         "equal": sum(c["equal"] for c in cells),
         "measured_tau": sum(c["tokens"] for c in cells)
         / sum(c["calls"] for c in cells),
-        **quartiles_of("speedup", _over(records, name, PLAIN)),
-        **quartiles_of("tokens_per_s", speeds),
+        **quartiles_of("speedup", speedups(cells, plain)),
+        **quartiles_of("tokens_per_s", rates(cells)),
         "resident_first": cells[0]["resident"][0],
         "resident_last": cells[-1]["resident"][-1],
     }

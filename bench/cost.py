@@ -6,9 +6,9 @@ texts have among the drafter's guesses. The measurement decodes those texts.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -51,18 +51,6 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    sizes = args.arms, args.max_new_tokens
-    return measure_cost(*load_models(args), load_prompts(args), *sizes, run)
-
-
-def measure_cost(
-    target: Model,
-    drafter: Model,
-    prompts: dict[str, list[Prompt]],
-    arms: Sequence[str],
-    max_new_tokens: int,
-    run: Run,
-) -> dict[str, Any]:
     """Predicts and measures greedy speeds of chains, named trees and optimal trees.
 
     Units: "ranks" (of all texts), "target" and "drafter" (times of passes), and one for
@@ -79,14 +67,16 @@ def measure_cost(
     Raises:
       ValueError: an unknown tree, or one without a fixed shape.
     """
-    for name in arms:
+    for name in args.arms:
         if not isinstance(resolve_tree(name), Tree):
             raise ValueError(
                 f"--arms: {name} has no fixed shape to predict; leave it out"
             )
-    plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, max_new_tokens)
-    context = plain.capacity - MARGIN
+    target, drafter = load_models(args)
+    prompts = load_prompts(args)
+    plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, args.max_new_tokens)
 
+    @cache  # computed again in a resumed run: greedy texts are the same each time
     def ranks() -> list[list[int]]:
         rows = []
         for text in (text for texts in prompts.values() for text in texts):
@@ -95,47 +85,40 @@ def measure_cost(
             rows.append(cost.drafter_ranks(drafter, ids, tokens).tolist())
         return rows
 
-    def passes(model: Model, sizes: Sequence[int]) -> dict[str, float]:
-        cases = [Case(size, "packed", context) for size in sizes]
+    def trees() -> dict[str, Tree]:
+        return candidates(args.arms, ranks())
+
+    def passes(model: Model, sizes: set[int]) -> dict[str, float]:
+        cases = [Case(n, "packed", plain.capacity - MARGIN) for n in sorted(sizes)]
         programs = [compile_case(model, case, PASSES) for case in cases]
         records = time_cases(programs, 4 * run.repeats)
         return {str(r["nodes"]): median(r["seconds"]) for r in records}
 
-    warm: set[str] = set()
+    def drafter_passes() -> dict[str, float]:
+        found = trees().values()
+        return passes(drafter, {t.width for t in found} | {t.depth + 1 for t in found})
 
-    @cache
-    def ranks_and_trees() -> tuple[list[list[int]], dict[str, Tree]]:
-        """Resumed runs compute them again: greedy texts are the same each time."""
-        found = ranks()
-        return found, candidates(arms, found)
+    warm = set[str]()
 
-    def work(unit: str) -> Any:
-        if unit == "ranks":
-            return ranks_and_trees()[0]
-        trees = ranks_and_trees()[1]
-        if unit == "target":
-            return passes(target, sorted({1, *(t.size for t in trees.values())}))
-        if unit == "drafter":
-            widths = {t.width for t in trees.values()}
-            return passes(
-                drafter, sorted(widths | {t.depth + 1 for t in trees.values()})
-            )
-        named = [Arm(name, _spec(tree)) for name, tree in trees.items()]
+    def decode(texts: Sequence[Prompt]) -> dict[str, Any]:
+        named = [Arm(name, _spec(tree)) for name, tree in trees().items()]
         work = replace(plain, arms=(*plain.arms, *named))
-        return decode_unit(work, decoded[unit], 0, run.repeats, warm)
+        return decode_unit(work, texts, 0, run.repeats, warm)
 
-    decoded = {
-        f"/{title}/T=0/{i}": texts
+    units: dict[str, Callable[[], Any]] = {
+        "ranks": ranks,
+        "target": lambda: passes(target, {1, *(t.size for t in trees().values())}),
+        "drafter": drafter_passes,
+    }
+    units |= {
+        f"/{title}/T=0/{i}": partial(decode, texts)
         for i, groups in enumerate(rounds(prompts))
         for title, texts in groups.items()
     }
-    settings = settings_of(NAME, {"": (target, drafter)}, prompts) | {
-        "arms": list(arms),
-        "max_new_tokens": max_new_tokens,
-    }
-    units = ["ranks", "target", "drafter", *decoded]
-    report = method.measure(settings, units, work, run)
-    return {**report, **_predictions(report["units"], arms)}
+    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
+    settings |= {"arms": args.arms, "max_new_tokens": args.max_new_tokens}
+    report = method.measure(settings, units, run)
+    return {**report, **_predictions(report["units"], args.arms)}
 
 
 def candidates(arms: Sequence[str], ranks: cost.Ranks) -> dict[str, Tree]:

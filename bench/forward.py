@@ -7,7 +7,7 @@ per leaf). Weights are random, as time does not depend on their values.
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -89,41 +89,35 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     }
     settings = method.settings_of(args, "shape dtype sizes levels")
     settings |= {"context": CONTEXT, "passes_per_dispatch": passes}
-    first = ["bandwidth"] if peak_in_use() is None else ["allocator", "bandwidth"]
-    units = first + [name for name, cases in timed.items() if cases]
-    work = _worker(config, args.dtype, passes, timed, run.repeats)
-    report = method.measure(settings, units, work, run)
-    return report | summary(config, args.dtype, report["units"])
-
-
-def _worker(
-    config: ModelConfig,
-    dtype: str,
-    passes: int,
-    timed: dict[str, list[Case]],
-    repeats: int,
-) -> Callable[[str], Any]:
-    """Returns a function that measures a unit; programs are compiled at first use."""
 
     @cache
     def model() -> Model:
-        return random_model(config, dtype)
+        return random_model(config, args.dtype)
 
     @cache
     def program(case: Case) -> Program:
         return compile_case(model(), case, passes)
 
-    def work(unit: str) -> Any:
-        match unit:
-            case "allocator":
-                trees = (cases for name, cases in timed.items() if name != "sizes")
-                return _peaks([program(case) for cases in trees for case in cases])
-            case "bandwidth":
-                return read_bandwidth(bytes_of(config, dtype)[1], repeats)
-        programs = [program(case) for case in timed[unit]]
-        return time_cases(programs, repeats, skip_too_large=True)
+    def use(program: Program) -> Any:  # makes and drops a carry
+        return jax.block_until_ready(program.run(program.begin()))
 
-    return work
+    def peaks() -> dict[str, int | None]:
+        programs = [program(c) for n, own in timed.items() if n != "sizes" for c in own]
+        calls = [(p.memory["memory_bytes"], partial(use, p)) for p in programs]
+        names = [f"{p.case.scan} {p.case.nodes}" for p in programs]
+        return allocator_peaks(dict(zip(names, calls, strict=True)))
+
+    def time(cases: Sequence[Case]) -> list[dict[str, Any]]:
+        return time_cases([program(case) for case in cases], run.repeats, True)
+
+    units: dict[str, Callable[[], Any]] = {"allocator": peaks}
+    if peak_in_use() is None:
+        units = {}
+    read_bytes = bytes_of(config, args.dtype)[1]
+    units["bandwidth"] = partial(read_bandwidth, read_bytes, run.repeats)
+    units |= {name: partial(time, cases) for name, cases in timed.items() if cases}
+    report = method.measure(settings, units, run)
+    return report | summary(config, args.dtype, report["units"])
 
 
 def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str, Any]:
@@ -157,19 +151,6 @@ def bytes_of(config: ModelConfig, dtype: str) -> tuple[int, int]:
     """Returns the bytes of all weights, and of the weights that a pass reads."""
     model = abstract_model(config, jnp.dtype(dtype))
     return size_of(model.params), weights_read(model)
-
-
-def _peaks(programs: Sequence[Program]) -> dict[str, int | None]:
-    """Returns the allocator's peak by case; one carry is in memory at a time."""
-
-    def call(program: Program) -> Callable[[], Any]:
-        return lambda: jax.block_until_ready(program.run(program.begin()))
-
-    arms = {
-        f"{p.case.scan} {p.case.nodes}": (p.memory["memory_bytes"], call(p))
-        for p in programs
-    }
-    return allocator_peaks(arms)
 
 
 def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:

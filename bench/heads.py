@@ -25,7 +25,7 @@ from stree_jax.bench.arms import (
     records_of,
     workload,
 )
-from stree_jax.bench.charts import GUIDE, POINTS, Value, lines, panels
+from stree_jax.bench.charts import GUIDE, POINTS, lines, panels
 from stree_jax.bench.inputs import load_models, load_prompts
 from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
@@ -36,13 +36,11 @@ from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model
-from stree_jax.models.heads import Heads
 from stree_jax.options import add
 from stree_jax.result import Generation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import score
 from stree_jax.sizing.traffic import heads_read, weights_read
-from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.training.heads import accuracy_table, ranks_in
 
 if TYPE_CHECKING:
@@ -76,38 +74,10 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    target, drafter = load_models(args)
+    """Measures decoding with heads; with `--ngrams`, also a staged drafter."""
+    (target, drafter), prompts = load_models(args), load_prompts(args)
     heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
     ngrams = None if args.ngrams is None else load_ngrams(args.ngrams)
-    return measure_heads(target, drafter, heads, ngrams, load_prompts(args), args, run)
-
-
-def arms_of(args: argparse.Namespace, staged: bool) -> list[Arm]:
-    """Returns plain decoding, heads, the draft model, lookup and the rule typical."""
-    arms = [Arm(PLAIN, None)]
-    arms += [Arm(f"heads, {t}", t, drafting="heads") for t in args.trees]
-    arms += [Arm(f"model, {t}", t) for t in args.model_trees]
-    if staged:
-        arms.append(Arm("staged, E", "E", drafting="staged", ahead=2))
-    arms.append(Arm("lookup", "auto", drafting="lookup"))
-    name = f"{TYPICAL}, {args.typical}"
-    return [*arms, Arm(name, args.typical, TYPICAL, "heads")]
-
-
-def measure_heads(
-    target: Model,
-    drafter: Model,
-    heads: Heads,
-    ngrams: NGrams | None,
-    prompts: dict[str, list[Prompt]],
-    args: argparse.Namespace,
-    run: Run,
-) -> dict[str, Any]:
-    """Measures decoding with heads and returns the report.
-
-    Args:
-      ngrams: of the drafter. If given, there is also a staged arm.
-    """
     arms = arms_of(args, ngrams is not None)
     work = workload(target, drafter, arms, prompts, args.max_new_tokens, args.batch)
     work = replace(work, heads=heads, ngrams=ngrams)
@@ -126,6 +96,18 @@ def measure_heads(
     }
     report["results"] = with_traffic(report)
     return report
+
+
+def arms_of(args: argparse.Namespace, staged: bool) -> list[Arm]:
+    """Returns plain decoding, heads, the draft model, lookup and the rule typical."""
+    arms = [Arm(PLAIN, None)]
+    arms += [Arm(f"heads, {t}", t, drafting="heads") for t in args.trees]
+    arms += [Arm(f"model, {t}", t) for t in args.model_trees]
+    if staged:
+        arms.append(Arm("staged, E", "E", drafting="staged", ahead=2))
+    arms.append(Arm("lookup", "auto", drafting="lookup"))
+    name = f"{TYPICAL}, {args.typical}"
+    return [*arms, Arm(name, args.typical, TYPICAL, "heads")]
 
 
 def decoded(
@@ -303,7 +285,7 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
         title = "greedy text; paler: later heads"
         lines(axes[0], reached, "rank", "found", "set", *words, title, style)
     axes[0].set_ylim(0, 1)
-    values: dict[str, Value] = {
+    values: dict[str, tables.Value] = {
         "tokens a call": "tau",
         "times plain": lambda row: row["speedup"]["median"],
     }

@@ -81,28 +81,14 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
-    models = Models(*load_models(args), heads)
-    turns = read_turns(args.prompts or [], args.count)
-    return measure_memory(models, load_prompts(args), turns, args, run)
-
-
-def measure_memory(
-    models: Models,
-    prompts: dict[str, list[Prompt]],
-    turns: Sequence[Sequence[str]],
-    args: argparse.Namespace,
-    run: Run,
-) -> dict[str, Any]:
     """Counts and measures the parts of the options.
-
-    Args:
-      prompts: of the measured parts; may be empty without them.
-      turns: conversations of part "turns", the user's messages; likewise.
 
     Raises:
       ValueError: a part without prompts or conversations, or caches that are too small.
     """
+    heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
+    models = Models(*load_models(args), heads)
+    prompts = load_prompts(args)
     limits = {"limit": bytes_named(args.memory), "small": bytes_named(args.small)}
     works = works_of(models, prompts, args)
     units: dict[str, Callable[[], Any]] = {}
@@ -112,6 +98,7 @@ def measure_memory(
         units |= _decoded(label, work, prompts, run)
     talk = None
     if TURNS in args.parts:
+        turns = read_turns(args.prompts or [], args.count)
         options = args.shares, args.max_new_tokens, args.tune
         talk = conversations.plans(models.target, models.heads, turns, *options)
         units |= conversations.units(talk, run)
@@ -119,7 +106,7 @@ def measure_memory(
     settings = settings_of(NAME, {"": (models.target, models.drafter)}, prompts)
     settings |= {**limits, "max_new_tokens": args.max_new_tokens}
     settings |= {name: getattr(args, name) for name in names.split()}
-    report = method.measure(settings, units, lambda name: units[name](), run)
+    report = method.measure(settings, units, run)
     found = report["units"]
     decoded = {name: record for name, record in found.items() if "/T=0/" in name}
     report["results"] = [
@@ -317,7 +304,7 @@ def _rows(report: dict[str, Any], part: str) -> list[dict[str, Any]]:
     ]
 
 
-VALUES: dict[str, charts.Value] = {
+VALUES: dict[str, tables.Value] = {
     "tokens a call": "tau",
     "times plain decoding": lambda row: row["speedup"]["median"],
     "MB of the steps but weights": lambda row: row["steps_run_time"] / 1e6,
@@ -326,7 +313,7 @@ VALUES: dict[str, charts.Value] = {
 
 
 def _draw(
-    ax: Any, rows: Sequence[Any], by: charts.Value, what: str, **options: Any
+    ax: Any, rows: Sequence[Any], by: tables.Value, what: str, **options: Any
 ) -> None:
     """Draws one of `VALUES` against the nodes of the tree."""
     words = "nodes in the tree", what
@@ -339,7 +326,7 @@ def draw_caches(report: dict[str, Any]) -> "Figure":
     drafted = [row for row in rows if row["arm"] != PLAIN]
     groups = tables.by(drafted, "pair")
     figure, axes = charts.panels(1 + len(groups), report, "Caches, trees and heads")
-    for ax, ((name,), own) in zip(axes, groups.items(), strict=False):
+    for ax, (name, own) in zip(axes, groups.items(), strict=False):
         options = {"title": name, "guide": 1}
         _draw(ax, own, _heads, "times plain decoding", **options)
     _draw(axes[-1], rows, "pair", "MB of the steps but weights", style=charts.POINTS)

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -153,16 +153,14 @@ def take_turns(
 
 def measure(
     settings: dict[str, Any],
-    units: Iterable[str],
-    work: Callable[[str], Any],
+    units: Mapping[str, Callable[[], Any]],
     run: Run,
 ) -> dict[str, Any]:
     """Returns a report with the record of every unit, from `<json>.part` or measured.
 
     Args:
       settings: the options; records depend on them and on the machine.
-      units: names.
-      work: measures a unit and returns its record, which must be JSON.
+      units: calls by name; each measures a unit and returns its record as JSON.
 
     Returns:
       settings, "machine", "complete" and "units": {name: record}.
@@ -176,21 +174,20 @@ def measure(
     part = None if run.json is None else run.json.with_name(run.json.name + ".part")
     if part is not None:
         records = _read_part(part, head)
-    names = list(units)
-    with tqdm(names, unit="unit", mininterval=1) as bar:
+    with tqdm(units, unit="unit", mininterval=1) as bar:
         for name in bar:
             bar.set_postfix_str(name)
             if name in records:
                 continue
             if clock.over:
                 break
-            records[name] = json.loads(json.dumps(work(name)))
+            records[name] = json.loads(json.dumps(units[name]()))
             if part is not None:  # only now: a wrong option leaves no file
                 if not part.exists():
                     part.write_text(json.dumps(head) + "\n")
                 with part.open("a") as lines:
                     lines.write(json.dumps([name, records[name]]) + "\n")
-    complete = all(name in records for name in names)
+    complete = all(name in records for name in units)
     return {**head, "complete": complete, "units": records}
 
 
@@ -215,9 +212,9 @@ def measure_grid(
         "/".join(map(str, values)): dict(zip(axes, values, strict=True))
         for values in product(*axes.values())
     }
-    calls = dict(before or {})
-    calls |= {unit: partial(work, *case.values()) for unit, case in cases.items()}
-    report = measure(settings, calls, lambda unit: calls[unit](), run)
+    units = dict(before or {})
+    units |= {unit: partial(work, *case.values()) for unit, case in cases.items()}
+    report = measure(settings, units, run)
     measured = report["units"].items()
     return report, [(cases[unit], r) for unit, r in measured if unit in cases]
 

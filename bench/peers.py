@@ -46,13 +46,12 @@ from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.checkpoints.checkpoint import Model, load, save
-from stree_jax.convert import CheckpointError
 from stree_jax.generation import encode_prompts
-from stree_jax.models.memory import size_of
 from stree_jax.options import WEIGHTS, add
 from stree_jax.pair import load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
+from stree_jax.sizing.traffic import weights_read
 from stree_jax.speculation.specs import LOOKUP
 
 if TYPE_CHECKING:
@@ -165,25 +164,13 @@ def measure_peers(
       ValueError: a package is missing, or llama.cpp has no such architecture.
       RuntimeError: logits are too far apart, or greedy texts of ours differ.
     """
-    left_out = {d: why for d in args.dtypes if (why := refusal(d)) is not None}
-    dtypes = [dtype for dtype in args.dtypes if dtype not in left_out]
-    pairs = [(label, dtype) for label in subjects for dtype in dtypes]
-    units = {
-        f"{label}/{dtype}/{title}/{i}": (label, dtype, text)
-        for label, dtype in pairs
-        for title, texts in subjects[label].prompts.items()
-        for i, text in enumerate(texts)
-    }
-    settings = {
-        "kind": NAME,
+    pairs = [(label, dtype) for label in subjects for dtype in args.dtypes]
+    settings = method.settings_of(args, "dtypes max_new_tokens") | {
         "parameters": {label: sizes_of(s.target) for label, s in subjects.items()},
         "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
-        "max_new_tokens": args.max_new_tokens,
         "threads": threads_of_xla(),
         "llama_cpp": args.llama_python and llama_version(args.llama_python),
         "transformers": transformers_version(),
-        "dtype": ", ".join(dtypes),
-        "left_out": left_out,
     }
     with ExitStack() as stack:
         standing: dict[tuple[str, str], Ready] = {}
@@ -197,23 +184,21 @@ def measure_peers(
                 standing[label, dtype] = stack.enter_context(here)
             return standing[label, dtype]
 
-        def work(unit: str) -> Any:
-            if unit == "logits":
-                return {"/".join(pair): _compared(stand(*pair)) for pair in pairs}
-            label, dtype, text = units[unit]
-            return time_unit(stand(label, dtype), text, run.repeats)
+        def logits() -> dict[str, Any]:
+            return {"/".join(pair): _compared(stand(*pair)) for pair in pairs}
 
-        report = method.measure(settings, ["logits", *units], work, run)
+        def decode(pair: tuple[str, str], text: Prompt) -> dict[str, Any]:
+            return time_unit(stand(*pair), text, run.repeats)
+
+        units: dict[str, Callable[[], Any]] = {"logits": logits}
+        units |= {
+            f"{'/'.join(pair)}/{title}/{i}": partial(decode, pair, text)
+            for pair in pairs
+            for title, texts in subjects[pair[0]].prompts.items()
+            for i, text in enumerate(texts)
+        }
+        report = method.measure(settings, units, run)
     return {**report, "results": peer_rows(report["units"])}
-
-
-def refusal(dtype: str) -> str | None:
-    """Returns why models cannot be loaded in a dtype, or None if they can."""
-    try:
-        load("demo-drafter", dtype=dtype)
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def in_dtype(model: Model, dtype: str) -> Model:
@@ -231,7 +216,7 @@ def ready(subject: Subject, dtype: str, args: argparse.Namespace) -> Iterator[Re
     target = drafter = in_dtype(subject.target, dtype)
     if subject.drafter is not subject.target:
         drafter = in_dtype(subject.drafter, dtype)
-    new, config = args.max_new_tokens, target.config
+    new = args.max_new_tokens
     work = workload(target, drafter, subject.arms, subject.prompts, new)
     strangers = None
     if transformers_version() is not None and dtype != "int8":
@@ -239,10 +224,9 @@ def ready(subject: Subject, dtype: str, args: argparse.Namespace) -> Iterator[Re
 
         torch.set_num_threads(threads_of_xla())
         strangers = with_transformers(target, new, dtype)
-    table_bytes = 0 if config.tie_embeddings else size_of(target.params["embedding"])
     # llama.cpp quantizes to int8 itself; otherwise its file holds our numbers.
     source = subject.target if dtype == "int8" else target
-    read_bytes = {"ours": size_of(target.params) - table_bytes}
+    read_bytes = {"ours": weights_read(target)}
     with ExitStack() as stack:
         ask = None
         if args.llama_python is not None:
@@ -252,14 +236,11 @@ def ready(subject: Subject, dtype: str, args: argparse.Namespace) -> Iterator[Re
 
         def others(text: Prompt) -> dict[str, Callable[[], float]]:
             (ids,) = encode_prompts(target, [text])
-
-            def decode(ask: Ask) -> float:
-                return ask("decode", ids=list(ids), count=new)["seconds"]
-
-            arms: dict[str, Callable[[], float]] = {}
-            if ask is not None:
-                arms[LLAMA] = partial(decode, ask)
-            return arms if strangers is None else arms | strangers(text)
+            arms = {} if strangers is None else strangers(text)
+            if ask is None:
+                return arms
+            order = {"ids": list(ids), "count": new}
+            return {LLAMA: lambda: ask("decode", **order)["seconds"]} | arms
 
         yield Ready(dtype, work, ask, others, read_bytes, set())
     jax.clear_caches()  # programs of all dtypes together take much memory
@@ -385,9 +366,6 @@ def table(report: dict[str, Any]) -> str:
         label, dtype = name.split("/")
         if rows := groups.get((label, dtype)):
             sections += [_about(report, label, rows[0], check), _arms_table(rows)]
-    sections += [
-        f"{dtype} was left out: {why}" for dtype, why in report["left_out"].items()
-    ]
     about, llama = [f"{report['threads']} threads each"], report["llama_cpp"]
     if report["transformers"] is not None:
         about.insert(0, f"transformers {report['transformers']}")
@@ -437,7 +415,7 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     """Draws tokens a second by dtype, a panel a model and set, with the floor."""
     groups = tables.by(report["results"], "subject", "set")
     figure, axes = panels(len(groups), report, "Greedy decoding beside other programs")
-    colour = {arm: i for i, (arm,) in enumerate(tables.by(report["results"], "arm"))}
+    colour = {arm: i for i, arm in enumerate(tables.by(report["results"], "arm"))}
     speed = tables.quartiles("", "tokens_per_s", "")[1]
     ylabel = "tokens/s; dashed: weights read once a token"
     for ax, (names, rows) in zip(axes, groups.items(), strict=True):

@@ -5,7 +5,8 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,22 +206,13 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    args.count = 1
-    return measure_profile(*load_models(args), load_prompts(args), args.arms, run)
-
-
-def measure_profile(
-    target: Model,
-    drafter: Model,
-    prompts: dict[str, list[Prompt]],
-    arms: Sequence[str],
-    run: Run,
-) -> dict[str, Any]:
     """Profiles plain decoding and trees on the first prompt, mean of turns.
 
     Returns:
       the report; "results" are rows of arm, stage, part, us and operations of a step.
     """
+    args.count = 1
+    (target, drafter), prompts = load_models(args), load_prompts(args)
     prompt = next(iter(prompts.values()))[0]
 
     def unit(arm: str) -> list[dict[str, Any]]:
@@ -233,11 +225,10 @@ def measure_profile(
             total["us"] += row["us"] / run.repeats
         return list(mean.values())
 
-    settings = settings_of(NAME, {"": (target, drafter)}, prompts) | {
-        "steps": STEPS,
-        "arms": list(arms),
-    }
-    report = method.measure(settings, arms, unit, run)
+    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
+    settings |= {"steps": STEPS, "arms": args.arms}
+    units = {arm: partial(unit, arm) for arm in args.arms}
+    report = method.measure(settings, units, run)
     rows = [row for rows in report["units"].values() for row in rows]
     return {**report, "results": rows}
 
@@ -245,7 +236,7 @@ def measure_profile(
 def table(report: dict[str, Any]) -> str:
     """Returns parts of a step by arm, in microseconds and percent."""
     sections = []
-    for (arm,), rows in tables.by(report["results"], "arm").items():
+    for arm, rows in tables.by(report["results"], "arm").items():
         total = sum(row["us"] for row in rows)
         columns = [
             ("stage", "stage"),

@@ -267,7 +267,7 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
     groups = tables.by(report["results"], "shape")
     figure, axes = panels(len(groups), report, "Reading a prompt")
     lengths = list(dict.fromkeys(row["length"] for row in report["results"]))
-    for ax, ((shape,), rows) in zip(axes, groups.items(), strict=True):
+    for ax, (shape, rows) in zip(axes, groups.items(), strict=True):
         for arm, linestyle in ((THEIRS, "--"), (OURS, "-")):
             made = [row | {"label": f"{arm}, {row['dtype']}"} for row in rows]
             words = "tokens of the prompt", "tokens/s", shape

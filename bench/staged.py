@@ -76,19 +76,6 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    target, drafter = load_models(args)
-    drafter, ngrams = widened(drafter, args.widen_drafter), load_ngrams(args.ngrams)
-    return measure_staged(target, drafter, ngrams, load_prompts(args), args, run)
-
-
-def measure_staged(
-    target: Model,
-    drafter: Model,
-    ngrams: NGrams,
-    prompts: dict[str, list[Prompt]],
-    args: argparse.Namespace,
-    run: Run,
-) -> dict[str, Any]:
     """Measures the arms, and returns them with predictions and a text by its origins.
 
     Raises:
@@ -99,6 +86,8 @@ def measure_staged(
         raise ValueError(
             f"--tree: want a fixed one of at least two levels, got {args.tree!r}"
         )
+    (target, drafter), prompts = load_models(args), load_prompts(args)
+    drafter, ngrams = widened(drafter, args.widen_drafter), load_ngrams(args.ngrams)
     arms = arms_of(args)
     work = workload(target, drafter, arms, prompts, args.max_new_tokens, args.batch)
     work = replace(work, ngrams=ngrams, top_k=args.top_k)

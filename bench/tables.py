@@ -5,6 +5,13 @@ from typing import Any, NamedTuple
 
 OUT_OF_MEMORY = "OOM"
 
+Row = Mapping[str, Any]
+Value = str | Callable[[Any], Any]  # a field of a row, or a function of it
+
+
+def value_of(row: Any, value: Value) -> Any:
+    return row[value] if isinstance(value, str) else value(row)
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -18,12 +25,12 @@ class Column(NamedTuple):
     """
 
     head: str
-    value: str | Callable[[Any], Any]
+    value: Value
     form: str = ""
     absent: str = "-"
 
     def cell(self, row: Any) -> str:
-        value = row[self.value] if isinstance(self.value, str) else self.value(row)
+        value = value_of(row, self.value)
         if isinstance(value, dict):
             low, median, high = (
                 format(value[name], self.form) for name in ("low", "median", "high")
@@ -46,11 +53,12 @@ def table(columns: Sequence[tuple[Any, ...]], rows: Iterable[Any]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def by(rows: Iterable[dict[str, Any]], *names: str) -> dict[Any, list[dict[str, Any]]]:
-    """Groups rows by their values of these fields, in the order of the first rows."""
-    groups: dict[Any, list[dict[str, Any]]] = {}
+def by(rows: Iterable[Any], *values: Value) -> dict[Any, list[Any]]:
+    """Groups rows by a value, or several, in the order of the first rows."""
+    groups: dict[Any, list[Any]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+        key = tuple(value_of(row, value) for value in values)
+        groups.setdefault(key[0] if len(key) == 1 else key, []).append(row)
     return groups
 
 

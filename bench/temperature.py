@@ -57,7 +57,7 @@ def row_of(
 def table(report: dict[str, Any]) -> str:
     """Returns tau and speedup by arm and temperature, a table for each set."""
     sections = []
-    for (title,), rows in tables.by(report["results"], "set").items():
+    for title, rows in tables.by(report["results"], "set").items():
         count, batch = report["sets"][title], report["batch"]
         sections += [
             f"{title}, {count} prompts, batch {batch}: tau (over plain)",

@@ -73,17 +73,59 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    """Measures a pair on prompts, or random weights of `--shape` on token ids."""
+    """Decodes greedily with beams of every width and depth, packed and unrolled.
+
+    A unit is a prompt with a beam, "WIDTHxDEPTH/SET/i"; the first prompt goes through
+    all beams before the second. Before a beam's first prompt its drafts' leaves are
+    counted on all prompts (see `prepare`), again in a resumed run.
+
+    Returns:
+      the report; "results" are `summarise_beams`.
+
+    Raises:
+      ValueError: options that contradict each other, or a beam without a node.
+      RuntimeError: tokens differ from plain decoding's beyond a tie.
+    """
+    beams = [f"{w}x{d}" for d in args.depths for w in args.widths]
+    for beam in beams:
+        resolve_tree(f"beam:{beam}")
+    target, drafter, prompts = load_inputs(args)
+    plain_arm = Arm(PLAIN, None)
+    work = workload(target, drafter, [plain_arm], prompts, args.max_new_tokens)
+    every = [text for texts in prompts.values() for text in texts]
+    prepared = cache(lambda beam: prepare(work, beam, args.scans, every))
+    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
+    warm: dict[str, set[str]] = {beam: set() for beam in beams}
+
+    def unit(beam: str, text: Prompt) -> dict[str, Any]:
+        options = prepared(beam), text, plain(text), run.repeats, warm[beam]
+        return decode_text(work, *options)
+
+    units = {
+        f"{beam}/{title}/{i}": partial(unit, beam, text)
+        for i, groups in enumerate(rounds(prompts))
+        for title, (text,) in groups.items()
+        for beam in beams
+    }
+    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
+    settings |= method.settings_of(args, "widths depths scans max_new_tokens")
+    report = method.measure(settings, units, run)
+    return {**report, "results": summarise_beams(report["units"])}
+
+
+def load_inputs(
+    args: argparse.Namespace,
+) -> tuple[Model, Model, dict[str, list[Prompt]]]:
+    """Loads a pair and prompts, or makes random ones of `--shape`."""
     if (args.shape is None) == (args.prompts is None):
         raise ValueError("bench unrolled: want either --prompts or --shape")
     if args.shape is None:
-        return measure_unrolled(*load_models(args), load_prompts(args), args, run)
+        return *load_models(args), load_prompts(args)
     if args.widen != 1:
         raise ValueError("bench unrolled: --widen is for models, not for --shape")
     target, drafter = random_pair(args.shape, args.drafter_shape, args.dtype)
     ids = random_prompts(target.config, args.count, RANDOM_PROMPT)
-    prompts = {f"{args.shape}, {args.drafter_shape}": ids}
-    return measure_unrolled(target, drafter, prompts, args, run)
+    return target, drafter, {f"{args.shape}, {args.drafter_shape}": ids}
 
 
 def leaves_of(parents: jax.Array) -> jax.Array:
@@ -185,70 +227,6 @@ def decode_text(
     }
 
 
-def measure_unrolled(
-    target: Model,
-    drafter: Model,
-    prompts: dict[str, list[Prompt]],
-    args: argparse.Namespace,
-    run: Run,
-) -> dict[str, Any]:
-    """Decodes greedily with beams of every width and depth, packed and unrolled.
-
-    A unit is a prompt with a beam, "WIDTHxDEPTH/SET/i"; the first prompt goes through
-    all beams before the second. Before a beam's first prompt its drafts' leaves are
-    counted on all prompts (see `prepare`), again in a resumed run.
-
-    Args:
-      prompts: texts, or token ids, by the name of their set.
-      args: with widths and depths of the beams, the paper's M and N, and scans, see
-        `Unrolled`.
-
-    Returns:
-      the report; "results" are `summarise_beams`.
-
-    Raises:
-      ValueError: a beam without a node.
-      RuntimeError: tokens differ from plain decoding's beyond a tie.
-    """
-    beams = [f"{w}x{d}" for d in args.depths for w in args.widths]
-    for beam in beams:
-        resolve_tree(f"beam:{beam}")
-    work = workload(target, drafter, [Arm(PLAIN, None)], prompts, args.max_new_tokens)
-    units = {
-        f"{beam}/{title}/{i}": (beam, text)
-        for i, groups in enumerate(rounds(prompts))
-        for title, (text,) in groups.items()
-        for beam in beams
-    }
-    work_unit = _worker(work, units, args.scans, run.repeats)
-    names = ("widths", "depths", "scans", "max_new_tokens")
-    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
-    settings |= {name: getattr(args, name) for name in names}
-    report = method.measure(settings, units, work_unit, run)
-    return {**report, "results": summarise_beams(report["units"])}
-
-
-def _worker(
-    work: Workload,
-    units: dict[str, tuple[str, Prompt]],
-    scans: Sequence[Literal["step", "chunk"]],
-    repeats: int,
-) -> Callable[[str], dict[str, Any]]:
-    """Returns a function that measures a unit, and prepares a beam only once."""
-    [plain_arm], (first, _) = work.arms, next(iter(units.values()))
-    texts = [text for beam, text in units.values() if beam == first]
-    prepared = cache(lambda beam: prepare(work, beam, scans, texts))
-    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
-    warm: dict[str, set[str]] = {beam: set() for beam, _ in units.values()}
-
-    def work_unit(name: str) -> dict[str, Any]:
-        beam, text = units[name]
-        arms = prepared(beam)
-        return decode_text(work, arms, text, plain(text), repeats, warm[beam])
-
-    return work_unit
-
-
 def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a row per set, beam and arm that was measured.
 
@@ -307,7 +285,7 @@ def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, An
 def table(report: dict[str, Any]) -> str:
     """Returns the paper's table for each set and scan, and then all rows."""
     sections = []
-    for (title,), rows in tables.by(report["results"], "set").items():
+    for title, rows in tables.by(report["results"], "set").items():
         for scan in report["scans"]:
             sections += [
                 f"{title}, {report['sets'][title]} prompts, {report['max_new_tokens']} "
@@ -372,7 +350,7 @@ def figures(report: dict[str, Any]) -> "dict[str, Figure]":
         ("MB", "MB, the compiled loop", "memory by the program's own analysis"),
     )
     styles = {PACKED: "-", "step": "--", "chunk": ":"}
-    for (scan,), own in tables.by(rows, "scan").items():
+    for scan, own in tables.by(rows, "scan").items():
         name = PACKED if scan == PACKED else f"unrolled, {scan}"
         made = [
             row

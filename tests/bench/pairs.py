@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from stree_jax.bench.registry import load
+from stree_jax.bench.registry import load, parse_bench
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import perturbed, tiny
 
@@ -18,6 +19,15 @@ def pair_with_words(**options):
     params = {**model.params, "embedding": table.astype(np.float32)}
     target = model.replace(params=params, config=config, tokenizer=tokenizer)
     return target, target.replace(params=perturbed(params, 0.02, 3))
+
+
+def measured(module, words, pair, prompts, run, **patches):
+    """Returns the report of a benchmark with these models, prompts and other parts."""
+    patches |= {"load_models": lambda args: pair, "load_prompts": lambda args: prompts}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patches.items():
+            patch.setattr(module, name, value)
+        return module.measure(parse_bench([module.NAME, *words]), run)
 
 
 def drawn(report):

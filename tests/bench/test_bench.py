@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+from functools import partial
 from unittest import mock
 
 import chex
@@ -28,7 +29,7 @@ from stree_jax.bench.prompts import prompt_of, read_prompts, rounds
 from stree_jax.bench.widen import sizes_of
 from stree_jax.cli import main as cli
 from stree_jax.speculation import loop
-from tests.bench.pairs import cells, drawn, pair_with_words
+from tests.bench.pairs import cells, drawn, measured, pair_with_words
 from tests.support.tiny import too_much
 
 LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
@@ -47,10 +48,10 @@ def report(pair, tmp_path_factory):
     counted = chex.assert_max_traces(loop.advance, n=7)
     program = jax.jit(counted, static_argnames=("verify",))
     with mock.patch.object(loop, "advance_jit", program):
-        return measured(pair, Run(2, path))
+        return decoded(pair, Run(2, path))
 
 
-def measured(pair, run):
+def decoded(pair, run):
     names = ["plain", "leviathan@chain:2", "mss@A", "naive/coupled@A"]
     ways = [parse_arm(name) for name in names]
     work = arms.workload(*pair, ways, PROMPTS, 8)
@@ -92,6 +93,10 @@ def test_sign_test_and_spread():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "low": 2, "high": 4}
 
 
+def calls(names, work=str.upper):
+    return {name: partial(work, name) for name in names}
+
+
 def test_a_killed_run_goes_on(tmp_path):
     path, seen = tmp_path / "r.json", []
 
@@ -103,11 +108,11 @@ def test_a_killed_run_goes_on(tmp_path):
         return {"n": name}
 
     with pytest.raises(KeyboardInterrupt):
-        measure({"kind": "k"}, "abcd", work, Run(1, path))
+        measure({"kind": "k"}, calls("abcd", work), Run(1, path))
     part = path.with_name("r.json.part")
     with part.open("a") as lines:
         lines.write('["c", {"n": "cut off')  # a write that a kill cut
-    report = measure({"kind": "k"}, "abcd", work, Run(1, path))
+    report = measure({"kind": "k"}, calls("abcd", work), Run(1, path))
     assert seen == ["a", "b", "killed", "c", "d"]
     assert report["complete"] and list(report["units"]) == ["a", "b", "c", "d"]
     method.write_report(report, path)
@@ -117,22 +122,22 @@ def test_a_killed_run_goes_on(tmp_path):
 
 def test_minutes_end_a_run_between_units(tmp_path):
     path = tmp_path / "r.json"
-    report = measure({"kind": "k"}, "abc", str.upper, Run(1, path, minutes=0))
+    report = measure({"kind": "k"}, calls("abc"), Run(1, path, minutes=0))
     assert not report["complete"] and report["units"] == {}
     method.write_report(report, path)
     assert not path.with_name("r.json.part").exists()  # nothing to go on from
-    report = measure({"kind": "k"}, "abc", str.upper, Run(1, path))
+    report = measure({"kind": "k"}, calls("abc"), Run(1, path))
     assert report["units"] == {"a": "A", "b": "B", "c": "C"}
 
 
 def test_another_setting_does_not_go_on(tmp_path):
     path = tmp_path / "r.json"
-    measure({"kind": "k", "count": 1}, "a", str.upper, Run(1, path))
+    measure({"kind": "k", "count": 1}, calls("a"), Run(1, path))
     before = path.with_name("r.json.part").read_text()
     with pytest.raises(ValueError, match="r.json.part: made with other count; delete"):
-        measure({"kind": "k", "count": 2}, "a", str.upper, Run(1, path))
+        measure({"kind": "k", "count": 2}, calls("a"), Run(1, path))
     with pytest.raises(ValueError, match="made with other repeats"):
-        measure({"kind": "k", "count": 1}, "a", str.upper, Run(2, path))
+        measure({"kind": "k", "count": 1}, calls("a"), Run(2, path))
     assert path.with_name("r.json.part").read_text() == before
 
 
@@ -355,11 +360,13 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "PASSES", 2)
     prompts = {"HumanEval": ["def f(x):", "return", "x = ", "f("]}
 
-    def measured():
-        run = Run(1, tmp_path / "c.json")
-        return cost.measure_cost(*pair, prompts, ["chain:2"], 12, run)
+    words = ["--prompts", "p", "--arms", "chain:2", "--max-new-tokens", "12"]
 
-    report = measured()
+    def again():
+        run = Run(1, tmp_path / "c.json")
+        return measured(cost, words, pair, prompts, run)
+
+    report = again()
     assert list(report["units"]) == [
         *("ranks", "target", "drafter"),
         *(f"/HumanEval/T=0/{i}" for i in range(4)),
@@ -384,7 +391,7 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
 
     before = report["units"]
     with mock.patch.object(cost, "decode_unit", side_effect=AssertionError):
-        assert measured()["units"] == before  # resumed: nothing is measured again
+        assert again()["units"] == before  # resumed: nothing is measured again
 
 
 def test_the_verdict_names_the_tree_and_what_was_faster():
@@ -402,7 +409,8 @@ def test_the_verdict_names_the_tree_and_what_was_faster():
 
 def test_profile_adds_up_to_the_step(pair):
     prompts = {"HumanEval": ["def f(x):"]}
-    report = profile.measure_profile(*pair, prompts, ["plain", "A"], Run(1))
+    words = ["--prompts", "p", "--arms", "plain", "A"]
+    report = measured(profile, words, pair, prompts, Run(1))
     native = cpu_kernels.level() is not None
     mixer = {"mixers, in one kernel"} if native else {"scan and replay", "convolution"}
     for arm in ("plain", "A"):

@@ -39,6 +39,19 @@ OPTIONS = {
 }
 
 
+def run_memory(models, prompts, turns, **chosen):
+    loaded = {
+        "load_models": (models.target, models.drafter),
+        "load_heads": models.heads,
+        "load_prompts": prompts,
+        "read_turns": turns,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in loaded.items():
+            patch.setattr(memory, name, lambda *args, value=value: value)
+        return memory.measure(options(**chosen), Run(1))
+
+
 def options(**chosen):
     args = parse_bench(["memory"])
     for name, value in (OPTIONS | chosen).items():
@@ -90,7 +103,7 @@ def plans(target, heads, turns, shares, max_new_tokens, timed):
 def report(models):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversations, "plans", plans)
-        found = memory.measure_memory(models, PROMPTS, TURNS, options(), Run(1))
+        found = run_memory(models, PROMPTS, TURNS)
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -263,7 +276,7 @@ def test_what_is_measured_wants_prompts(models):
         ("turns", "--parts turns: want --prompts with conversations"),
     ):
         with pytest.raises(ValueError, match=error):
-            memory.measure_memory(models, {}, [], options(parts=[parts]), Run(1))
+            run_memory(models, {}, [], parts=[parts])
     with pytest.raises(ValueError, match="--caches: want"):
         memory.works_of(models, PROMPTS, options(parts=["caches"], caches=[8]))
 

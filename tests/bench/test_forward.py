@@ -26,7 +26,7 @@ from stree_jax.models import init_records, init_state
 from stree_jax.models.state import Pending
 from stree_jax.speculation.step import packed as verify_packed
 from stree_jax.speculation.tree import resolve_tree
-from tests.bench.pairs import cells, drawn
+from tests.bench.pairs import cells, drawn, measured
 from tests.support.tiny import REAL, perturbed, tiny, too_much
 
 SIZED = {"memory_bytes", "temp_bytes"}
@@ -261,9 +261,17 @@ def test_leaves_by_row():
 def beam_report(target, drafter, run):
     rng = np.random.default_rng(0)
     prompts = {"ids": [tuple(rng.integers(8, REAL, 5).tolist()) for _ in range(2)]}
-    words = ["--widths", "2", "--depths", "3", "--max-new-tokens", "12"]
-    args = parse_bench(["unrolled", *words])
-    return unrolled.measure_unrolled(target, drafter, prompts, args, run)
+    words = [
+        "--prompts",
+        "p",
+        "--widths",
+        "2",
+        "--depths",
+        "3",
+        "--max-new-tokens",
+        "12",
+    ]
+    return measured(unrolled, words, (target, drafter), prompts, run)
 
 
 def test_unrolled_report(target, drafter, monkeypatch, tmp_path):

@@ -252,10 +252,8 @@ def measured(monkeypatch, subject, off):
     monkeypatch.setattr(peers, "llama_version", lambda python: known)
     monkeypatch.setattr(peers, "write_gguf", lambda *args: 10**6)
     monkeypatch.setattr(peers, "transformers_version", lambda: None)
-    why = {"int8": "not yet"}.get
-    monkeypatch.setattr(peers, "refusal", why)
     monkeypatch.setattr(peers, "threads_of_xla", lambda: 2)
-    words = ["--dtypes", "float32", "int8", "--llama-python", "python"]
+    words = ["--dtypes", "float32", "--llama-python", "python"]
     args = parse_bench(["peers", *words, "--max-new-tokens", "4"])
     return peers.measure_peers({"tiny": subject}, args, Run(1))
 
@@ -265,9 +263,9 @@ def test_other_logits_are_not_timed(monkeypatch, subject):
         measured(monkeypatch, subject, 0.002)
 
 
-def test_a_report_says_what_was_left_out(monkeypatch, subject):
+def test_a_report_beside_llama_cpp(monkeypatch, subject):
     report = measured(monkeypatch, subject, 0.0005)
-    assert report["complete"] and report["left_out"] == {"int8": "not yet"}
+    assert report["complete"]
     apart = report["units"]["logits"]["tiny/float32"]["logits_apart"]
     assert apart == pytest.approx(0.0005, rel=0.05)
     rows = {row["arm"]: row for row in report["results"]}
@@ -275,7 +273,7 @@ def test_a_report_says_what_was_left_out(monkeypatch, subject):
     assert rows[peers.LLAMA]["tokens_per_s"] == pytest.approx(1000)
     text = peers.table(report)
     assert [row[1] for row in cells(text)] == ["arm", PLAIN, peers.LLAMA]
-    assert "int8 was left out: not yet" in text and "2 threads each" in text
+    assert "2 threads each" in text
     assert len(drawn(report).axes) == 1
 
 

@@ -8,16 +8,15 @@ import pytest
 
 from stree_jax.bench import command, staged
 from stree_jax.bench.method import Run
-from stree_jax.bench.registry import parse_bench
 from stree_jax.sizing.pass_time import MeasuredTime
 from stree_jax.speculation.gain import staged_gain, staged_passes
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
-from tests.bench.pairs import cells, pair_with_words
+from tests.bench.pairs import cells, measured, pair_with_words
 
 PROMPTS = {"HumanEval": ["def f(x):"], "GSM8K": ["x = 1"]}
-WORDS = ["staged", "--prompts", "p", "--ngrams", "n", "--ahead", "1", "2", "--width"]
-OPTIONS = [*WORDS, "1", "2", "--top-k", "5", "--max-new-tokens", "8", "--tree"]
+WORDS = ["--prompts", "p", "--ngrams", "n", "--ahead", "1", "2", "--width", "1", "2"]
+WORDS += ["--top-k", "5", "--max-new-tokens", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +33,9 @@ def ngrams(pair):
 
 @pytest.fixture(scope="module")
 def report(pair, ngrams):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged, "PASSES", 2)
-        patch.setattr(staged, "LOOKUPS", 2)
-        found = staged.measure_staged(
-            *pair, ngrams, PROMPTS, parse_bench([*OPTIONS, "chain:3"]), Run(1)
-        )
+    few = {"PASSES": 2, "LOOKUPS": 2, "load_ngrams": lambda path: ngrams}
+    words = [*WORDS, "--tree", "chain:3"]
+    found = measured(staged, words, pair, PROMPTS, Run(1), **few)
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -138,8 +134,7 @@ def test_tables_and_figures(report, tmp_path):
 
 
 @pytest.mark.parametrize("tree", ["auto", "beam:2x2", "chain:1"])
-def test_trees_that_have_no_levels_to_guess(pair, ngrams, tree):
-    options = parse_bench([*OPTIONS, tree])
+def test_trees_that_have_no_levels_to_guess(tree):
     with pytest.raises(ValueError, match="want a fixed one of at least two levels"):
-        staged.measure_staged(*pair, ngrams, PROMPTS, options, Run(1))
+        measured(staged, [*WORDS, "--tree", tree], None, PROMPTS, Run(1))
     assert resolve_tree(tree) is not None

@@ -37,4 +37,5 @@ def test_units_with_equal_tokens_are_counted():
 def test_ratios_and_groups():
     assert (ratio(3.0, 2.0), ratio(None, 2.0), ratio(3.0, None)) == (1.5, None, None)
     rows = [{"a": 1, "b": 2}, {"a": 0, "b": 2}, {"a": 1, "b": 2, "c": 3}]
+    assert by(rows, lambda row: row["a"]) == {1: [rows[0], rows[2]], 0: [rows[1]]}
     assert by(rows, "a", "b") == {(1, 2): [rows[0], rows[2]], (0, 2): [rows[1]]}
