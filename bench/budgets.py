@@ -144,15 +144,12 @@ def breakdown_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
 
 def draw_breakdown(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure":
     figure, axes = charts.panels(len(found), report, "Where the bytes go")
+    named = list(dict.fromkeys(part for row in flat(found) for part in row["parts"]))
     for ax, (shape, rows) in zip(axes, found.items(), strict=True):
         parts = {f"{row['axis']} {row['value']}": row["parts"] for row in rows}
-        charts.stacked(ax, parts)
+        charts.stacked(ax, parts, named=named)
         ax.set_title(shape, fontsize=10)
-        ax.tick_params(axis="y", labelsize=7)
-    named = axes[0].get_legend_handles_labels()
-    figure.legend(
-        *named, fontsize=7, frameon=False, loc="outside lower center", ncols=4
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 

@@ -143,17 +143,23 @@ def bars(
 
 
 def stacked(
-    ax: "Axes", found: Mapping[str, Mapping[str, int]], limit: int | None = None
+    ax: "Axes",
+    found: Mapping[str, Mapping[str, int]],
+    limit: int | None = None,
+    named: Iterable[str] | None = None,
 ) -> None:
     """Draws horizontal bars of bytes by part, the first on top.
 
     Args:
       found: bytes by part, by the name of the bar.
       limit: available bytes.
+      named: the parts in the order of their colours. If None, those of the bars.
     """
     totals = [sum(parts.values()) for parts in found.values()]
     unit, name = (1e9, "GB") if max(totals) >= 1e9 else (1e6, "MB")
-    named = dict.fromkeys(p for parts in found.values() for p, n in parts.items() if n)
+    named = named or dict.fromkeys(
+        part for parts in found.values() for part, size in parts.items() if size
+    )
     labels = [
         bar if len(bar) <= LONGEST_NAME else f"{bar[:LONGEST_NAME]}..." for bar in found
     ]
