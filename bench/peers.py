@@ -176,7 +176,7 @@ def measure_peers(
         standing: dict[tuple[str, str], Ready] = {}
 
         def stand(label: str, dtype: str) -> Ready:
-            """One model in one dtype is in memory at a time."""
+            # One model in one dtype is in memory at a time.
             if (label, dtype) not in standing:
                 stack.close()
                 standing.clear()
