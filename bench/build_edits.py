@@ -51,7 +51,7 @@ def shuffled(texts: Iterable[str]) -> list[str]:
 
 
 def head_of(code: str, change: Callable[[str], str] = str) -> str:
-    """Returns the code up to its first `def` line, with `change` applied to that line."""
+    """Returns the code up to its first `def` line, that line changed."""
     before, line = re.findall(r"\A((?:.*\n)*?)(def .*\n)", code)[0]
     return before + change(line)
 

@@ -51,7 +51,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
     pairs = {"": load_models(args)}
     others = None
-    if args.transformers:
+    if getattr(args, "transformers", False):  # an option of this benchmark only
         if args.batch != 1:
             raise ValueError("--transformers: it is timed with --batch 1 only")
         others = with_transformers(pairs[""][0], args.max_new_tokens)

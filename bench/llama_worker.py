@@ -28,7 +28,7 @@ class Session:
     """
 
     def describe(self) -> dict[str, Any]:
-        """Returns the version of llama.cpp, and the instruction sets it was built with."""
+        """Returns llama.cpp's version and the instruction sets of its build."""
         info = llama_cpp.llama_print_system_info().decode()
         return {"version": llama_cpp.__version__, "built_with": info.strip(" |")}
 
@@ -116,7 +116,7 @@ class Session:
             raise RuntimeError(f"llama_decode: {code}")
 
     def _last(self) -> np.ndarray:
-        """Returns logits [num_tokens] of the last id, a view that the next pass overwrites."""
+        """Returns logits [num_tokens] of the last id; the next pass overwrites them."""
         floats = llama_cpp.llama_get_logits_ith(self.context, -1)
         pointer = ctypes.cast(floats, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(pointer, (self.num_tokens,))

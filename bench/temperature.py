@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from stree_jax.bench import decode, tables
 from stree_jax.bench.arms import PLAIN, tree_of
 from stree_jax.bench.charts import lines, panels
-from stree_jax.bench.inputs import load_models
-from stree_jax.bench.method import Run
 from stree_jax.bench.options import (
     add_arms,
     add_batch,
@@ -29,6 +27,7 @@ ARMS = [
     "naive@A",
     "naive/coupled@A",
 ]
+measure = decode.measure
 
 
 def add_options(b: argparse.ArgumentParser) -> None:
@@ -36,10 +35,6 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add_arms(b, ARMS)
     add_temperatures(b, (0, 0.25, 0.5, 0.75, 1.0))
     add_batch(b)
-
-
-def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    return decode.measure_pairs({"": load_models(args)}, args, run)
 
 
 def row_of(

@@ -50,7 +50,7 @@ class Unrolled:
     def __call__(
         self, target: Model, state: State, draft: Draft, pending: Pending
     ) -> Verified:
-        """Returns what `packed` does, but runs each of the R root-to-leaf paths alone."""
+        """Returns what `packed` does, but runs each root-to-leaf path alone."""
         layout, config = draft.layout, target.config
         batch, T, M1 = layout.paths.shape
         R = self.leaves
