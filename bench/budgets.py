@@ -1,43 +1,58 @@
-"""Arithmetic of memory: SpecMemo's figures of models that nobody has to run.
+"""Arithmetic of memory: SpecMemo's figures of models that need not be run.
 
 Bytes are those of `sizing.memory`, from shapes alone: by part against batch, context
-and tree (Fig. 3), the longest text in a budget (Fig. 4), caches of a fixed share of the
-memory beside the planner's (Fig. 13), and the paper's own formulas beside ours.
+and tree (Fig. 3), the longest text in a budget (Fig. 4), caches with a fixed share of
+the memory beside the planner's (Fig. 13), and the paper's formula beside ours.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stree_jax.bench import charts, tables
+from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.shapes import config_of
 from stree_jax.buckets import bucket
-from stree_jax.models import Model, param_dtype
+from stree_jax.models import Model
 from stree_jax.models.heads import Heads, HeadsConfig, first_heads
 from stree_jax.sizing.candidates import assumed
 from stree_jax.sizing.memory import Memory, abstract_heads, abstract_model, memory_of
-from stree_jax.sizing.plan import (
-    Choice,
-    Request,
-    plan,
-    specmemo_bytes,
-    specmemo_cache_bytes,
-)
+from stree_jax.sizing.plan import Choice, Request, plan
 from stree_jax.speculation.gain import greedy_tree
 from stree_jax.speculation.tree import Tree, chain, pruned
 
-DRAFTERS = {"mamba2-2.7b": "mamba2-130m"}  # of other shapes: Medusa heads
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Rows = list[dict[str, Any]]
+
+DTYPE = "bfloat16"  # of published shapes
+DRAFTERS = {"mamba2-2.7b": "mamba2-130m"}  # other shapes have Medusa heads
 HEADS = 4
 NEW_TOKENS = 128
 BATCHES, CONTEXTS = (1, 2, 4, 8), (1024, 4096, 16384)
-CONTEXT, NODES = 2048, 16  # of what does not vary
-LONGEST = 2**20  # tokens; longer texts count as any
-CHUNK = 64  # tokens; bytes grow by as many
+CONTEXT, NODES = 2048, 16  # where they do not vary
+LONGEST = 2**20  # tokens; any longer text fits as well
+CHUNK = 64  # tokens by which texts, and so bytes, grow
 QUERY = 128  # tokens: m, of the paper's comparison with fixed ratios
 RATIOS = (1, 3, 7, 15, 31)  # parts for the model beside one of caches
 PAPER = "llama-7b"  # the model of its figures
 PRINTED = {(64, 42, 4): "55", (44, 23, 3): "19.5"}  # MiB by nodes, leaves, heads
 MOST_GUESSES = 10  # children of the paper's trees
+
+
+def specmemo_bytes(
+    nodes: int, leaves: int, heads: int, vocab: int, batch: int = 1, itemsize: int = 2
+) -> int:
+    """Returns SpecMemo's run-time buffers, (b N w + b S l w + b S l^2 w) p.
+
+    They hold logits by candidate path, which one pass over a tree does not need.
+
+    Args:
+      nodes, leaves, heads, vocab: N, S (paths from root to leaf), l and w.
+    """
+    return batch * (nodes + leaves * heads + leaves * heads**2) * vocab * itemsize
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Subject:
     Attributes:
       target, drafter: of arrays or of `jax.ShapeDtypeStruct`.
       dtype: of all weights.
-      limit: bytes that it is to fit in.
+      limit: available bytes.
     """
 
     target: Model
@@ -56,67 +71,98 @@ class Subject:
     limit: int
 
     def tree(self, nodes: int) -> Tree:
-        """The best of so many nodes, by the accuracies of heads or assumed ones."""
+        """Returns the best tree of this size, by measured or assumed accuracies."""
         if nodes == 1:
             return chain(0)
         who = "heads" if isinstance(self.drafter, Heads) else "model"
         return greedy_tree(assumed(who, self.drafter), nodes)
 
     def memory(self, tree: Tree, request: Request) -> Memory:
-        """Its bytes; those of one node are plain decoding's."""
+        """Returns its bytes; a tree of one node is plain decoding."""
         drafter = self.drafter if tree.depth else None
         return memory_of(self.target, drafter, tree, request.room(tree.depth))
 
 
 @cache
 def subject_of(shape: str, limit: int) -> Subject:
-    """A published shape in bfloat16, with its smaller sibling or Medusa heads."""
-    config, dtype = config_of(shape), "bfloat16"
-    target = abstract_model(config, dtype)
+    """Returns a published shape in bfloat16 with its draft model or Medusa heads."""
+    config = config_of(shape)
+    target = abstract_model(config, DTYPE)
     if shape in DRAFTERS:
-        drafter = abstract_model(config_of(DRAFTERS[shape]), dtype)
-        return Subject(target, drafter, dtype, limit)
+        drafter = abstract_model(config_of(DRAFTERS[shape]), DTYPE)
+        return Subject(target, drafter, DTYPE, limit)
     own = HeadsConfig(config.d_model, config.vocab_size, HEADS, own_output=True)
-    return Subject(target, abstract_heads(own, dtype), dtype, limit)
-
-
-def parts_of(memory: Memory) -> dict[str, int]:
-    """By part; temporaries by that name whichever are the largest."""
-    named = memory.parts.items()
-    return {name.partition(" (")[0]: size for name, size in named if size}
+    return Subject(target, abstract_heads(own, DTYPE), DTYPE, limit)
 
 
 def run_time(memory: Memory) -> int:
-    """All but weights: what SpecMemo calls run-time memory."""
+    """Returns all bytes but weights, which SpecMemo calls run-time memory."""
     return memory.total - memory.weights - memory.drafter_weights
 
 
-def breakdown(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Bytes by part against batch, context and nodes of the tree (Fig. 3)."""
-    usual = subject.tree(NODES)
-    cases: list[tuple[str, int, Tree, Request]] = [
-        ("batch", n, usual, _request(CONTEXT, n)) for n in BATCHES
-    ]
-    cases += [("context", n, usual, _request(n)) for n in CONTEXTS]
-    cases += [("nodes", n, subject.tree(n), _request(CONTEXT)) for n in (1, *sizes)]
-    rows = []
-    for axis, value, tree, request in cases:
-        found = subject.memory(tree, request)
-        totals = {"total": found.total, "run_time": run_time(found)}
-        rows.append({"axis": axis, "value": value, "parts": parts_of(found), **totals})
-    return rows
-
-
-def _request(context: int, batch: int = 1) -> Request:
+def request_of(context: int, batch: int = 1) -> Request:
     return Request(batch, context, max_new_tokens=NEW_TOKENS)
 
 
-def longest(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """The longest text of one row that fits the limit, by nodes of the tree (Fig. 4).
+def flat(found: Mapping[str, Rows]) -> Rows:
+    """Returns the rows of all shapes, with their shape."""
+    return [{"shape": shape} | row for shape, rows in found.items() for row in rows]
 
-    "context" is 0 where not even the shortest fits, None where all do. It has room for
-    what reading the prompts takes at most, which is as much for small trees as for
-    large ones; "steps" is that of the steps alone.
+
+# Where the bytes go (Fig. 3).
+
+
+def breakdown(subject: Subject, sizes: Sequence[int]) -> Rows:
+    """Counts bytes by part against batch, context and nodes of the tree."""
+    usual = subject.tree(NODES)
+    cases: list[tuple[str, int, Tree, Request]] = [
+        ("batch", n, usual, request_of(CONTEXT, n)) for n in BATCHES
+    ]
+    cases += [("context", n, usual, request_of(n)) for n in CONTEXTS]
+    cases += [("nodes", n, subject.tree(n), request_of(CONTEXT)) for n in (1, *sizes)]
+    rows = []
+    for axis, value, tree, request in cases:
+        found = subject.memory(tree, request)
+        # The largest temporaries are named in brackets.
+        named = found.parts.items()
+        parts = {name.partition(" (")[0]: size for name, size in named if size}
+        totals = {"total": found.total, "run_time": run_time(found)}
+        rows.append({"axis": axis, "value": value, "parts": parts, **totals})
+    return rows
+
+
+def breakdown_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
+    rows = flat(found)
+    columns: list[Any] = [("shape", "shape"), ("of", "axis"), ("is", "value")]
+    columns += [
+        (part, lambda row, part=part: row["parts"].get(part, 0), "MB")
+        for part in dict.fromkeys(part for row in rows for part in row["parts"])
+    ]
+    columns += [("in all", "total", "MB"), ("but weights", "run_time", "MB")]
+    return f"Megabytes by part.\n\n{tables.table(columns, rows)}"
+
+
+def draw_breakdown(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure":
+    figure, axes = charts.panels(len(found), report, "Where the bytes go")
+    named = list(dict.fromkeys(part for row in flat(found) for part in row["parts"]))
+    for ax, (shape, rows) in zip(axes, found.items(), strict=True):
+        parts = {f"{row['axis']} {row['value']}": row["parts"] for row in rows}
+        charts.stacked(ax, parts, named=named)
+        ax.set_title(shape, fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+# The longest text (Fig. 4).
+
+
+def longest(subject: Subject, sizes: Sequence[int]) -> Rows:
+    """Finds the longest text of one row that fits the limit, by nodes of the tree.
+
+    Returns:
+      "context": tokens that fit with prefill, which takes as much memory for small
+      trees as for large ones; "steps": tokens that fit in steps alone. They are 0 if no
+      text fits and None if any does.
     """
     widths = list(dict.fromkeys(bucket(n) for n in range(CHUNK, LONGEST, CHUNK)))
     rows = []
@@ -125,22 +171,26 @@ def longest(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
         @cache
         def memory(i: int, tree: Tree = tree) -> Memory:
-            return subject.memory(tree, _request(widths[i] + NEW_TOKENS))
+            return subject.memory(tree, request_of(widths[i] + NEW_TOKENS))
 
-        found = [
-            last_fit(lambda i: memory(i).promised, subject.limit, len(widths)),
-            last_fit(lambda i: memory(i).steps_total, subject.limit, len(widths)),
-        ]
-        texts = [
-            None if i == len(widths) - 1 else 0 if i < 0 else widths[i] + NEW_TOKENS
-            for i in found
-        ]
-        rows.append({"nodes": nodes, "context": texts[0], "steps": texts[1]})
+        def tokens(bytes_of: Callable[[int], int]) -> int | None:
+            i = last_fit(bytes_of, subject.limit, len(widths))
+            if i == len(widths) - 1:
+                return None
+            return 0 if i < 0 else widths[i] + NEW_TOKENS
+
+        context = tokens(lambda i: memory(i).promised)
+        steps = tokens(lambda i: memory(i).steps_total)
+        rows.append({"nodes": nodes, "context": context, "steps": steps})
     return rows
 
 
 def last_fit(bytes_of: Callable[[int], int], limit: int, count: int) -> int:
-    """The last i of 0..count - 1 with bytes_of(i) <= limit, or -1; it never falls."""
+    """Returns the last i of 0..count - 1 with bytes_of(i) <= limit, or -1.
+
+    Args:
+      bytes_of: a function that never falls.
+    """
     if bytes_of(count - 1) <= limit:
         return count - 1
     low, high = -1, count - 1
@@ -150,27 +200,57 @@ def last_fit(bytes_of: Callable[[int], int], limit: int, count: int) -> int:
     return low
 
 
-def ratios(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Caches of a fixed share of the memory, beside the planner (Fig. 13).
+def longest_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
+    names = {"context": "reading and steps", "steps": "steps"}
+    columns: list[Any] = [("shape", lambda line: line[0])]
+    columns += [("room for", lambda line: names[line[1]])]
+    columns += [
+        (f"{n} nodes", lambda line, i=i: line[2][i][line[1]], "d", "any")
+        for i, n in enumerate((1, *report["sizes"]))
+    ]
+    lines = [(shape, name, rows) for shape, rows in found.items() for name in names]
+    note = f"Tokens of the longest text that fits; any: {LONGEST} and more."
+    return f"{note}\n\n{tables.table(columns, lines)}"
 
-    A row a ratio: the queries of `QUERY` tokens that the caches hold by the paper's
-    formula, and whether the rest is enough for the model and which tree; then what the
-    planner makes of the same queries in the same memory, and the most it can serve.
+
+def draw_longest(found: Mapping[str, Rows], report: dict[str, Any]) -> "Figure":
+    """Draws tokens against nodes; the legend names models that any text fits."""
+    figure, axes = charts.panels(2, report, "The longest text that fits")
+    names = {"context": "reading and steps", "steps": "steps alone"}
+    for ax, (name, title) in zip(axes, names.items(), strict=True):
+        limited = {
+            shape: rows
+            for shape, rows in found.items()
+            if all(row[name] is not None for row in rows)
+        }
+        for shape in found.keys() - limited.keys():
+            ax.plot([], [], label=f"{shape}: any")
+        words = "nodes in the tree", "tokens", f"room for {title}"
+        charts.lines(ax, flat(limited), "nodes", name, "shape", *words, log="y")
+    return figure
+
+
+# Caches with a fixed share of the memory (Fig. 13).
+
+
+def ratios(subject: Subject, sizes: Sequence[int]) -> Rows:
+    """Compares caches with a fixed share of the memory with the planner.
+
+    Returns:
+      a row a ratio: the queries of `QUERY` tokens that the caches hold; "fixed", the
+      tree that fits beside them with the model; "planned", the planner's choice for the
+      same queries in the same memory; and the most queries that it can serve.
     """
-    config = subject.target.config
-    layers = sum("attention" in config.mixer_names(block) for block in config.layers)
-    a = config.mixers.get("attention")
-    if a is None or not layers:
+    each = QUERY * cache_row_bytes(subject.target)
+    if not each:
         raise ValueError("ratios: a model without attention has no caches to weigh")
-    sizes_of = layers, 1, a.num_kv_heads, QUERY, a.head_dim
-    each = specmemo_cache_bytes(*sizes_of, param_dtype(subject.target.params).itemsize)
 
     def plain_bytes(queries: int) -> int:
         return subject.memory(chain(0), served(queries)).promised
 
     steps = [n for n in range(1, LONGEST // QUERY) if bucket(n, 1) == n]
     last = last_fit(lambda i: plain_bytes(steps[i]), subject.limit, len(steps))
-    reach = steps[last] if last >= 0 else 0
+    most = steps[last] if last >= 0 else 0
     rows = []
     for ratio in RATIOS:
         share = subject.limit // (1 + ratio)
@@ -181,32 +261,32 @@ def ratios(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
                 "queries": queries,
                 "cache_bytes": queries * each,
                 "fixed": _beside(subject, sizes, queries, subject.limit - share),
-                "planned": chosen(subject, queries) if queries <= reach else None,
-                "most_queries": reach,
+                "planned": _planned(subject, queries) if queries <= most else None,
+                "most_queries": most,
             }
         )
     return rows
 
 
 def served(queries: int) -> Request:
-    """So many queries of `QUERY` tokens, half of each an answer."""
+    """Returns a request of queries of `QUERY` tokens, half of each an answer."""
     return Request(1, QUERY, queries, QUERY // 2)
 
 
 def _beside(
-    subject: Subject, sizes: Sequence[int], queries: int, room: int
+    subject: Subject, sizes: Sequence[int], queries: int, available: int
 ) -> dict[str, Any] | None:
-    """The largest tree that fits beside the caches, or None where nothing does."""
+    """Returns the largest tree that fits beside the caches, or None."""
     for nodes in (*sorted(sizes, reverse=True), 1):
         found = subject.memory(subject.tree(nodes), served(max(queries, 1)))
         taken = found.total - found.caches
-        if taken <= room:
-            return {"nodes": nodes, "bytes": taken, "unused": room - taken}
+        if taken <= available:
+            return {"nodes": nodes, "bytes": taken, "unused": available - taken}
     return None
 
 
-def chosen(subject: Subject, queries: int) -> dict[str, Any]:
-    """What the planner takes; plain decoding fits."""
+def _planned(subject: Subject, queries: int) -> dict[str, Any]:
+    """Returns the planner's choice; plain decoding is known to fit."""
     request = served(queries)
     found = plan(
         subject.target.config,
@@ -221,12 +301,14 @@ def chosen(subject: Subject, queries: int) -> dict[str, Any]:
 
 
 def choice_of(choice: Choice) -> dict[str, Any]:
-    """A choice of the planner as a record."""
+    """Returns a choice of the planner as a record."""
+    kind, _, rest = choice.tree.partition(":")
+    shown = f"{rest.count(',') + 2} nodes" if kind == "parents" else choice.tree
     return {
         "drafter": choice.drafter,
         "heads": choice.heads,
         "tree": choice.tree,
-        "shown": short(choice.tree),
+        "shown": shown,
         "tau": choice.tau,
         "predicted": choice.tokens_per_s(1),
         "measured": choice.measured,
@@ -235,21 +317,46 @@ def choice_of(choice: Choice) -> dict[str, Any]:
     }
 
 
-def short(tree: str) -> str:
-    """A tree's name; of parents, how many nodes."""
-    kind, _, rest = tree.partition(":")
-    return f"{rest.count(',') + 2} nodes" if kind == "parents" else tree
+def name_of(choice: Mapping[str, Any]) -> str:
+    """Returns the name of a record of `choice_of` in a table."""
+    who = f"{choice['heads']} heads" if choice["heads"] else choice["drafter"]
+    return f"{who}, {choice['shown']}"
 
 
-def printed(subject: Subject) -> list[dict[str, Any]]:
-    """SpecMemo's buffers by its formula and ours, for its two trees."""
+def ratios_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
+    none = "the model does not fit"
+    columns = [
+        ("shape", "shape"),
+        ("caches : model", "ratio"),
+        ("queries", "queries"),
+        ("MB of caches", "cache_bytes", "MB"),
+        ("tree beside them", lambda row: (row["fixed"] or {}).get("nodes"), "", none),
+        ("MB unused", lambda row: (row["fixed"] or {}).get("unused"), "MB"),
+        (
+            "the planner, for these",
+            lambda row: row["planned"] and name_of(row["planned"]),
+            "",
+            "refused",
+        ),
+        ("MB", lambda row: (row["planned"] or {}).get("bytes"), "MB"),
+        ("most queries", "most_queries"),
+    ]
+    rows = flat(found)
+    return f"Queries of {QUERY} tokens.\n\n{tables.table(columns, rows)}"
+
+
+# The paper's buffers.
+
+
+def printed(subject: Subject, sizes: Sequence[int] = ()) -> Rows:
+    """Counts SpecMemo's buffers by its formula and ours, for its two trees."""
     assert isinstance(subject.drafter, Heads)
     vocab, rows = subject.target.config.vocab_size, []
     for (nodes, leaves, heads), text in PRINTED.items():
         tree = pruned(MOST_GUESSES, heads, nodes, leaves)
         drafter = first_heads(subject.drafter, heads)
         own = Subject(subject.target, drafter, subject.dtype, subject.limit)
-        memory = own.memory(tree, _request(CONTEXT))
+        memory = own.memory(tree, request_of(CONTEXT))
         rows.append(
             {
                 "nodes": nodes,
@@ -264,3 +371,22 @@ def printed(subject: Subject) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def printed_table(found: Mapping[str, Rows], report: dict[str, Any]) -> str:
+    (rows,) = found.values()
+    columns: list[Any] = [(name, name) for name in ("nodes", "leaves", "heads")]
+    columns.append(("printed, MiB", "printed_mib"))
+    heads = {
+        "specmemo": "its formula, MiB",
+        "logits": "our logits, MiB",
+        "records": "our records, MiB",
+        "temporaries": "all temporaries, MiB",
+    }
+    columns += [
+        (head, lambda row, name=name: row[name] / 2**20, ".1f")
+        for name, head in heads.items()
+    ]
+    first, last = rows[0]["specmemo"], rows[-1]["specmemo"]
+    saved = f"Its formula saves {1 - last / first:.0%}."
+    return f"{tables.table(columns, rows)}\n\n{saved}"

@@ -3,7 +3,7 @@
     python -m stree_jax.bench.build_edits --corpus DIR --out edits.jsonl.gz
 
 `--corpus` holds mbpp/mbpp.jsonl and standard-ebooks/NAME.txt.gz. The same corpus gives
-the same prompts: what is taken goes by hashes of the texts, whatever Python's version.
+the same prompts in every version of Python, because hashes of the texts select them.
 """
 
 import argparse
@@ -24,8 +24,7 @@ PER_KIND = 30
 CODE_LENGTH = range(300, 900)
 QUOTE_LENGTH = range(350, 900)
 
-# Neither these tasks nor these books are in the training text of the bundled pair: what
-# it says of them is not from memory.
+# The bundled pair was not trained on these tasks and books, so it cannot recall them.
 TASKS = range(11, 511)
 BOOKS = {
     "bram-stoker_dracula": "Bram Stoker, Dracula",
@@ -45,14 +44,14 @@ Edit = tuple[str, str]  # the instruction, and the beginning of the edited code
 
 
 def shuffled(texts: Iterable[str]) -> list[str]:
-    """The texts in an order that depends on nothing but them and the seed."""
+    """Orders texts by a hash of the text and the seed."""
     return sorted(
         texts, key=lambda text: hashlib.sha256((SEED + text).encode()).digest()
     )
 
 
 def head_of(code: str, change: Callable[[str], str] = str) -> str:
-    """The code up to its first `def` line, that line changed."""
+    """Returns the code up to its first `def` line, that line changed."""
     before, line = re.findall(r"\A((?:.*\n)*?)(def .*\n)", code)[0]
     return before + change(line)
 
@@ -66,7 +65,7 @@ def new_name(code: str, names: Iterable[str]) -> str:
 
 
 def most_used(function: ast.FunctionDef, names: Iterable[str]) -> str | None:
-    """Of these names the one that the function uses most, if one is worth renaming."""
+    """Returns the name that the function uses most, if it is used three times."""
     uses = Counter(n.id for n in ast.walk(function) if isinstance(n, ast.Name))
     best = max(sorted(names), key=lambda name: uses[name], default="")
     return best if uses[best] >= 3 else None
@@ -103,7 +102,7 @@ def rename_variable(code: str, function: ast.FunctionDef, task: str) -> Edit | N
 def add_docstring(code: str, function: ast.FunctionDef, task: str) -> Edit | None:
     does = re.fullmatch(r"Write a (?:python )?function to (.*\.)", task)
     if does is None or len(re.findall(r"^def ", code, re.M)) > 1:
-        return None  # of several functions the task is not the first one's
+        return None  # the task may be about another function
     text = does[1][0].upper() + does[1][1:]
     return f"Add this docstring to {function.name}: {text}", head_of(code)
 
@@ -126,13 +125,13 @@ EDITS = (
 
 
 def plain_code(code: str) -> str:
-    """The code with plain line ends, spaces for tabs, and none at the ends of lines."""
+    """Returns the code with Unix line ends and without tabs and trailing spaces."""
     lines = code.expandtabs(4).splitlines()
     return "".join(line.rstrip() + "\n" for line in lines if line.strip())
 
 
 def first_function(code: str) -> ast.FunctionDef | None:
-    """The first function of the code, if its `def` line is a line of its own."""
+    """Returns the first function of the code, if its `def` is a single line."""
     try:
         tree = ast.parse(code)
     except SyntaxError:
@@ -144,7 +143,7 @@ def first_function(code: str) -> ast.FunctionDef | None:
 
 
 def code_edits(corpus: Path) -> list[Record]:
-    """Functions with an instruction each, the kinds of instruction in turn."""
+    """Makes prompts of functions with an instruction each, the kinds in turn."""
     lines = (corpus / "mbpp/mbpp.jsonl").read_text(encoding="utf-8").strip().split("\n")
     records, kinds = [], cycle(EDITS)
     edit = next(kinds)
@@ -167,7 +166,7 @@ def code_edits(corpus: Path) -> list[Record]:
 
 
 def quotation(passage: str) -> Edit | None:
-    """A question that a part of the passage answers, and the part's first words."""
+    """Returns a question about a passage, and the first words of the answer in it."""
     found = NAME.search(passage)
     if found is None or "“" in passage:  # the only quotation marks are the answer's
         return None
@@ -180,7 +179,7 @@ def quotation(passage: str) -> Edit | None:
 
 
 def passages(corpus: Path) -> list[Record]:
-    """Paragraphs with a question each, as many of one book as of another."""
+    """Makes prompts of paragraphs with a question each, as many of every book."""
     records = []
     for book, source in BOOKS.items():
         packed = (corpus / f"standard-ebooks/{book}.txt.gz").read_bytes()
@@ -203,7 +202,7 @@ def record(prompt: str, source: str, licence: str, kind: str) -> Record:
 
 
 def build(corpus: Path) -> bytes:
-    """The prompts as lines of JSON, the two kinds in turn.
+    """Returns the prompts as lines of JSON, the two kinds in turn.
 
     Raises:
       ValueError: a folder or file that is not there.
@@ -218,7 +217,7 @@ def build(corpus: Path) -> bytes:
 
 
 def main() -> int:
-    """Write the prompts; gzipped where the name says so."""
+    """Writes the prompts, gzipped if the name ends in .gz."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,52 +1,89 @@
-"""`stree-jax bench`: measure, print, write."""
+"""`stree-jax bench`: measure, print the table, write the report and the figures."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from stree_jax.bench.benchmarks import measure_benchmark, table_of
-from stree_jax.bench.budget_figures import draw_parts
-from stree_jax.bench.figures import draw, draw_text
-from stree_jax.bench.method import write_report
-from stree_jax.bench.plots import check_matplotlib, save
-from stree_jax.bench.report import write_all
-from stree_jax.bench.staged import write_html
+from stree_jax.bench.charts import check_matplotlib, save
+from stree_jax.bench.method import Run, check_report, machine_line, write_report
+from stree_jax.bench.registry import load
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for.
+    """Runs a benchmark.
 
     Args:
-      args: of `stree_jax.options`.
+      args: of `stree_jax.bench.registry`.
 
     Raises:
-      ValueError: options that do not go together, or a package that is missing.
+      ValueError: options that contradict each other, or a missing package.
     """
+    module = load(args.benchmark)
     if args.benchmark == "all":
-        write_all(args)
+        module.write_all(args)
         return 0
-    if args.figure is not None:
-        check_matplotlib()  # before anything is measured
-    report = measure_benchmark(args)
+    if args.figure is not None:  # refused before anything is measured
+        if not hasattr(module, "figures"):
+            raise ValueError(f"--figure: there is none of bench {args.benchmark}")
+        check_matplotlib()
+    report = measure(args)
     if args.json is not None:
         write_report(report, args.json)
     print(table_of(report))
     if args.figure is not None:
-        _save_figures(report, args.figure)
+        save_figures(report, args.figure)
     if not report["complete"]:
         print("stree-jax: stopped at --minutes; not complete", file=sys.stderr)
     return 0
 
 
-def _save_figures(report: dict[str, Any], path: Path) -> None:
-    """The figure of a report, or one a part, and texts by their origins."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the report of a benchmark; a value given twice is measured once.
+
+    Raises:
+      ValueError: wrong options. Nothing has been measured.
+    """
+    for name, value in vars(args).items():
+        if isinstance(value, list):
+            setattr(args, name, list(dict.fromkeys(value)))
+    return load(args.benchmark).measure(args, run_of(args))
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """Returns how to measure; raises ValueError for wrong options."""
+    positive = "repeats batch max_new_tokens sizes capacities lengths"
+    for name in positive.split():
+        values = getattr(args, name, 1)
+        for value in (values,) if isinstance(values, int) else values:
+            if value < 1:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option}: want at least 1, got {value}")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise ValueError(f"--minutes: want at least 0, got {args.minutes}")
+    if args.json is not None:
+        check_report(args.json)
+    for name in ("json", "figure"):
+        path = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name}: {path.parent}: no such directory")
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise ValueError(f"--{name}: {path.parent}: cannot be written to")
+    return Run(args.repeats, args.json, args.minutes)
+
+
+def table_of(report: dict[str, Any]) -> str:
+    """Returns the report as Markdown, with the machine it was measured on below."""
+    return f"{load(report['kind']).table(report)}\n\n{machine_line(report)}"
+
+
+def save_figures(report: dict[str, Any], path: Path) -> None:
+    """Writes the figures of a report beside `path`, and the pages that belong to it."""
     stem = path.with_suffix("") if path.suffix in (".png", ".svg") else path
-    if report["kind"] == "memory":
-        for part, figure in draw_parts(report).items():
-            save(figure, stem.with_name(f"{stem.name}-{part}"))
-        return
-    save(draw(report), path)
-    if report.get("text"):
-        save(draw_text(report), stem.with_name(f"{stem.name}-text"))
-        write_html(report, stem.with_name(f"{stem.name}-text.html"))
+    for end, figure in load(report["kind"]).figures(report).items():
+        whole = stem.with_name(stem.name + end)
+        if isinstance(figure, str):
+            whole.write_text(figure, "utf-8")
+        else:
+            save(figure, whole)

@@ -1,75 +1,82 @@
 """Which way of decoding is fastest here: predicted by `stree_jax.cost`, then measured.
 
-Predicted without running any speculation: from times of single passes of target and
+The prediction runs no speculation. It is made from times of single passes of target and
 drafter, the loop's overhead in plain decoding, and the ranks that the tokens of plain
-texts have among the drafter's guesses. Measured by decoding those texts.
+texts have among the drafter's guesses. The measurement decodes those texts.
 """
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stree_jax import cost
-from stree_jax.bench.method import Run, measure
-from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.speculation import (
+from stree_jax.bench import method, tables
+from stree_jax.bench.arms import (
+    MARGIN,
     PLAIN,
     Arm,
     decode_once,
     decode_unit,
     parse_arm,
-    settings_of,
     workload,
 )
-from stree_jax.bench.tables import table
+from stree_jax.bench.charts import GUIDE, POINTS, lines, panels
+from stree_jax.bench.inputs import load_models, load_prompts, settings_of
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import add_arms, add_prompts
+from stree_jax.bench.passes import Case, compile_case, time_cases
+from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import encode_prompts
 from stree_jax.speculation.tree import Topology, Tree, resolve_tree
 
-OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that the acceptance asks for
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "cost", 5
+ARMS = ["chain:1", "chain:2", "chain:3", "chain:4", "A", "E"]
+OPTIMAL = (3, 4, 6, 8, 12, 16)  # nodes of the trees that are best for the acceptance
 DEPTH, WIDTH = 6, 4  # of the acceptance table
-PASSES = 16  # a call: single passes of a small model take less than their dispatch
+PASSES = 16  # in a call: a pass of a small model takes less than its dispatch
 
 
-def measure_cost(
-    target: Model,
-    drafter: Model,
-    prompts: dict[str, list[Prompt]],
-    *,
-    arms: Sequence[str],
-    max_new_tokens: int,
-    run: Run,
-) -> dict[str, Any]:
-    """Predicted and measured speeds of chains, named trees and optimal ones, greedy.
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 10)
+    add_arms(b, ARMS, "TREE")
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Predicts and measures greedy speeds of chains, named trees and optimal trees.
 
     Units: "ranks" (of all texts), "target" and "drafter" (times of passes), and one for
     each prompt, decoded by all arms.
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`, and
-
+      the report:
       "acceptance": the table p [depth][rank] of `cost.Acceptance`.
-      "results": a row an arm, the fastest prediction first: "arm", "nodes", "depth",
+      "results": a row per arm, the fastest prediction first: "arm", "nodes", "depth",
         "parents", "expected_tau" (by the table), "simulated_tau" (by the ranks), "tau"
         (measured), "predicted_ms" and "ms" a step, "predicted" and "speedup" over plain
         decoding, "error", predicted / speedup - 1.
 
     Raises:
-      ValueError: an unknown tree, or one that is chosen anew at every step.
+      ValueError: an unknown tree, or one without a fixed shape.
     """
-    for name in arms:
+    for name in args.arms:
         if not isinstance(resolve_tree(name), Tree):
             raise ValueError(
                 f"--arms: {name} has no fixed shape to predict; leave it out"
             )
-    plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, max_new_tokens)
-    context = plain.capacity - 256
+    target, drafter = load_models(args)
+    prompts = load_prompts(args)
+    plain = workload(target, drafter, [parse_arm(PLAIN)], prompts, args.max_new_tokens)
 
+    @cache  # computed again in a resumed run: greedy texts are the same each time
     def ranks() -> list[list[int]]:
         rows = []
         for text in (text for texts in prompts.values() for text in texts):
@@ -78,55 +85,48 @@ def measure_cost(
             rows.append(cost.drafter_ranks(drafter, ids, tokens).tolist())
         return rows
 
-    def passes(model: Model, sizes: Sequence[int]) -> dict[str, float]:
-        cases = [Case(size, "packed", context) for size in sizes]
+    def trees() -> dict[str, Tree]:
+        return candidates(args.arms, ranks())
+
+    def passes(model: Model, sizes: set[int]) -> dict[str, float]:
+        cases = [Case(n, "packed", plain.capacity - MARGIN) for n in sorted(sizes)]
         programs = [compile_case(model, case, PASSES) for case in cases]
         records = time_cases(programs, 4 * run.repeats)
         return {str(r["nodes"]): median(r["seconds"]) for r in records}
 
-    warm: set[str] = set()
+    def drafter_passes() -> dict[str, float]:
+        found = trees().values()
+        return passes(drafter, {t.width for t in found} | {t.depth + 1 for t in found})
 
-    @cache
-    def ranks_and_trees() -> tuple[list[list[int]], dict[str, Tree]]:
-        """Made again by a run that goes on: greedy texts are the same each time."""
-        found = ranks()
-        return found, candidates(arms, found)
+    warm = set[str]()
 
-    def work(unit: str) -> Any:
-        if unit == "ranks":
-            return ranks_and_trees()[0]
-        trees = ranks_and_trees()[1]
-        if unit == "target":
-            return passes(target, sorted({1, *(t.size for t in trees.values())}))
-        if unit == "drafter":
-            widths = {t.width for t in trees.values()}
-            return passes(
-                drafter, sorted(widths | {t.depth + 1 for t in trees.values()})
-            )
-        named = [Arm(name, _spec(tree)) for name, tree in trees.items()]
+    def decode(texts: Sequence[Prompt]) -> dict[str, Any]:
+        named = [Arm(name, _spec(tree)) for name, tree in trees().items()]
         work = replace(plain, arms=(*plain.arms, *named))
-        return decode_unit(work, decoded[unit], 0, run.repeats, warm, {})
+        return decode_unit(work, texts, 0, run.repeats, warm)
 
-    decoded = {
-        f"/{title}/T=0/{i}": texts
+    units: dict[str, Callable[[], Any]] = {
+        "ranks": ranks,
+        "target": lambda: passes(target, {1, *(t.size for t in trees().values())}),
+        "drafter": drafter_passes,
+    }
+    units |= {
+        f"/{title}/T=0/{i}": partial(decode, texts)
         for i, groups in enumerate(rounds(prompts))
         for title, texts in groups.items()
     }
-    settings = settings_of("cost", {"": (target, drafter)}, prompts) | {
-        "arms": list(arms),
-        "max_new_tokens": max_new_tokens,
-    }
-    units = ["ranks", "target", "drafter", *decoded]
-    report = measure(settings, units, work, run)
-    return {**report, **_predictions(report["units"], arms)}
+    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
+    settings |= {"arms": args.arms, "max_new_tokens": args.max_new_tokens}
+    report = method.measure(settings, units, run)
+    return {**report, **_predictions(report["units"], args.arms)}
 
 
 def candidates(arms: Sequence[str], ranks: cost.Ranks) -> dict[str, Tree]:
-    """The arms' trees, and the best trees of OPTIMAL sizes for these ranks."""
-    table = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
+    """Returns the arms' trees, and the best trees of OPTIMAL sizes for these ranks."""
+    acceptance = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
     named = {name: resolve_tree(name) for name in arms}
     trees = {name: tree for name, tree in named.items() if isinstance(tree, Tree)}
-    return trees | {f"optimal:{n}": cost.greedy_tree(table, n) for n in OPTIMAL}
+    return trees | {f"optimal:{n}": cost.greedy_tree(acceptance, n) for n in OPTIMAL}
 
 
 def _spec(tree: Tree) -> tuple[int, ...]:
@@ -134,17 +134,17 @@ def _spec(tree: Tree) -> tuple[int, ...]:
 
 
 def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
-    """The report's "acceptance" and "results", once all but some prompts are there."""
+    """Returns "acceptance" and "results" of the report, from the prompts so far."""
     decoded = {name: record for name, record in units.items() if "/" in name}
     if not decoded:
         return {"acceptance": None, "results": []}
     ranks = units["ranks"]
-    table = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
+    acceptance = cost.acceptance_from_ranks(ranks, DEPTH, WIDTH)
     trees = candidates(arms, ranks)
     rows = merged(decoded)
-    # What a step of plain decoding takes beyond its pass, a step with a tree takes too.
+    # A step with a tree has the same overhead as one of plain decoding.
     target = {int(n): s for n, s in units["target"].items()}
-    # Noise may make that less than nothing.
+    # Noise may make it negative.
     overhead = max(rows[PLAIN]["ms"] / 1e3 - target[1], 0.0)
     verify = cost.MeasuredTime(list(target), [s + overhead for s in target.values()])
     draft_sizes = [int(n) for n in units["drafter"]]
@@ -159,7 +159,9 @@ def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
                 "nodes": row.size,
                 "depth": 0 if tree is None else tree.depth,
                 "parents": [-1] if tree is None else list(_spec(tree)),
-                "expected_tau": 1.0 if tree is None else cost.expected_tau(tree, table),
+                "expected_tau": 1.0
+                if tree is None
+                else cost.expected_tau(tree, acceptance),
                 "simulated_tau": row.tau,
                 "predicted_ms": 1e3 * row.step_s,
                 "predicted": row.speedup,
@@ -168,7 +170,7 @@ def _predictions(units: dict[str, Any], arms: Sequence[str]) -> dict[str, Any]:
             }
         )
     return {
-        "acceptance": table.p.tolist(),
+        "acceptance": acceptance.p.tolist(),
         "overhead_ms": 1e3 * overhead,
         "results": results,
     }
@@ -179,7 +181,7 @@ def _name(trees: dict[str, Tree], tree: Topology) -> str:
 
 
 def merged(units: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Measured tau, ms a step and speed-up of every arm, over all prompts together."""
+    """Returns measured tau, ms a step and speedup by arm, over all prompts together."""
 
     def total(arm: str) -> tuple[int, int, float]:
         cells = [record[arm] for record in units.values()]
@@ -198,7 +200,7 @@ def merged(units: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """What the model says, and whether measuring agrees."""
+    """Says which arm is predicted to be fastest, and which was."""
     rows = report["results"]
     said = rows[0]
     fastest = max(rows, key=lambda row: row["speedup"])
@@ -218,28 +220,54 @@ def verdict(report: dict[str, Any]) -> str:
     )
 
 
-def cost_table(report: dict[str, Any]) -> str:
-    """Predicted and measured, the fastest prediction first, and the verdict."""
+def table(report: dict[str, Any]) -> str:
+    """Returns predictions and measurements, fastest prediction first, the verdict."""
     if not report["results"]:
         return "nothing decoded yet"
-    head = ["arm", "nodes", "depth", "tau by table", "by ranks", "measured"]
-    head += ["ms a step, predicted", "measured", "over plain, predicted", "measured"]
-    lines = []
-    for row in report["results"]:
-        cells = [row["arm"], str(row["nodes"]), str(row["depth"])]
-        numbers = ("expected_tau", "simulated_tau", "tau", "predicted_ms", "ms")
-        cells += [f"{row[name]:.2f}" for name in (*numbers, "predicted", "speedup")]
-        lines.append([*cells, f"{row['error']:+.0%}"])
+    columns = [
+        ("arm", "arm"),
+        ("nodes", "nodes"),
+        ("depth", "depth"),
+        ("tau by table", "expected_tau", ".2f"),
+        ("by ranks", "simulated_tau", ".2f"),
+        ("measured", "tau", ".2f"),
+        ("ms a step, predicted", "predicted_ms", ".2f"),
+        ("measured", "ms", ".2f"),
+        ("over plain, predicted", "predicted", ".2f"),
+        ("measured", "speedup", ".2f"),
+        ("error", "error", "+.0%"),
+    ]
     worst = max(abs(row["error"]) for row in report["results"])
+    ranks: list[Any] = [("depth", lambda pair: pair[0])]
+    ranks += [(f"rank {r}", lambda pair, r=r: pair[1][r], ".2f") for r in range(WIDTH)]
     sections = [
-        table([*head, "error"], lines),
+        tables.table(columns, report["results"]),
         verdict(report) + f" Largest error of a prediction: {worst:.0%}.",
-        table(
-            ["depth", *(f"rank {r}" for r in range(WIDTH))],
-            [
-                [str(depth), *(f"{p:.2f}" for p in row)]
-                for depth, row in enumerate(report["acceptance"], start=1)
-            ],
-        ),
+        tables.table(ranks, enumerate(report["acceptance"], start=1)),
     ]
     return "\n\n".join(sections)
+
+
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws predicted against measured speed, and tau, of the arms."""
+    figure, axes = panels(2, report, "The cost model against measurements")
+    kinds = ("plain", "chain", "tree", "optimal")
+    pairs = (("predicted", "speedup"), ("simulated_tau", "tau"))
+    names = ("times plain decoding", "tokens per target call (τ)")
+
+    def kind(row: dict[str, Any]) -> str:
+        named = row["arm"].partition(":")[0]
+        return named if named in kinds else "tree"
+
+    rows = sorted(report["results"], key=lambda row: kinds.index(kind(row)))
+    for ax, (x, y), name in zip(axes, pairs, names, strict=True):
+        words = f"{name}, predicted", f"{name}, measured"
+        lines(ax, rows, x, y, kind, *words, style=POINTS)
+        for row in rows:
+            label = row["arm"].partition(":")[2] or row["arm"]
+            place = {"xytext": (3, 3), "textcoords": "offset points"}
+            ax.annotate(label, (row[x], row[y]), fontsize=7, **place)
+        values = [row[name] for row in rows for name in (x, y)]
+        ends = [min(values), max(values)]
+        ax.plot(ends, ends, **GUIDE)
+    return {"": figure}

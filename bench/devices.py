@@ -1,15 +1,15 @@
 """What each device of a mesh holds, and what devices exchange in a step.
 
-Counted from the compiled program of a decoding loop, of which nothing is run: published
-shapes need no weights, and a CPU can stand for as many devices as one likes
+Everything is counted from the compiled program of a decoding loop, which is not run. So
+shapes need no weights, and a CPU can stand for any number of devices
 (JAX_NUM_CPU_DEVICES).
 """
 
+import argparse
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from stree_jax.bench.method import Run, measure
+from stree_jax.bench import method, tables
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import add_batch
 from stree_jax.bench.shapes import config_of
-from stree_jax.bench.tables import megabytes, table
 from stree_jax.devices import make_mesh
 from stree_jax.models import param_shapes
 from stree_jax.models.sharding.placement import abstract_model
+from stree_jax.options import add, add_dtype
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import Decoding
@@ -33,6 +35,9 @@ from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Budget, chain
 from stree_jax.start import Start
 
+NAME, REPEATS = "devices", 1
+SHAPES = ("bamba-9b",)
+MESHES = ("model=2", "model=4", "model=8")
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -47,30 +52,14 @@ _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is counted.
+class Exchange(NamedTuple):
+    """Collectives of one kind and size in a step.
 
     Attributes:
-      shapes: names of `stree_jax.bench.shapes`.
-      meshes: such as "data=2,model=4".
-      sizes: nodes of a step's tree.
-      dtype: of weights.
-      batch: rows decoded together.
-      context: tokens of text and answer that there is room for.
+      times: how many.
+      nbytes: of the result of each on a device.
+      among: how many devices take part.
     """
-
-    shapes: tuple[str, ...]
-    meshes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    dtype: str
-    batch: int
-    context: int
-
-
-class Exchange(NamedTuple):
-    """Collectives of one kind and size in a step: how many, bytes of the result of
-    each on a device, and among how many devices."""
 
     kind: str
     times: int
@@ -79,66 +68,62 @@ class Exchange(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends in all, around a ring."""
+        """Bytes that a device sends in total, around a ring."""
         n = self.among
         rounds = 2 if self.kind == "all-reduce" else 1
         return self.times * self.nbytes * rounds * (n - 1) / n
 
 
-def measure_devices(options: Options, run: Run) -> dict[str, Any]:
-    """Every shape on every mesh with every size of tree; units "SHAPE/MESH/SIZE".
+def add_options(b: argparse.ArgumentParser) -> None:
+    add(b, "--shapes", str, SHAPES, "nothing of them is run", "+")
+    add(b, "--meshes", str, MESHES, "that they are cut over", "+")
+    add(b, "--sizes", int, (1, 16), "nodes of a step", "+")
+    add_batch(b, "rows")
+    add(b, "--context", int, 4096, "tokens to have room for")
+    add_dtype(b, "bfloat16")
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Counts every shape on every mesh with every size of tree: "SHAPE/MESH/SIZE".
 
     Returns:
-      settings, "machine", "complete", "units" of `measure`, and "results", see `count`.
+      the report; "results" are those of `count`.
 
     Raises:
-      ValueError: an unknown shape or mesh, or one that a model does not divide by.
+      ValueError: an unknown shape or mesh, or one that a model cannot be divided over.
     """
-    meshes = {name: make_mesh(name) for name in options.meshes}
-    for shape in options.shapes:
+    meshes = {name: make_mesh(name) for name in args.meshes}
+    for shape in args.shapes:
         for mesh in meshes.values():
-            abstract_model(config_of(shape), np.dtype(options.dtype), mesh)
-    units = {
-        f"{shape}/{name}/{size}": (shape, name, size)
-        for shape in options.shapes
-        for name in meshes
-        for size in options.sizes
-    }
+            abstract_model(config_of(shape), np.dtype(args.dtype), mesh)
 
-    def work(unit: str) -> dict[str, Any]:
-        shape, name, size = units[unit]
-        row = {"shape": shape, "mesh": name, "nodes": size}
-        return row | count(options, shape, meshes[name], size)
+    def work(shape: str, mesh: str, nodes: int) -> dict[str, Any]:
+        row = {"shape": shape, "mesh": mesh, "nodes": nodes}
+        return row | count(args, shape, meshes[mesh], nodes)
 
-    settings = {
-        "kind": "devices",
-        "shapes": list(options.shapes),
-        "meshes": list(options.meshes),
-        "sizes": list(options.sizes),
-        "dtype": options.dtype,
-        "batch": options.batch,
-        "context": options.context,
-    }
-    report = measure(settings, units, work, run)
-    return {**report, "results": list(report["units"].values())}
+    settings = method.settings_of(args, "shapes meshes sizes dtype batch context")
+    axes = {"shape": args.shapes, "mesh": args.meshes, "nodes": args.sizes}
+    report, found = method.measure_grid(settings, axes, work, run)
+    return {**report, "results": [record for _, record in found]}
 
 
-def count(options: Options, shape: str, mesh: Mesh, size: int) -> dict[str, Any]:
-    """Of a step with a tree of so many nodes.
+def count(
+    args: argparse.Namespace, shape: str, mesh: Mesh, size: int
+) -> dict[str, Any]:
+    """Counts the bytes of a step with a tree of `size` nodes.
 
     Returns:
-      "weight_bytes", "state_bytes" (states and caches): of a device; "temp_bytes" of
-      the program on a device; "exchanges": lists of `Exchange`; "sent_bytes": of a
-      device in a step; "largest_weight_bytes" and "largest_gather_bytes": of a weight
-      whole, and of what devices gather.
+      of one device: "weight_bytes", "state_bytes" (states and caches), "temp_bytes" of
+      the program, "sent_bytes" in a step; "exchanges": lists of `Exchange`;
+      "largest_weight_bytes" of a whole weight and "largest_gather_bytes" of a gather.
     """
-    spec = spec_of_shape(options, shape, mesh, size)
-    decoding = abstract_decoding(spec, options)
+    spec = spec_of_shape(args, shape, mesh, size)
+    decoding = abstract_decoding(spec, args)
     compiled = advance_jit.lower(spec, decoding, jnp.int32(1)).compile()
     memory: Any = compiled.memory_analysis()
     found = exchanges(compiled.as_text() or "")
     gathers = [one.nbytes for one in found if one.kind != "all-reduce"]
-    width = np.dtype(options.dtype).itemsize
+    width = np.dtype(args.dtype).itemsize
     shapes = param_shapes(spec.target.config).values()
     return {
         "weight_bytes": on_a_device(spec.target.params),
@@ -151,18 +136,18 @@ def count(options: Options, shape: str, mesh: Mesh, size: int) -> dict[str, Any]
     }
 
 
-def spec_of_shape(options: Options, shape: str, mesh: Mesh, size: int) -> Spec:
-    """A model without numbers, and lookup, which fills a tree of so many nodes."""
-    dtype = np.dtype(options.dtype)
+def spec_of_shape(args: argparse.Namespace, shape: str, mesh: Mesh, size: int) -> Spec:
+    """Returns an abstract model and prompt lookup, which fills `size` nodes."""
+    dtype = np.dtype(args.dtype)
     target = abstract_model(config_of(shape), dtype, mesh)
     tree = chain(0) if size == 1 else Budget(size, size - 1)
     drafter = None if size == 1 else LOOKUP
     return make_spec(target, drafter, tree, resolve_rule("naive/coupled", tree))
 
 
-def abstract_decoding(spec: Spec, options: Options) -> Decoding:
-    """What the loop begins with, on the mesh."""
-    mesh, batch = spec.target.mesh, options.batch
+def abstract_decoding(spec: Spec, args: argparse.Namespace) -> Decoding:
+    """Returns the abstract state that the loop begins with, on the mesh."""
+    mesh, batch = spec.target.mesh, args.batch
     numbers: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
     stops: Any = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     requests = Requests(
@@ -173,7 +158,7 @@ def abstract_decoding(spec: Spec, options: Options) -> Decoding:
         sampling=None,
     )
     text = [range(2)] * batch
-    start = Start(text, requests, room=NEW_TOKENS, capacity=options.context)
+    start = Start(text, requests, room=NEW_TOKENS, capacity=args.context)
     shapes = start.shapes(spec)
     assert mesh is not None
     specs = decoding_specs(shapes, spec.policy, rows_axis(mesh, batch))
@@ -186,7 +171,7 @@ def abstract_decoding(spec: Spec, options: Options) -> Decoding:
 
 
 def on_a_device(tree: Any) -> int:
-    """Bytes of one device's parts of arrays, or of shapes with shardings."""
+    """Counts the bytes of one device's parts of arrays, or of sharded shapes."""
     leaves = jax.tree.leaves(tree)
     parts = [x.sharding.shard_shape(x.shape) for x in leaves]
     sizes = zip(leaves, parts, strict=True)
@@ -194,10 +179,10 @@ def on_a_device(tree: Any) -> int:
 
 
 def exchanges(program: str) -> list[Exchange]:
-    """The collectives of the loop over steps, from the text of a compiled program.
+    """Returns the collectives of the loop over steps in a compiled program's text.
 
-    Layers are written out one after another, so the loop's body is the computation that
-    has most of them.
+    Layers are written out one after another, so the loop's body is the computation with
+    most collectives.
     """
     found: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     where = ""
@@ -212,7 +197,7 @@ def exchanges(program: str) -> list[Exchange]:
 
 
 def _nbytes(result: str) -> int:
-    """Of an array or a tuple of them, as the compiler writes it."""
+    """Counts the bytes of an array, or of a tuple, as the compiler writes it."""
     total = 0
     for dtype, axes in _ARRAY.findall(result):
         shape = [int(n) for n in axes.split(",") if n]
@@ -221,7 +206,7 @@ def _nbytes(result: str) -> int:
 
 
 def _among(line: str) -> int:
-    """How many devices a collective is among."""
+    """Returns how many devices take part in a collective."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed[1].split(","))
@@ -235,35 +220,34 @@ def _among(line: str) -> int:
     return jax.device_count()
 
 
-def devices_table(report: Mapping[str, Any]) -> str:
-    """A row a shape, mesh and size."""
-    head = ["shape", "mesh", "N", "weights, MB", "state, MB", "temporaries, MB"]
-    head += ["sums", "gathers", "sent, kB", "largest gather, kB", "largest weight, MB"]
-    rows = []
-    for row in report["results"]:
+def table(report: Mapping[str, Any]) -> str:
+    """Returns a row per shape, mesh and size."""
+
+    def exchanged(row: Mapping[str, Any], sums: bool) -> str | None:
         found = [Exchange(*one) for one in row["exchanges"]]
-        sums = [one for one in found if one.kind == "all-reduce"]
-        others = [one for one in found if one.kind != "all-reduce"]
-        rows.append(
-            [
-                *(row["shape"], row["mesh"], str(row["nodes"])),
-                *map(megabytes, (row["weight_bytes"], row["state_bytes"])),
-                megabytes(row["temp_bytes"]),
-                _counted(sums),
-                _counted(others),
-                f"{row['sent_bytes'] / 1e3:.0f}",
-                f"{row['largest_gather_bytes'] / 1e3:.0f}",
-                megabytes(row["largest_weight_bytes"]),
-            ]
-        )
+        return _counted([x for x in found if (x.kind == "all-reduce") == sums])
+
+    columns = [
+        ("shape", "shape"),
+        ("mesh", "mesh"),
+        ("N", "nodes"),
+        ("weights, MB", "weight_bytes", "MB"),
+        ("state, MB", "state_bytes", "MB"),
+        ("temporaries, MB", "temp_bytes", "MB"),
+        ("sums", lambda row: exchanged(row, True)),
+        ("gathers", lambda row: exchanged(row, False)),
+        ("sent, kB", lambda row: row["sent_bytes"] / 1e3, ".0f"),
+        ("largest gather, kB", lambda row: row["largest_gather_bytes"] / 1e3, ".0f"),
+        ("largest weight, MB", "largest_weight_bytes", "MB"),
+    ]
     words = f"batch {report['batch']}, room for {report['context']} tokens; a device's"
-    return f"{words}:\n\n{table(head, rows)}"
+    return f"{words}:\n\n{tables.table(columns, report['results'])}"
 
 
-def _counted(found: Sequence[Exchange]) -> str:
-    """Such as "57 of 16 kB"."""
+def _counted(found: Sequence[Exchange]) -> str | None:
+    """Describes collectives, such as "57 of 16 kB"."""
     merged: Counter[int] = Counter()
     for one in found:
         merged[one.nbytes] += one.times
     largest = sorted(merged.items(), reverse=True)
-    return ", ".join(f"{n} of {size / 1e3:.2f} kB" for size, n in largest) or "-"
+    return ", ".join(f"{n} of {size / 1e3:.2f} kB" for size, n in largest) or None

@@ -1,20 +1,29 @@
 """One pass of a model against the nodes of its tree, packed and unrolled.
 
 STree's Fig. 2 (time against N) and Fig. 3 (full binary trees, packed against a sequence
-per leaf), with random weights: time does not depend on what they are.
+per leaf). Weights are random, as time does not depend on their values.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench.memory import allocator_peaks, peak_in_use, read_bandwidth
-from stree_jax.bench.method import Run, measure, quartiles_of
+from stree_jax.bench import method, tables
+from stree_jax.bench.charts import POINTS, lines, panels
+from stree_jax.bench.device_memory import (
+    allocator_peaks,
+    cache_row_bytes,
+    peak_in_use,
+    read_bandwidth,
+)
+from stree_jax.bench.method import Run, quartiles_of
+from stree_jax.bench.options import SHAPE
 from stree_jax.bench.passes import (
     CONTEXT,
     SCANS,
@@ -24,115 +33,110 @@ from stree_jax.bench.passes import (
     time_cases,
 )
 from stree_jax.bench.shapes import config_of, random_model
-from stree_jax.bench.tables import megabytes, ratio, shown, table, with_quartiles
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import ModelConfig
 from stree_jax.models.memory import size_of
+from stree_jax.options import add, add_dtype
 from stree_jax.sizing.memory import abstract_model
 from stree_jax.sizing.pass_time import fit_pass_time, fit_quality
 from stree_jax.sizing.traffic import weights_read
 from stree_jax.speculation.tree import MAX_NODES
 
-DISPATCH = 128  # passes a dispatch, but on a CPU: see `measure_forward`
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "forward", 20
+# On a GPU, handing over the arrays of all layers and preparing CUDA graphs takes as
+# long as several passes, so a dispatch runs this many.
+DISPATCH = 128
 
 
-def measure_forward(
-    shape: str, sizes: Sequence[int], levels: Sequence[int], dtype: str, run: Run
-) -> dict[str, Any]:
-    """Time and memory of a pass over trees, random weights, batch 1.
+def add_options(b: argparse.ArgumentParser) -> None:
+    add(b, "--shape", str, SHAPE, "of the model, random weights")
+    add(b, "--sizes", int, (1, 2, 4, 8, 13, 16, 32, 64), "nodes of a packed tree", "+")
+    levels = "levels of a full binary tree, the root's too"
+    add(b, "--levels", int, (4, 5, 6), levels, "*")
+    add_dtype(b, "float32")
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Measures time and memory of a pass over trees, batch 1.
 
     A pass replays a whole path of the last tree, verifies T nodes, and takes the argmax
-    of their logits; attention layers read CONTEXT committed tokens, whatever the size.
-    On a GPU a dispatch runs DISPATCH passes: handing over the arrays of all layers and
-    preparing CUDA graphs takes as long as several. State and records are donated; trees
-    are data.
+    of their logits; attention layers read CONTEXT committed tokens. State and records
+    are donated, and trees are data.
 
     Units: "allocator" (where the backend has statistics; first, as peaks only rise),
-    "bandwidth", "sizes" (all sizes packed, taking turns), and "binary:L" a level (the
-    three ways to verify it, taking turns).
-
-    Args:
-      shape: a name of `stree_jax.bench.shapes`.
-      sizes: T, the N of Fig. 2; binary trees filled level by level.
-      levels: L of Fig. 3's full binary trees, the root's level included.
+    "bandwidth", "sizes" (all sizes packed, taking turns), and "binary:L" for each level
+    (the three ways to verify it, taking turns).
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`, and what `summary` adds.
+      the report: beside the units, what `summary` returns.
 
     Raises:
       ValueError: an unknown shape, a tree without a node or with more than MAX_NODES.
     """
-    config = config_of(shape)
-    most = {"--sizes": MAX_NODES, "--levels": MAX_NODES.bit_length() - 1}
-    for option, values in (("--sizes", sizes), ("--levels", levels)):
-        for value in values:
-            if not 1 <= value <= most[option]:
-                raise ValueError(f"{option}: want 1..{most[option]}, got {value}")
+    config = config_of(args.shape)
+    most = {"sizes": MAX_NODES, "levels": MAX_NODES.bit_length() - 1}
+    for option, limit in most.items():
+        for value in getattr(args, option):
+            if not 1 <= value <= limit:
+                raise ValueError(f"--{option}: want 1..{limit}, got {value}")
     passes = 1 if jax.default_backend() == "cpu" else DISPATCH
-    timed = {"sizes": [Case(n, "packed") for n in dict.fromkeys(sizes)]}
-    timed |= {f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in levels}
-    settings = {
-        "kind": "forward",
-        "shape": shape,
-        "dtype": dtype,
-        "sizes": list(sizes),
-        "levels": list(levels),
-        "context": CONTEXT,
-        "passes_per_dispatch": passes,
+    timed = {"sizes": [Case(n, "packed") for n in args.sizes]}
+    timed |= {
+        f"binary:{n}": [Case(2**n - 1, scan) for scan in SCANS] for n in args.levels
     }
-    first = ["bandwidth"] if peak_in_use() is None else ["allocator", "bandwidth"]
-    units = first + [name for name, cases in timed.items() if cases]
-    work = _worker(config, dtype, passes, timed, run.repeats)
-    report = measure(settings, units, work, run)
-    return report | summary(config, dtype, report["units"])
-
-
-def _worker(
-    config: ModelConfig,
-    dtype: str,
-    passes: int,
-    timed: dict[str, list[Case]],
-    repeats: int,
-) -> Callable[[str], Any]:
-    """What measures a unit; the model and its programs are made at their first use."""
+    settings = method.settings_of(args, "shape dtype sizes levels")
+    settings |= {"context": CONTEXT, "passes_per_dispatch": passes}
 
     @cache
     def model() -> Model:
-        return random_model(config, dtype)
+        return random_model(config, args.dtype)
 
     @cache
     def program(case: Case) -> Program:
         return compile_case(model(), case, passes)
 
-    def work(unit: str) -> Any:
-        match unit:
-            case "allocator":
-                trees = (cases for name, cases in timed.items() if name != "sizes")
-                return _peaks([program(case) for cases in trees for case in cases])
-            case "bandwidth":
-                return read_bandwidth(bytes_of(config, dtype)[1], repeats)
-        programs = [program(case) for case in timed[unit]]
-        return time_cases(programs, repeats, skip_too_large=True)
+    def use(program: Program) -> Any:  # makes and drops a carry
+        return jax.block_until_ready(program.run(program.begin()))
 
-    return work
+    def peaks() -> dict[str, int | None]:
+        programs = [program(c) for n, own in timed.items() if n != "sizes" for c in own]
+        calls = [(p.memory["memory_bytes"], partial(use, p)) for p in programs]
+        names = [f"{p.case.scan} {p.case.nodes}" for p in programs]
+        return allocator_peaks(dict(zip(names, calls, strict=True)))
+
+    def time(cases: Sequence[Case]) -> list[dict[str, Any]]:
+        return time_cases([program(case) for case in cases], run.repeats, True)
+
+    units: dict[str, Callable[[], Any]] = {"allocator": peaks}
+    if peak_in_use() is None:
+        units = {}
+    read_bytes = bytes_of(config, args.dtype)[1]
+    units["bandwidth"] = partial(read_bandwidth, read_bytes, run.repeats)
+    units |= {name: partial(time, cases) for name, cases in timed.items() if cases}
+    report = method.measure(settings, units, run)
+    return report | summary(config, args.dtype, report["units"])
 
 
 def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str, Any]:
-    """What a report says beside its units.
+    """Returns the parts of a report that are computed from its units.
 
     Returns:
-      "weight_bytes": of all weights; "read_bytes": of those that a pass reads whole,
+      "weight_bytes": of all weights; "read_bytes": of the weights that a pass reads,
         which leaves out an embedding that is not also the head.
       "read_bytes_per_s": measured; "floor_ms": read_bytes at that rate. None until
         measured.
       "fit": t(T) of the sizes' medians, {"degree", "c_ms", "b_ms", "a_ms", "r2",
-        "largest_error"} for a T^2 + b T + c, a = 0 without attention; None where the
-        sizes are too few.
+        "largest_error"} for a T^2 + b T + c, a = 0 without attention. None if there
+        are too few sizes.
       "results": see `rows_of`.
     """
     whole, read_bytes = bytes_of(config, dtype)
     rate, results = units.get("bandwidth"), rows_of(units)
-    degree = 1 if set(config.kinds) <= {"mamba", "mlp", "moe"} else 2
+    model = abstract_model(config, dtype)
+    degree = 2 if cache_row_bytes(model) else 1
     return {
         "weight_bytes": whole,
         "read_bytes": read_bytes,
@@ -144,36 +148,22 @@ def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str,
 
 
 def bytes_of(config: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Bytes of all weights, and of those that a pass reads whole."""
+    """Returns the bytes of all weights, and of the weights that a pass reads."""
     model = abstract_model(config, jnp.dtype(dtype))
     return size_of(model.params), weights_read(model)
 
 
-def _peaks(programs: Sequence[Program]) -> dict[str, int | None]:
-    """The allocator's peak by case; carries are made, used and dropped in turn."""
-
-    def call(program: Program) -> Callable[[], Any]:
-        return lambda: jax.block_until_ready(program.run(program.begin()))
-
-    arms = {
-        f"{p.case.scan} {p.case.nodes}": (p.memory["memory_bytes"], call(p))
-        for p in programs
-    }
-    return allocator_peaks(arms)
-
-
 def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows, from the records of the units that are there.
+    """Returns a row for each case that has been measured, sizes first.
 
     Returns:
-      a row a case, sizes first: "unit"; "levels", L or None; "scan", "packed", "step"
-      or "chunk"; "nodes", T; "tokens", computed in a pass (unrolled: leaves x levels);
-      "states", held; "ms", "ms_low", "ms_high", median and quartiles of a pass over
-      turns, None where it ran out of memory; "over_packed", ratio of medians, 1 for
-      packed; "same_argmax", share of nodes whose argmax is the packed pass's, None in
-      "sizes"; "compile_s", apart from all times; "memory_bytes", "temp_bytes", of the
-      program (`compiled_bytes`); "allocator_peak_bytes" (`allocator_peaks`), None in
-      "sizes".
+      "unit"; "levels", L or None; "scan", "packed", "step" or "chunk"; "nodes", T;
+      "tokens", computed in a pass (unrolled: leaves x levels); "states", in memory;
+      "ms", "ms_low", "ms_high", median and quartiles of a pass over turns, None where
+      it ran out of memory; "over_packed", ratio of medians, 1 for packed;
+      "same_argmax", share of nodes whose argmax is the packed pass's, None in "sizes";
+      "compile_s", not part of the times; "memory_bytes", "temp_bytes", of the program
+      (`compiled_bytes`); "allocator_peak_bytes" (`allocator_peaks`), None in "sizes".
     """
     peaks, rows = units.get("allocator", {}), []
     for unit, records in units.items():
@@ -194,7 +184,7 @@ def rows_of(units: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None:
-    """The fitted t(T) of rows, in milliseconds."""
+    """Returns the fitted t(T) of rows in milliseconds, or None for too few rows."""
     rows = [row for row in rows if row["ms"] is not None]
     sizes, ms = [row["nodes"] for row in rows], [row["ms"] for row in rows]
     if len(sizes) <= degree:
@@ -211,8 +201,8 @@ def fit_of(rows: Sequence[dict[str, Any]], degree: int) -> dict[str, Any] | None
     }
 
 
-def forward_table(report: dict[str, Any]) -> str:
-    """Fig. 2 and Fig. 3 as tables, the floor and the fit above them."""
+def table(report: dict[str, Any]) -> str:
+    """Returns Fig. 2 and Fig. 3 as tables, the floor and the fit above them."""
     about = (
         f"{report['shape']}, {report['dtype']}, "
         f"{report['weight_bytes'] / 1e6:.0f} MB of weights"
@@ -223,13 +213,40 @@ def forward_table(report: dict[str, Any]) -> str:
         about += f", read at {rate:.1f} GB/s: floor {floor:.2f} ms"
     sizes = [row for row in report["results"] if row["unit"] == "sizes"]
     trees = [row for row in report["results"] if row["unit"] != "sizes"]
-    sections = [about]
+    sections, programs = [about], [("memory, MB", "memory_bytes", "MB")]
+    programs += [("temporaries, MB", "temp_bytes", "MB")]
     if sizes:
-        sections.append(_size_table(sizes, floor))
+        base = sizes[0]
+
+        def of_base(row: dict[str, Any]) -> float | None:
+            return tables.ratio(row["ms"], base["ms"])
+
+        columns = [
+            ("N", "nodes"),
+            tables.quartiles("ms", "ms", ".2f"),
+            (
+                f"of N = {base['nodes']}",
+                lambda r: tables.ratio(r["ms"], base["ms"]),
+                ".2f",
+            ),
+            ("of the floor", lambda row: tables.ratio(row["ms"], floor), ".2f"),
+            *programs,
+            ("compiling, s", "compile_s", ".1f"),
+        ]
+        sections.append(tables.table(columns, sizes))
     if report["fit"] is not None:
         sections.append(_fit_line(report["fit"]))
     if trees:
-        sections.append(_tree_table(trees))
+        columns = [
+            *((name, name) for name in ("levels", "nodes", "scan", "tokens", "states")),
+            tables.quartiles("ms", "ms", ".2f"),
+            ("over packed", "over_packed", ".2f"),
+            *programs,
+            ("allocator's peak, MB", "allocator_peak_bytes", "MB"),
+            ("same argmax", "same_argmax", ".0%"),
+            ("compiling, s", "compile_s", ".1f"),
+        ]
+        sections.append(tables.table(columns, trees))
     return "\n\n".join(sections)
 
 
@@ -241,29 +258,39 @@ def _fit_line(fit: dict[str, Any]) -> str:
     return f"t(N) = {time_of} ms ({quality}largest error {fit['largest_error']:.0%})"
 
 
-def _size_table(rows: Sequence[dict[str, Any]], floor: float | None) -> str:
-    base = rows[0]
-    head = ["N", "ms (quartiles)", f"of N = {base['nodes']}", "of the floor"]
-    head += ["memory, MB", "temporaries, MB", "compiling, s"]
-    lines = []
-    for row in rows:
-        cells = [f"{row['nodes']}", with_quartiles(row, "ms", ".2f")]
-        cells += [ratio(row["ms"], base["ms"]), ratio(row["ms"], floor)]
-        cells += [megabytes(row["memory_bytes"]), megabytes(row["temp_bytes"])]
-        lines.append([*cells, f"{row['compile_s']:.1f}"])
-    return table(head, lines)
-
-
-def _tree_table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["levels", "nodes", "scan", "tokens", "states", "ms (quartiles)"]
-    head += ["over packed", "memory, MB", "temporaries, MB", "allocator's peak, MB"]
-    head += ["same argmax", "compiling, s"]
-    sizes = ("memory_bytes", "temp_bytes", "allocator_peak_bytes")
-    lines = []
-    for row in rows:
-        cells = [f"{row[name]}" for name in head[:5]]
-        cells += [with_quartiles(row, "ms", ".2f"), shown(row["over_packed"], ".2f")]
-        cells += [megabytes(row[name]) for name in sizes]
-        cells += [shown(row["same_argmax"], ".0%"), f"{row['compile_s']:.1f}"]
-        lines.append(cells)
-    return table(head, lines)
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws time against nodes with its fit, and full trees packed and unrolled."""
+    figure, axes = panels(3, report, f"One pass of {report['shape']}")
+    sizes = [row for row in report["results"] if row["unit"] == "sizes"]
+    rows = [row | {"label": "t(N)", "y": row["ms"]} for row in sizes]
+    flat = []
+    if fit := report["fit"]:
+        label = "quadratic fit" if fit["degree"] == 2 else "linear fit"
+        for n in (row["nodes"] for row in sizes):
+            y = fit["c_ms"] + fit["b_ms"] * n + fit["a_ms"] * n * n
+            flat.append({"label": label, "nodes": n, "y": y})
+    if floor := report["floor_ms"]:
+        label = "reading the weights"
+        flat += [{"label": label, "nodes": r["nodes"], "y": floor} for r in sizes]
+    words = "nodes in the tree", "ms", "packed, any tree"
+    style = {"marker": "", "linestyle": "--"}
+    lines(axes[0], flat, "nodes", "y", "label", *words, style=style)
+    lines(axes[0], rows, "nodes", "y", "label", *words, style=POINTS, from_zero=True)
+    names = {
+        "packed": "packed",
+        "step": "unrolled, by steps",
+        "chunk": "unrolled, chunks",
+    }
+    trees = [
+        row | {"label": names[row["scan"]], "MB": tables.ratio(row["temp_bytes"], 1e6)}
+        for row in report["results"]
+        if row["levels"]
+    ]
+    values = (
+        ("ms", "ms", "time"),
+        ("MB", "MB beside weights and states", "temporaries"),
+    )
+    for ax, (y, ylabel, title) in zip(axes[1:], values, strict=True):
+        words = "nodes in the tree", ylabel, f"full binary trees: {title}"
+        lines(ax, trees, "nodes", y, "label", *words, from_zero=True)
+    return {"": figure}

@@ -1,129 +1,143 @@
 """Medusa heads beside other drafters, and what typical acceptance does to a text.
 
-Accuracies are those of each head's guesses for the target's own greedy text. Arms
-decode with chains and trees of heads, the drafting model, and lookup; sampled, the rule
-typical as well, whose text is not the target's: how far it is from it is measured
+Accuracies are those of each head's guesses for the target's greedy text. Arms decode
+with chains and trees of heads, the draft model, and lookup. In sampling there is also
+the rule typical, whose text is not the target's; how far it is from it is measured
 apart.
 """
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from stree_jax.bench.method import Run
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import (
+from stree_jax.bench import tables
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
     Workload,
+    bytes_a_token,
     measure_arms,
+    records_of,
     workload,
 )
-from stree_jax.bench.staged import bytes_a_token, records_of
-from stree_jax.bench.tables import shown, table
+from stree_jax.bench.charts import GUIDE, POINTS, lines, panels
+from stree_jax.bench.inputs import load_models, load_prompts
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
+from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.widen import widened_heads
 from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.heads import load_heads
+from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model
-from stree_jax.models.heads import Heads
+from stree_jax.options import add
+from stree_jax.result import Generation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import score
 from stree_jax.sizing.traffic import heads_read, weights_read
-from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.training.heads import accuracy_table, ranks_in
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "heads", 2
+TREES = [
+    *(f"chain:{k}" for k in (1, 2, 3, 4)),
+    "cartesian:4x2x2",
+    "sparse:8",
+    "sparse:16",
+    "sparse:32",
+    "auto",
+]
 TYPICAL = "typical"
+RANKS = 10  # first guesses of a head that are counted
 RANKS_SHOWN = (1, 2, 3, 5, 10)
-GRAM = 4  # tokens of a run that is counted as the same
+GRAM = 4  # tokens of a run that may be repeated
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured.
-
-    Attributes:
-      trees: of the heads, an arm each; names as `generate` takes them.
-      model_trees: of the drafting model.
-      typical: the tree of the heads that typical acceptance is tried with.
-      temperatures: of sampling; 0 is greedy.
-      max_new_tokens, batch: see `Workload`.
-    """
-
-    trees: tuple[str, ...]
-    model_trees: tuple[str, ...]
-    typical: str
-    temperatures: tuple[float, ...]
-    max_new_tokens: int
-    batch: int
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 10)
+    add_temperatures(b, (0, 1))
+    add(b, "--heads", str, "demo-heads", "directory of the target's heads")
+    table = "n-grams of the drafter, for a staged arm (default: no such arm)"
+    b.add_argument("--ngrams", metavar="FILE", help=table)
+    add(b, "--trees", str, TREES, "of the heads", "+")
+    add(b, "--model-trees", str, ("chain:4", "E", "auto"), "of the drafter", "+")
+    add(b, "--typical", str, "sparse:16", "tree of the heads, with rule typical")
+    add_batch(b)
 
 
-def arms_of(options: Options, staged: bool) -> list[Arm]:
-    """Plain decoding, the heads, those beside them, and the rule typical."""
-    arms = [Arm(PLAIN, None)]
-    arms += [Arm(f"heads, {t}", t, drafting="heads") for t in options.trees]
-    arms += [Arm(f"model, {t}", t) for t in options.model_trees]
-    if staged:
-        arms.append(Arm("staged, E", "E", drafting="staged", ahead=2))
-    arms.append(Arm("lookup", "auto", drafting="lookup"))
-    name = f"{TYPICAL}, {options.typical}"
-    return [*arms, Arm(name, options.typical, TYPICAL, "heads")]
-
-
-def measure_heads(
-    target: Model,
-    drafter: Model,
-    heads: Heads,
-    ngrams: NGrams | None,
-    prompts: dict[str, list[Prompt]],
-    options: Options,
-    run: Run,
-) -> dict[str, Any]:
-    """The report; `ngrams` of the drafter add a staged arm."""
-    arms = arms_of(options, ngrams is not None)
-    sizes = options.max_new_tokens, options.batch
-    work = workload(target, drafter, arms, prompts, *sizes)
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Measures decoding with heads; with `--ngrams`, also a staged drafter."""
+    (target, drafter), prompts = load_models(args), load_prompts(args)
+    heads = widened_heads(load_heads(args.heads, args.dtype), args.widen)
+    ngrams = None if args.ngrams is None else load_ngrams(args.ngrams)
+    arms = arms_of(args, ngrams is not None)
+    work = workload(target, drafter, arms, prompts, args.max_new_tokens, args.batch)
     work = replace(work, heads=heads, ngrams=ngrams)
     accuracy = accuracies(work, prompts)
     texts = [
-        text_of(work, prompts, options, temperature)
-        for temperature in options.temperatures
-        if temperature > 0
+        text_of(work, prompts, args.typical, t) for t in args.temperatures if t > 0
     ]
-    jax.clear_caches()  # of many programs, a process runs out of memory maps
-    report = measure_arms("heads", {"": work}, prompts, options.temperatures, run)
+    jax.clear_caches()  # programs of all arms together exhaust memory maps
+    report = measure_arms(NAME, {"": work}, prompts, args.temperatures, run)
     report["accuracy"], report["texts"] = accuracy, texts
-    report["bytes"] = bytes_beside(work)
+    report["bytes"] = {
+        "target": weights_read(target),
+        "heads": heads_read(heads, heads.config.heads),
+        "model": weights_read(drafter),
+        "lookup": 0,
+    }
     report["results"] = with_traffic(report)
     return report
+
+
+def arms_of(args: argparse.Namespace, staged: bool) -> list[Arm]:
+    """Returns plain decoding, heads, the draft model, lookup and the rule typical."""
+    arms = [Arm(PLAIN, None)]
+    arms += [Arm(f"heads, {t}", t, drafting="heads") for t in args.trees]
+    arms += [Arm(f"model, {t}", t) for t in args.model_trees]
+    if staged:
+        arms.append(Arm("staged, E", "E", drafting="staged", ahead=2))
+    arms.append(Arm("lookup", "auto", drafting="lookup"))
+    name = f"{TYPICAL}, {args.typical}"
+    return [*arms, Arm(name, args.typical, TYPICAL, "heads")]
+
+
+def decoded(
+    work: Workload, texts: Sequence[Prompt], **options: Any
+) -> tuple[Generation, list[list[int]]]:
+    """Generates answers; returns them, and each prompt with its answer."""
+    result = generate(
+        work.target,
+        list(texts),
+        max_new_tokens=work.max_new_tokens,
+        stop_tokens=(),
+        **options,
+    )
+    prompts = encode_prompts(work.target, list(texts))
+    pairs = zip(prompts, result.tokens, strict=True)
+    return result, [prompt + own for prompt, own in pairs]
 
 
 def accuracies(
     work: Workload, prompts: dict[str, list[Prompt]]
 ) -> dict[str, list[list[float]]]:
-    """[K][R] by prompt set: how often a head's guess of rank r is the greedy text's."""
+    """Returns how often a head's guess of rank r is right, [K][R] by prompt set."""
     assert work.heads is not None
-    target, found = base_model(work.target), {}
+    found = {}
     for title, texts in prompts.items():
-        said = generate(
-            work.target,
-            texts,
-            max_new_tokens=work.max_new_tokens,
-            stop_tokens=(),
-            drafter=None,
-        )
-        whole = [
-            ids + row
-            for ids, row in zip(
-                encode_prompts(work.target, texts), said.tokens, strict=True
-            )
-        ]
-        widest = max(map(len, whole))
-        padded = np.zeros((len(whole), widest), np.int32)
+        _, whole = decoded(work, texts, drafter=None)
+        padded = np.zeros((len(whole), max(map(len, whole))), np.int32)
         for row, ids in zip(padded, whole, strict=True):
             row[: len(ids)] = ids
-        ranks = ranks_in(work.heads, target, padded, 0)
+        ranks = ranks_in(work.heads, base_model(work.target), padded, 0)
         ranks = ranks.reshape(len(whole), -1, ranks.shape[-1])
         K = ranks.shape[-1]
         kept = [
@@ -131,8 +145,10 @@ def accuracies(
             for i, ids in enumerate(whole)
         ]
         every = np.concatenate(kept)
-        counts = [np.bincount(r[r < 10], minlength=10) / len(every) for r in every.T]
-        found[title] = [row.tolist() for row in counts]
+        found[title] = [
+            (np.bincount(r[r < RANKS], minlength=RANKS) / len(every)).tolist()
+            for r in every.T
+        ]
         given = accuracy_table(every)
         found[f"{title}, given the heads before"] = given.tolist()
     return found
@@ -141,48 +157,32 @@ def accuracies(
 def text_of(
     work: Workload,
     prompts: dict[str, list[Prompt]],
-    options: Options,
+    tree: str,
     temperature: float,
 ) -> dict[str, Any]:
-    """What typical acceptance makes of a text, beside sampling and greedy decoding.
+    """Compares texts of typical acceptance with sampled and greedy ones.
 
-    A rule that draws nothing is a distribution of one text, so that the divergence
-    KL(rule || target) in nats a token is the mean of -log p of its tokens. Sampling's
-    is 0, and its mean of -log p the target's entropy.
+    A rule that draws nothing is a distribution of one text, so its divergence
+    KL(rule || target) in nats a token is the mean of -log p of its tokens. That of
+    sampling is 0, and its mean of -log p is the target's entropy.
     """
     texts = [text for group in prompts.values() for text in group]
     settings = [Sampling(temperature, seed=i) for i in range(len(texts))]
-    more: dict[str, dict[str, Any]] = {
+    typical = {"rule": TYPICAL, "drafter": work.heads, "tree": tree}
+    ways: dict[str, dict[str, Any]] = {
         "sampling": {"sampling": settings, "drafter": None},
-        TYPICAL: {
-            "sampling": settings,
-            "rule": TYPICAL,
-            "drafter": work.heads,
-            "tree": options.typical,
-        },
+        TYPICAL: {"sampling": settings, **typical},
         "greedy": {"drafter": None},
     }
     row: dict[str, Any] = {"temperature": temperature}
-    for name, given in more.items():
-        said = generate(
-            work.target,
-            texts,
-            max_new_tokens=work.max_new_tokens,
-            stop_tokens=(),
-            **given,
-        )
-        tokens = [
-            prompt + own
-            for prompt, own in zip(
-                encode_prompts(work.target, texts), said.tokens, strict=True
-            )
-        ]
-        scored = log_probs_of(work.target, tokens, said.tokens, temperature)
+    for name, options in ways.items():
+        result, whole = decoded(work, texts, **options)
+        scored = log_probs_of(work.target, whole, result.tokens, temperature)
         row[name] = {
             "log_prob": float(np.mean(scored)),
             "divergence": 0.0 if name == "sampling" else -float(np.mean(scored)),
-            "distinct": distinct(said.tokens),
-            "tau": float(said.lengths.sum() / said.target_calls.sum()),
+            "distinct": distinct(result.tokens),
+            "tau": float(result.lengths.sum() / result.target_calls.sum()),
         }
     return row
 
@@ -190,12 +190,12 @@ def text_of(
 def log_probs_of(
     target: Model,
     whole: Sequence[Sequence[int]],
-    said: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
     temperature: float,
 ) -> np.ndarray:
-    """Log-probabilities [n] of what was said, under the target at a temperature."""
+    """Returns log-probabilities [n] of the answers under the target."""
     found = []
-    for ids, own in zip(whole, said, strict=True):
+    for ids, own in zip(whole, answers, strict=True):
         padded = np.pad(np.asarray(ids, np.int32), (0, -len(ids) % 64))
         logits = np.asarray(score(target, padded[None])[0], np.float64) / temperature
         logits = logits[: len(ids) - 1, : target.config.num_tokens]
@@ -206,7 +206,7 @@ def log_probs_of(
 
 
 def distinct(texts: Sequence[Sequence[int]]) -> float:
-    """Share of the runs of `GRAM` tokens that are not there twice, text by text."""
+    """Returns the share of runs of `GRAM` tokens without repeats, mean over texts."""
     shares = []
     for text in texts:
         runs = [tuple(text[i : i + GRAM]) for i in range(len(text) - GRAM + 1)]
@@ -214,63 +214,93 @@ def distinct(texts: Sequence[Sequence[int]]) -> float:
     return float(np.mean(shares))
 
 
-def bytes_beside(work: Workload) -> dict[str, int]:
-    """Bytes of weights beside the target's, by who drafts."""
-    assert work.heads is not None
-    K = work.heads.config.heads
-    return {
-        "target": weights_read(work.target),
-        "heads": heads_read(work.heads, K),
-        "model": weights_read(work.drafter),
-        "lookup": 0,
-    }
-
-
 def with_traffic(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of `summarise_arms`, with bytes a token beside plain decoding's."""
+    """Returns the rows with bytes a token over those of plain decoding."""
     rows = []
     for row in report["results"]:
         units = records_of(report, row)
         own, plain = ([unit[arm] for unit in units] for arm in (row["arm"], PLAIN))
-        traffic = bytes_a_token(own, True) / bytes_a_token(plain, True)
-        rows.append(row | {"traffic": traffic})
+        rows.append(row | {"traffic": bytes_a_token(own) / bytes_a_token(plain)})
     return rows
 
 
-def heads_table(report: dict[str, Any]) -> str:
-    """Accuracies, arms, and typical acceptance's text."""
-    head = ["set", "head", *(f"in {r}" for r in RANKS_SHOWN)]
-    rows = [
-        [title, str(k + 1), *(f"{sum(row[:r]):.1%}" for r in RANKS_SHOWN)]
-        for title, table_ in report["accuracy"].items()
-        for k, row in enumerate(table_)
+def table(report: dict[str, Any]) -> str:
+    """Returns accuracies, arms, and the texts of typical acceptance."""
+    accuracies = [
+        {"set": title, "head": k, "ranks": ranks}
+        for title, heads in report["accuracy"].items()
+        for k, ranks in enumerate(heads, start=1)
     ]
-    text = "How often the token is among a head's first guesses, in greedy text.\n\n"
-    text += table(head, rows)
-    head = ["set", "T", "arm", "tau", "bytes a token", "tokens/s"]
-    head += ["over plain (quartiles)", "worst tenth", "equal"]
-    rows = []
-    for row in report["results"]:
-        s, equal = row["speedup"], row["equal_to_plain"]
-        cells = [row["set"], f"{row['temperature']:g}", row["arm"], f"{row['tau']:.2f}"]
-        cells += [f"{row['traffic']:.2f}", f"{row['tokens_per_s']:.0f}"]
-        cells += [f"{s['median']:.2f} ({s['low']:.2f}..{s['high']:.2f})"]
-        cells += [shown(row["worst_tenth"], ".2f")]
-        cells += ["-" if equal is None else f"{equal}/{row['units']}"]
-        rows.append(cells)
-    weights = ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in report["bytes"].items())
-    text += f"\n\n{table(head, rows)}\n\nWeights: {weights}."
-    head = ["T", "text", "tau", "log p a token", "KL to the target", "distinct runs"]
-    rows = [
-        [
-            f"{row['temperature']:g}",
-            name,
-            f"{row[name]['tau']:.2f}",
-            f"{row[name]['log_prob']:.2f}",
-            f"{row[name]['divergence']:.2f}",
-            f"{row[name]['distinct']:.0%}",
-        ]
+    ranks: list[Any] = [("set", "set"), ("head", "head")]
+    ranks += [
+        (f"in {r}", lambda row, r=r: sum(row["ranks"][:r]), ".1%") for r in RANKS_SHOWN
+    ]
+    arms = [
+        ("set", "set"),
+        ("T", "temperature", "g"),
+        ("arm", "arm"),
+        ("tau", "tau", ".2f"),
+        ("bytes a token", "traffic", ".2f"),
+        ("tokens/s", "tokens_per_s", ".0f"),
+        ("over plain (quartiles)", "speedup", ".2f"),
+        ("worst tenth", "worst_tenth", ".2f"),
+        tables.equal(),
+    ]
+    texts = [
+        {"T": row["temperature"], "text": name, **row[name]}
         for row in report["texts"]
         for name in ("sampling", TYPICAL, "greedy")
     ]
-    return f"{text}\n\n{table(head, rows)}" if rows else text
+    about_texts = [
+        ("T", "T", "g"),
+        ("text", "text"),
+        ("tau", "tau", ".2f"),
+        ("log p a token", "log_prob", ".2f"),
+        ("KL to the target", "divergence", ".2f"),
+        ("distinct runs", "distinct", ".0%"),
+    ]
+    weights = ", ".join(f"{k} {v / 1e6:.2f} MB" for k, v in report["bytes"].items())
+    sections = [
+        "How often the token is among a head's first guesses, in greedy text.",
+        tables.table(ranks, accuracies),
+        tables.table(arms, report["results"]),
+        f"Weights: {weights}.",
+    ]
+    return "\n\n".join(sections + [tables.table(about_texts, texts)] * bool(texts))
+
+
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws accuracies by head and rank, tau and speed by tree, a point per set."""
+    temperatures = report["temperatures"]
+    figure, axes = panels(1 + 2 * len(temperatures), report, "Medusa heads")
+    for k in range(max(map(len, report["accuracy"].values()))):
+        reached = [
+            {"set": "_" * bool(k) + title, "rank": r, "found": sum(heads[k][:r])}
+            for title, heads in report["accuracy"].items()
+            if "," not in title
+            for r in range(1, len(heads[k]) + 1)
+        ]
+        words = "among so many guesses", "share of tokens found"
+        style = {"alpha": 1 - 0.2 * k, "markersize": 3}
+        title = "greedy text; paler: later heads"
+        lines(axes[0], reached, "rank", "found", "set", *words, title, style)
+    axes[0].set_ylim(0, 1)
+    values: dict[str, tables.Value] = {
+        "tokens a call": "tau",
+        "times plain": lambda row: row["speedup"]["median"],
+    }
+    places = list(product(temperatures, values.items()))
+    for ax, (temperature, (what, value)) in zip(axes[1:], places, strict=True):
+        mode = "greedy" if temperature == 0 else f"T = {temperature:g}"
+        rows = [
+            row
+            for row in report["results"]
+            if row["temperature"] == temperature and row["arm"] != PLAIN
+        ]
+        title = f"{what}, {mode}"
+        lines(ax, rows, value, "arm", "set", title=title, style=POINTS, legend=None)
+        ax.invert_yaxis()
+        ax.axvline(1, **GUIDE)
+        ax.grid(axis="x", linewidth=0.5, alpha=0.4)
+        ax.tick_params(axis="y", labelsize=7)
+    return {"": figure}

@@ -1,5 +1,6 @@
 """Time of the ops and of products by implementation, on the shapes of real models."""
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench.memory import read_bandwidth
-from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
-from stree_jax.bench.tables import shown, table, with_quartiles
+from stree_jax.bench import method, tables
+from stree_jax.bench.device_memory import read_bandwidth
+from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.cpu_kernels import level
 from stree_jax.models.weights.int8 import Quantized
 from stree_jax.models.weights.linear import linear
+from stree_jax.options import DTYPES, add, add_dtype
 from stree_jax.pallas_kernels import (
     Implementation,
     Replayed,
@@ -24,6 +26,8 @@ from stree_jax.pallas_kernels import (
     replay_tree_scan,
     tree_attention,
 )
+
+NAME, REPEATS = "kernels", 20
 
 
 class Scan(NamedTuple):
@@ -47,8 +51,8 @@ class Attend(NamedTuple):
 class Multiply(NamedTuple):
     """`matrices` weights [m, k], one after another, with one set of rows.
 
-    So many that they come from memory, as a model's do. `group`: of int8 weights, the
-    columns that share a scale.
+    There are so many that they come from memory, as a model's do. `group` is the number
+    of columns of int8 weights that share a scale.
     """
 
     m: int
@@ -89,7 +93,7 @@ def op_case(
     dtype: Any,
     implementation: Implementation | None,
 ) -> Case:
-    """A function of arrays, and their shapes and dtypes.
+    """Returns a function of arrays, and their shapes and dtypes.
 
     Its first result can be its first argument the next time; the second is the output.
     """
@@ -138,7 +142,7 @@ def _multiply_case(
         total = jnp.zeros((rows, 1), jnp.float32)
         for i in range(0, len(arrays), 1 + int8):
             w = Quantized(*arrays[i : i + 2]) if int8 else arrays[i]
-            # The rows of each wait for the one before, as in a model.
+            # Each product waits for the one before, as in a model.
             y = linear(x + 1e-30 * total, w, implementation=named)
             total = total + y[:, :1]
         return x, y
@@ -147,9 +151,9 @@ def _multiply_case(
 
 
 def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax.Array]:
-    """Random arrays: decays below 0, a full path, a full cache, a causal mask.
+    """Returns random arrays: decays below 0, a full path and cache, a causal mask.
 
-    Made on the host, where no shape has to be compiled.
+    They are made on the host, where no shape has to be compiled.
     """
     rng = np.random.default_rng(0)
     made = []
@@ -168,52 +172,41 @@ def arguments(shapes: Sequence[tuple[tuple[int, ...], Any]], S: int) -> list[jax
     return made
 
 
-def measure_kernels(
-    *, batches: Sequence[int], sizes: Sequence[int], dtype: str, run: Run
-) -> dict[str, Any]:
-    """Time of every op and shape by every implementation that runs on this device.
+def add_options(b: argparse.ArgumentParser) -> None:
+    add(b, "--batch", int, (1,), "rows of the op", "+")
+    add(b, "--sizes", int, (1, 16, 64), "nodes of the tree", "+")
+    add_dtype(b, "bfloat16", DTYPES)
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Times every op and shape with every implementation that runs on this device.
 
     A unit is a case, "OP/BATCH/T", whose implementations take turns; the unit
     "bandwidth" comes first.
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`; "read_bytes_per_s",
-      measured, None before that; and "results", a row a case and implementation: "op";
-      "batch"; "T", nodes; "implementation"; "bytes", read and written; "us", "us_low",
-      "us_high", median and quartiles over turns; "of_bandwidth", bytes a second over
-      "read_bytes_per_s"; "over_xla", XLA's median over this one's; "first_call_s",
-      compilation included; "refused", why it does not run, None if it does. A refused
-      row has None in all of the figures but "bytes".
+      the report: "read_bytes_per_s", measured, None before that; and "results", a row
+      per case and implementation: "op"; "batch"; "T", nodes; "implementation"; "bytes",
+      read and written; "us", "us_low", "us_high", median and quartiles over turns;
+      "of_bandwidth", bytes a second over "read_bytes_per_s"; "over_xla", XLA's median
+      over this one's; "first_call_s", with compilation; "refused", why it does not run,
+      or None. A refused row has only "bytes", all other figures are None.
     """
-    for option, values in (("--batch", batches), ("--sizes", sizes)):
-        if min(values, default=1) < 1:
-            raise ValueError(f"{option}: want at least 1, got {min(values)}")
-    units = {
-        f"{name}/{batch}/{T}": (shape, batch, T)
-        for name, shape in SHAPES.items()
-        for batch in batches
-        for T in sizes
-    }
 
-    def work(unit: str) -> Any:
-        if unit == "bandwidth":
-            return read_bandwidth(1 << 28, run.repeats)
-        return time_case(*units[unit], dtype, run.repeats)
+    def work(op: str, batch: int, T: int) -> dict[str, Any]:
+        return time_case(SHAPES[op], batch, T, args.dtype, run.repeats)
 
-    settings = {
-        "kind": "kernels",
-        "dtype": dtype,
-        "batches": list(batches),
-        "sizes": list(sizes),
-    }
-    report = measure(settings, ["bandwidth", *units], work, run)
+    settings = method.settings_of(args, "dtype sizes") | {"batches": args.batch}
+    axes = {"op": list(SHAPES), "batch": args.batch, "T": args.sizes}
+    before = {"bandwidth": partial(read_bandwidth, 1 << 28, run.repeats)}
+    report, found = method.measure_grid(settings, axes, work, run, before)
     rate = report["units"].get("bandwidth")
-    rows = kernel_rows(report["units"], rate)
+    rows = [row for case, record in found for row in kernel_rows(case, record, rate)]
     return {**report, "read_bytes_per_s": rate, "results": rows}
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """What may run here; a CPU interprets Pallas kernels, which is not worth timing."""
+    """Returns the implementations to time; a CPU would interpret Pallas kernels."""
     if jax.default_backend() == "gpu":
         return ("xla", "triton", "mosaic_gpu")
     return ("xla",) if level() is None else ("xla", "native")
@@ -222,7 +215,7 @@ def implementations() -> tuple[Implementation, ...]:
 def time_case(
     shape: Scan | Attend | Multiply, batch: int, T: int, dtype: str, repeats: int
 ) -> dict[str, Any]:
-    """The record of a case: bytes moved, and by implementation seconds or a refusal."""
+    """Times a case; the record has bytes moved, and seconds or a refusal by arm."""
     loops = 50 if jax.default_backend() == "gpu" else 5
     S = shape.S if isinstance(shape, Attend) else 0
     calls: dict[str, Callable[[], float]] = {}
@@ -249,7 +242,7 @@ def time_case(
 
 
 def _looped(function: Callable[..., Any], loops: int) -> Callable[..., jax.Array]:
-    """Many calls a dispatch, each with the first result of the one before.
+    """Returns a dispatch of many calls, each with the first result of the one before.
 
     On an H200 the loop and the sum are about 8 us of each call. Without the sum the
     body has too few operations for a CUDA graph, and takes longer.
@@ -259,8 +252,8 @@ def _looped(function: Callable[..., Any], loops: int) -> Callable[..., jax.Array
     def run(first: jax.Array, *rest: jax.Array) -> jax.Array:
         def again(_: jax.Array, carry: tuple) -> tuple:
             first, total = carry
-            # Behind the barrier all arguments are new: what depends on some of them
-            # alone is computed in every call, as in a model, and not before the loop.
+            # Behind the barrier all arguments are new, so that nothing is computed
+            # before the loop instead of in every call, as in a model.
             first, y = function(*lax.optimization_barrier((first, *rest)))
             return first, total + y.sum()  # or XLA would not compute y
 
@@ -270,45 +263,49 @@ def _looped(function: Callable[..., Any], loops: int) -> Callable[..., jax.Array
 
 
 def _seconds(run: Callable[..., Any], args: Sequence[jax.Array], loops: int) -> float:
-    """Seconds of one call of the op."""
+    """Returns the seconds of one call of the op."""
     began = time.perf_counter()
     jax.block_until_ready(run(*args))
     return (time.perf_counter() - began) / loops
 
 
-def kernel_rows(units: dict[str, Any], rate: float | None) -> list[dict[str, Any]]:
-    """The report's rows, from the records of the units that are there."""
-    rows: list[dict[str, Any]] = []
-    for unit, record in units.items():
-        if unit == "bandwidth":
-            continue
-        op, batch, T = unit.split("/")
-        case = {"op": op, "batch": int(batch), "T": int(T), "bytes": record["bytes"]}
-        xla = median(record["arms"]["xla"]["seconds"])
-        for name, arm in record["arms"].items():
-            row = case | dict.fromkeys(FIGURES) | {"implementation": name}
-            row["refused"] = arm.get("refused")
-            if row["refused"] is None:
-                row |= quartiles_of("us", [1e6 * s for s in arm["seconds"]])
-                row["over_xla"] = xla / median(arm["seconds"])
-                row["first_call_s"] = arm["first_call_s"]
-                if rate is not None:
-                    row["of_bandwidth"] = 1e6 * record["bytes"] / row["us"] / rate
-            rows.append(row)
+def kernel_rows(
+    case: dict[str, Any], record: dict[str, Any], rate: float | None
+) -> list[dict[str, Any]]:
+    """Returns a row for each implementation of a case."""
+    rows = []
+    xla = median(record["arms"]["xla"]["seconds"])
+    for name, arm in record["arms"].items():
+        row = case | {"bytes": record["bytes"], "implementation": name}
+        row |= dict.fromkeys(FIGURES) | {"refused": arm.get("refused")}
+        if row["refused"] is None:
+            row |= quartiles_of("us", [1e6 * s for s in arm["seconds"]])
+            row["over_xla"] = xla / median(arm["seconds"])
+            row["first_call_s"] = arm["first_call_s"]
+            if rate is not None:
+                row["of_bandwidth"] = 1e6 * record["bytes"] / row["us"] / rate
+        rows.append(row)
     return rows
 
 
-def kernels_table(report: dict[str, Any]) -> str:
-    """Microseconds, share of the measured bandwidth, and ratio to XLA."""
+def table(report: dict[str, Any]) -> str:
+    """Returns microseconds, share of the measured bandwidth, and ratio to XLA."""
     rate = report["read_bytes_per_s"]
     about = report["dtype"] + ("" if rate is None else f", {rate / 1e9:.0f} GB/s")
-    head = ["op", "batch", "T", "MB", "implementation", "us (quartiles)"]
-    head += ["of bandwidth", "XLA / this", "first call, s"]
-    lines = []
-    for row in report["results"]:
-        cells = [row["op"], f"{row['batch']}", f"{row['T']}"]
-        cells += [f"{row['bytes'] / 1e6:.2f}", row["implementation"]]
-        cells += [row["refused"] or with_quartiles(row, "us", ".1f")]
-        cells += [shown(row["of_bandwidth"], ".0%"), shown(row["over_xla"], ".2f")]
-        lines.append([*cells, shown(row["first_call_s"], ".1f")])
-    return f"{about}\n\n{table(head, lines)}"
+    head, us, form, _ = tables.quartiles("us", "us", ".1f")
+
+    def time(row: dict[str, Any]) -> Any:
+        return row["refused"] or tables.Column(head, us, form).cell(row)
+
+    columns = [
+        ("op", "op"),
+        ("batch", "batch"),
+        ("T", "T"),
+        ("MB", lambda row: row["bytes"] / 1e6, ".2f"),
+        ("implementation", "implementation"),
+        (head, time),
+        ("of bandwidth", "of_bandwidth", ".0%"),
+        ("XLA / this", "over_xla", ".2f"),
+        ("first call, s", "first_call_s", ".1f"),
+    ]
+    return f"{about}\n\n{tables.table(columns, report['results'])}"

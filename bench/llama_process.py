@@ -13,24 +13,24 @@ WORKER = Path(__file__).with_name("llama_worker.py")
 
 
 class Ask(Protocol):
-    """Gives an order and waits for its answer; see `llama_worker.Session`."""
+    """Sends an order and waits for its answer; see `llama_worker.Session`."""
 
     def __call__(self, order: str, **what: Any) -> dict[str, Any]: ...
 
 
 @contextmanager
 def llama_process(python: Path) -> Iterator[Ask]:
-    """A process that runs orders one by one, and sleeps between them.
+    """Starts a process that runs orders one by one, and yields how to send them.
 
     Args:
       python: an interpreter whose environment has llama-cpp-python.
 
     Raises:
-      ValueError: there is none.
-      RuntimeError: of an order: the process ended; with the last line of its errors.
+      ValueError: there is no such interpreter.
+      RuntimeError: the process ended during an order; with its last error line.
     """
     with tempfile.TemporaryFile("w+") as errors:
-        # Isolated: neither our paths nor the modules beside the worker are its own.
+        # Isolated: it must not import from our paths, nor modules beside the worker.
         command = [str(python), "-I", str(WORKER)]
         pipe = subprocess.PIPE
         try:
@@ -61,10 +61,10 @@ def llama_process(python: Path) -> Iterator[Ask]:
 
 
 def llama_version(python: Path) -> dict[str, Any]:
-    """Version of llama-cpp-python, and the instructions that llama.cpp was built with.
+    """Returns the version of llama-cpp-python, and llama.cpp's instruction sets.
 
     Raises:
-      ValueError: this Python does not run it.
+      ValueError: this Python cannot run llama.cpp.
     """
     try:
         with llama_process(python) as ask:
@@ -76,7 +76,7 @@ def llama_version(python: Path) -> dict[str, Any]:
 
 
 def _signal_of(process: subprocess.Popen[str]) -> str:
-    """What a process died of, if it was a signal."""
+    """Names the signal that a process died of, if any."""
     try:
         code = process.wait(timeout=5)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""llama.cpp at the orders of `bench peers`: run by a Python that has llama-cpp-python.
+"""llama.cpp for `bench peers`, run by a Python that has llama-cpp-python.
 
-A line of JSON on the standard input is an order, a line on the output its answer; the
-orders are the functions of `Session`. Nothing of this project is imported here.
+A line of JSON on the standard input is an order, a line on the output its answer. The
+orders are the methods of `Session`. This module imports nothing of this project.
 """
 
 import ctypes
@@ -24,18 +24,18 @@ BATCH = 512  # tokens of a prompt that are read at a time
 class Session:
     """A model and its context.
 
-    Token ids go in as they are; logits of ids from `num_tokens` on are not looked at.
+    Token ids are passed unchanged; logits of ids from `num_tokens` on are ignored.
     """
 
     def describe(self) -> dict[str, Any]:
-        """Which llama.cpp this is, and the instructions that it was built with."""
+        """Returns llama.cpp's version and the instruction sets of its build."""
         info = llama_cpp.llama_print_system_info().decode()
         return {"version": llama_cpp.__version__, "built_with": info.strip(" |")}
 
     def load(
         self, path: str, threads: int, context: int, num_tokens: int, exact: bool
     ) -> dict[str, Any]:
-        """`exact`: caches in float32; llama.cpp's own choice is float16."""
+        """Loads a model; if `exact`, caches are float32 instead of float16."""
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
@@ -51,8 +51,10 @@ class Session:
         return self.attend(fused=True)
 
     def attend(self, fused: bool) -> dict[str, Any]:
-        """With fused attention, where llama.cpp chooses it, or without: what is fused
-        rounds to about 1e-3 also where caches are in float32. Forgets all text."""
+        """Makes a new context with or without fused attention, and forgets all text.
+
+        Fused attention rounds to about 1e-3 even with float32 caches.
+        """
         if self.context:
             llama_cpp.llama_free(self.context)
         self.params.flash_attn_type = self.own_choice if fused else OFF
@@ -62,7 +64,7 @@ class Session:
         return {}
 
     def tokenize(self, text: str) -> dict[str, Any]:
-        """Ids of a text, with those around it; special tokens in it are such."""
+        """Returns the ids of a text with special tokens, also those in the text."""
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         data, ids = text.encode(), (llama_cpp.llama_token * (len(text) * 4 + 8))()
         count = llama_cpp.llama_tokenize(
@@ -71,10 +73,10 @@ class Session:
         return {"ids": list(ids[:count])}
 
     def logits(self, ids: Sequence[int], read: int, path: str) -> dict[str, Any]:
-        """Logits [T - read + 1, num_tokens] float32 into a file.
+        """Writes logits [T - read + 1, num_tokens] float32 to a file.
 
-        They are of the last of the first `read` ids, which are read together, and of
-        each that follows, one by one.
+        The first `read` ids are processed together and give the first row; each id
+        after them is processed alone and gives another.
         """
         self._read(ids[:read])
         rows = [self._last().copy()]
@@ -85,9 +87,9 @@ class Session:
         return {}
 
     def decode(self, ids: Sequence[int], count: int) -> dict[str, Any]:
-        """Seconds of `count` greedy tokens, and the tokens.
+        """Returns the seconds of `count` greedy tokens, and the tokens.
 
-        All ids but the last are read before, outside the clock.
+        All ids but the last are processed before, outside the clock.
         """
         self._read(ids[:-1])
         token, tokens = ids[-1], []
@@ -99,7 +101,7 @@ class Session:
         return {"seconds": time.perf_counter() - began, "tokens": tokens}
 
     def _read(self, ids: Sequence[int]) -> None:
-        """A new text, its first ids read."""
+        """Starts a new text and processes its first ids."""
         memory = llama_cpp.llama_get_memory(self.context)
         llama_cpp.llama_memory_clear(memory, True)
         for i in range(0, len(ids), BATCH):
@@ -114,7 +116,7 @@ class Session:
             raise RuntimeError(f"llama_decode: {code}")
 
     def _last(self) -> np.ndarray:
-        """Logits [num_tokens] of the last id; a view that the next pass writes over."""
+        """Returns logits [num_tokens] of the last id; the next pass overwrites them."""
         floats = llama_cpp.llama_get_logits_ith(self.context, -1)
         pointer = ctypes.cast(floats, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(pointer, (self.num_tokens,))

@@ -1,4 +1,4 @@
-"""How everything here is measured.
+"""How the benchmarks measure.
 
 The arms of a comparison take turns in one process, so that a busy machine disturbs all
 of them alike, after a first call of each that compiles and is reported apart. A unit (a
@@ -6,14 +6,17 @@ prompt, a shape) with all its arms and turns is measured at once and written dow
 that a run that is killed goes on with the next unit.
 """
 
+import argparse
 import json
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,12 @@ import numpy as np
 from tqdm import tqdm
 
 from stree_jax import cpu_kernels
-from stree_jax.bench.memory import out_of_memory
+from stree_jax.bench.device_memory import out_of_memory
 from stree_jax.version import __version__
 
 
 def git_revision() -> str | None:
-    """The commit that runs, with a plus if the checkout has changes; None outside."""
+    """Returns the commit, with a plus if there are changes; None outside a checkout."""
     here = Path(__file__).resolve().parent
 
     def git(*args: str) -> str:
@@ -44,7 +47,7 @@ def git_revision() -> str | None:
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells it."""
+    """Returns the CPU's name, if the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -54,7 +57,7 @@ def processor() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Returns what the figures are measured on."""
     device = jax.devices()[0]
     return {
         "device": processor() if device.platform == "cpu" else device.device_kind,
@@ -69,7 +72,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(report: dict[str, Any]) -> str:
-    """One line under a table or a figure."""
+    """Returns the line under a table or a figure."""
     m, sizes = report["machine"], report.get("parameters", {}).get("")
     line = f"{m['device']}, {m['cores']} cores, jax {m['jax']}, "
     if "cpu_kernels" in m and m["backend"] == "cpu":
@@ -82,7 +85,7 @@ def machine_line(report: dict[str, Any]) -> str:
 
 
 class Clock:
-    """Time since the start, and whether `minutes` of it are over."""
+    """A clock that is over after `minutes`."""
 
     def __init__(self, minutes: float | None):
         self.limit = math.inf if minutes is None else 60 * minutes
@@ -90,7 +93,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self.limit - (time.perf_counter() - self.began)
 
     @property
@@ -120,7 +123,7 @@ def take_turns(
     warm: set[str],
     skip_too_large: bool = False,
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Results of every arm's turns, and seconds of the first calls.
+    """Calls the arms in turns; returns the results, and seconds of the first calls.
 
     Args:
       arms: to be called; each returns when its work is done.
@@ -150,16 +153,14 @@ def take_turns(
 
 def measure(
     settings: dict[str, Any],
-    units: Iterable[str],
-    work: Callable[[str], Any],
+    units: Mapping[str, Callable[[], Any]],
     run: Run,
 ) -> dict[str, Any]:
-    """A report with the record of every unit, from `<json>.part` or measured now.
+    """Returns a report with the record of every unit, from `<json>.part` or measured.
 
     Args:
-      settings: what was asked for; with the machine, what the records depend on.
-      units: names.
-      work: measures one of them; its record must be JSON.
+      settings: the options; records depend on them and on the machine.
+      units: calls by name; each measures a unit and returns its record as JSON.
 
     Returns:
       settings, "machine", "complete" and "units": {name: record}.
@@ -173,26 +174,65 @@ def measure(
     part = None if run.json is None else run.json.with_name(run.json.name + ".part")
     if part is not None:
         records = _read_part(part, head)
-    names = list(units)
-    with tqdm(names, unit="unit", mininterval=1) as bar:
+    with tqdm(units, unit="unit", mininterval=1) as bar:
         for name in bar:
             bar.set_postfix_str(name)
             if name in records:
                 continue
             if clock.over:
                 break
-            records[name] = json.loads(json.dumps(work(name)))
-            if part is not None:  # of what was measured; a wrong option leaves nothing
+            records[name] = json.loads(json.dumps(units[name]()))
+            if part is not None:  # only now: a wrong option leaves no file
                 if not part.exists():
                     part.write_text(json.dumps(head) + "\n")
                 with part.open("a") as lines:
                     lines.write(json.dumps([name, records[name]]) + "\n")
-    complete = all(name in records for name in names)
+    complete = all(name in records for name in units)
     return {**head, "complete": complete, "units": records}
 
 
+def measure_grid(
+    settings: dict[str, Any],
+    axes: Mapping[str, Sequence[Any]],
+    work: Callable[..., Any],
+    run: Run,
+    before: Mapping[str, Callable[[], Any]] | None = None,
+) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+    """Measures every combination of the axes; a unit's name is their values.
+
+    Args:
+      axes: values by name.
+      work: measures the values of a combination.
+      before: other units, which are measured first.
+
+    Returns:
+      the report of `measure`; the combinations that were measured, with their records.
+    """
+    cases = {
+        "/".join(map(str, values)): dict(zip(axes, values, strict=True))
+        for values in product(*axes.values())
+    }
+    units = dict(before or {})
+    units |= {unit: partial(work, *case.values()) for unit, case in cases.items()}
+    report = measure(settings, units, run)
+    measured = report["units"].items()
+    return report, [(cases[unit], r) for unit, r in measured if unit in cases]
+
+
+def settings_of(args: argparse.Namespace, names: str) -> dict[str, Any]:
+    """Returns the kind of a report and the options it depends on, by name.
+
+    The option "dtypes" becomes the "dtype" of the report's last line.
+    """
+    settings = {"kind": args.benchmark}
+    settings |= {name: getattr(args, name) for name in names.split()}
+    if "dtypes" in settings:
+        settings["dtype"] = ", ".join(settings.pop("dtypes"))
+    return settings
+
+
 def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
-    """The records of an interrupted run, none where there is none."""
+    """Returns the records of an interrupted run; empty if there was no such run."""
     if not part.exists():
         return {}
     lines = part.read_text().split("\n")
@@ -212,7 +252,7 @@ def _read_part(part: Path, head: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_report(path: Path) -> None:
-    """Raises ValueError for a file that is something else than a report."""
+    """Raises ValueError for a file that is not a report."""
     if not path.exists():
         return
     try:
@@ -224,7 +264,7 @@ def check_report(path: Path) -> None:
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """Write a report; a complete one needs its `.part` no more."""
+    """Writes a report; removes the `.part` of a complete one."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(report, indent=1) + "\n")
     new.replace(path)
@@ -233,7 +273,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 
 def sign_test(ratios: Sequence[float]) -> float:
-    """Two-sided p of as uneven a split around 1 if either side were as likely."""
+    """Returns the two-sided p of the split around 1, if both sides are as likely."""
     above, below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
     n, k = above + below, max(above, below)
     tail = sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n
@@ -241,13 +281,13 @@ def sign_test(ratios: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Returns median and quartiles."""
     low, median, high = np.percentile(values, (25, 50, 75)).tolist()
     return {"median": median, "low": low, "high": high}
 
 
 def quartiles_of(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """The median as NAME, quartiles as NAME_low and NAME_high; None of no values."""
+    """Returns the median as NAME, quartiles as NAME_low, NAME_high; None if empty."""
     if not values:
         return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
     found = spread(values)

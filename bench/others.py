@@ -14,15 +14,17 @@ from stree_jax.convert.export import export_hf
 from stree_jax.generation import encode_prompts
 from stree_jax.parity import quiet
 
+TRANSFORMERS = "transformers, plain"
+
 
 def transformers_version() -> str | None:
-    """None where it cannot run."""
+    """Returns the version, or None if torch or transformers is not installed."""
     there = all(find_spec(package) for package in ("torch", "transformers"))
     return version("transformers") if there else None
 
 
 def in_transformers(model: Model, dtype: str) -> Any:
-    """The exported model as transformers loads it, in "float32" or "bfloat16"."""
+    """Exports a model and loads it in transformers, in "float32" or "bfloat16"."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -36,20 +38,20 @@ def in_transformers(model: Model, dtype: str) -> Any:
 def with_transformers(
     target: Model, max_new_tokens: int, dtype: str = "float32"
 ) -> Callable[[Prompt], dict[str, Callable[[], float]]]:
-    """Plain greedy decoding by transformers of the exported target.
+    """Loads the target in transformers, to time its plain greedy decoding.
 
-    It refuses assisted generation with models that keep a state, so that there is
-    nothing else to compare with.
+    transformers refuses assisted generation with models that keep a state, so there
+    is nothing else to compare with.
 
     Args:
-      dtype: "float32" or "bfloat16", that it keeps weights in.
+      dtype: of the weights, "float32" or "bfloat16".
 
     Returns:
-      for a text, a call that returns seconds of decoding: those of all tokens less
-      those of the first, as prompts are read outside the clock here.
+      a function from a text to a call that returns seconds of decoding: those of all
+      tokens less those of the first, because we time prefill apart.
 
     Raises:
-      ValueError: a package is missing, or there is but one token to time.
+      ValueError: a package is missing, or there is only one token to time.
     """
     if max_new_tokens < 2:
         raise ValueError("--transformers: want --max-new-tokens of at least 2")
@@ -69,13 +71,13 @@ def with_transformers(
                 others = _seconds(other, ids, max_new_tokens) - first
             return others * max_new_tokens / (max_new_tokens - 1)
 
-        return {"transformers, plain": call}
+        return {TRANSFORMERS: call}
 
     return decoder
 
 
 def _seconds(model: Any, ids: Any, new: int) -> float:
-    """Of decoding this many tokens, the prompt's pass included."""
+    """Returns the seconds of prefill and of decoding `new` tokens."""
     import torch
 
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Passes of a model over a binary tree, packed and unrolled, ready to be timed."""
+"""Compiled passes of a model over a binary tree, packed and unrolled."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.bench.memory import compiled_bytes
+from stree_jax.bench.device_memory import compiled_bytes
 from stree_jax.bench.method import take_turns
 from stree_jax.bench.unroll import Unrolled
 from stree_jax.models import (
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of the caches: for the context, and a path that is written behind it."""
+        """Rows of the caches: for the context and a path behind it."""
         return max(self.capacity, self.context + self.tree.depth + 2)
 
     @property
@@ -81,13 +81,13 @@ class Case:
 
 
 def draft_of(case: Case, config: ModelConfig) -> Draft:
-    """The tree as data, as in decoding, where it is not known to the compiler."""
+    """Returns the tree as data, as in decoding, where the compiler does not know it."""
     tokens = jnp.arange(case.nodes, dtype=jnp.int32)[None] % config.num_tokens
     return Draft(tree_layout(case.tree, case.tree.rows(1)), tokens)
 
 
 def begin_passes(case: Case, model: Model, draft: Draft) -> Carry:
-    """A zero state of `context` tokens, and a whole path of the tree to be replayed."""
+    """Returns a zero state of `context` tokens and a whole path to be replayed."""
     tree, dtype = case.tree, param_dtype(model.params)
     path = draft.layout.paths[:, -1]  # the last node is one of the deepest
     state = init_state(model.config, 1, case.rows, dtype)
@@ -103,9 +103,9 @@ class Program:
     """Compiled passes of a case.
 
     Attributes:
-      run: passes after a carry, which it consumes.
+      run: runs passes from a carry, which it consumes, and returns the next carry.
       begin: makes the first carry.
-      passes: how many a call.
+      passes: passes of a call.
       compile_s: seconds of tracing and compiling.
       memory: see `compiled_bytes`.
     """
@@ -119,7 +119,7 @@ class Program:
 
 
 def compile_case(model: Model, case: Case, passes: int) -> Program:
-    """`passes` passes of a case: replay, verification, head and argmax of each."""
+    """Compiles `passes` passes of a case: replay, verification, head and argmax."""
 
     def run(params: Any, carry: Carry, draft: Draft) -> Carry:
         def once(_: jax.Array, carry: Carry) -> Carry:
@@ -155,8 +155,8 @@ def compile_case(model: Model, case: Case, passes: int) -> Program:
 class Turns:
     """Calls of a program, one after the other; each returns seconds a pass.
 
-    A call is told after how many committed tokens, if not after those of its case: for
-    the program a length is data.
+    A call takes the number of committed tokens, by default that of the case; for the
+    program it is data.
 
     Attributes:
       best: argmax of the logits [1, T] in the last pass, None before the first.
@@ -168,7 +168,7 @@ class Turns:
         self.best: np.ndarray | None = None
 
     def __call__(self, context: int | None = None) -> float:
-        # Nothing holds a carry that a call consumed, or could not make the next of.
+        # A call consumes its carry, also where it fails, so none is kept meanwhile.
         carry, self.carry = self.carry or self.program.begin(), None
         if context is not None:
             length = jnp.full((1,), context, jnp.int32)
@@ -184,9 +184,9 @@ class Turns:
 def time_cases(
     programs: Sequence[Program], repeats: int, skip_too_large: bool = False
 ) -> list[dict[str, Any]]:
-    """A raw record of each case; they take turns.
+    """Times the cases in turns and returns a record of each.
 
-    Where all cases have one tree, they begin alike, and their last passes are compared.
+    If all cases have the same tree, the results of their last passes are compared.
     With `skip_too_large` a case that runs out of memory has no "seconds".
     """
     turns = {f"{p.case.scan} {p.case.nodes}": Turns(p) for p in programs}

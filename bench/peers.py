@@ -1,60 +1,78 @@
 """This library beside llama.cpp and transformers: the same weights, greedy decoding.
 
-llama.cpp, where it is asked for, runs in a process of its own, from a GGUF file written
-from our parameters; all arms take turns, so that nothing else runs meanwhile. Before
-anything is timed its logits are compared with ours.
+llama.cpp runs in another process, from a GGUF file made of our parameters. All arms
+take turns, so that nothing else runs meanwhile. Before anything is timed the logits of
+llama.cpp are compared with ours.
 """
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from stree_jax.bench.gguf_writer import write_gguf
-from stree_jax.bench.llama_process import Ask, llama_process, llama_version
-from stree_jax.bench.memory import read_bandwidth
-from stree_jax.bench.method import Run, measure, quartiles_of, spread
-from stree_jax.bench.others import transformers_version, with_transformers
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import (
+from stree_jax.bench import method, tables
+from stree_jax.bench.arms import (
+    PLAIN,
     Arm,
     Workload,
     decode_unit,
+    parse_arm,
     rates,
+    speedups,
     summarise_cells,
     workload,
 )
-from stree_jax.bench.tables import shown, table, with_quartiles
-from stree_jax.bench.widen import sizes_of
+from stree_jax.bench.charts import GUIDE, LEGEND, bars, panels
+from stree_jax.bench.device_memory import read_bandwidth
+from stree_jax.bench.gguf_writer import write_gguf
+from stree_jax.bench.inputs import RANDOM_PROMPT, load_prompts
+from stree_jax.bench.llama_process import Ask, llama_process, llama_version
+from stree_jax.bench.method import Run, quartiles_of, spread
+from stree_jax.bench.options import SHAPE, add_arms, add_prompts
+from stree_jax.bench.others import (
+    TRANSFORMERS,
+    transformers_version,
+    with_transformers,
+)
+from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.shapes import config_of, random_model, random_prompts
+from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.checkpoints.checkpoint import Model, load, save
-from stree_jax.convert import CheckpointError
 from stree_jax.generation import encode_prompts
 from stree_jax.models import format_named
-from stree_jax.models.memory import size_of
+from stree_jax.options import WEIGHTS, add
+from stree_jax.pair import load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
+from stree_jax.sizing.traffic import weights_read
+from stree_jax.speculation.specs import LOOKUP
 
-LLAMA, TRANSFORMERS = "llama.cpp, plain", "transformers, plain"
-# How far logits may be apart, of the largest. In int8 llama.cpp rounds in blocks of its
-# own: there it is to tell other weights from other rounding.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "peers", 3
+ARMS = ["lookup", "E", "auto"]
+LLAMA = "llama.cpp, plain"
+# The largest difference of logits over the largest logit. In int8 llama.cpp rounds in
+# other blocks, so there the limit only tells other weights from other rounding.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.05, "int8": 0.25}
 READS = 10  # of the weights' bytes, to find the bandwidth
 CHECKED = 48  # tokens, half of them read one by one
 
 
 class Subject(NamedTuple):
-    """A model that all decode.
+    """A model that all programs decode with.
 
     Attributes:
-      target, drafter: in float32; the drafter is asked by trees only.
+      target, drafter: in float32; only trees need the drafter.
       arms: ours, plain decoding first.
       prompts: by set.
     """
@@ -65,33 +83,15 @@ class Subject(NamedTuple):
     prompts: dict[str, list[Prompt]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured.
-
-    Attributes:
-      dtypes: of weights: "float32", "bfloat16", "int8".
-      max_new_tokens: of every prompt.
-      llama_python: an interpreter whose environment has llama-cpp-python; None: it is
-        left out.
-      threads: of every peer.
-    """
-
-    dtypes: tuple[str, ...]
-    max_new_tokens: int
-    llama_python: Path | None
-    threads: int
-
-
 class Ready(NamedTuple):
-    """A subject in one dtype, loaded everywhere.
+    """A subject in one dtype, loaded in all programs.
 
     Attributes:
       dtype: of weights.
       work: ours.
-      ask: the process of llama.cpp, the model loaded; None: it is left out.
-      others: decoders that are not ours, for a prompt.
-      read_bytes: of weights that a pass reads whole: "ours", "llama.cpp".
+      ask: the process of llama.cpp with the model. If None, it is left out.
+      others: makes decoders of other programs for a prompt.
+      read_bytes: of the weights that a pass reads: "ours", "llama.cpp".
       warm: names of arms that have been called.
     """
 
@@ -104,90 +104,106 @@ class Ready(NamedTuple):
 
 
 def label_of(model: str) -> str:
-    """What tables call a model: the pair, or the name of a file or directory."""
+    """Returns a model's name in tables: "pair", or the name of a file or directory."""
     return "pair" if model == "demo" else Path(model).name
 
 
 def threads_of_xla() -> int:
-    """XLA takes as many as NPROC says, or as there are cores."""
+    """Returns the threads of XLA: NPROC, or the number of cores."""
     return int(os.environ.get("NPROC", 0)) or os.cpu_count() or 1
 
 
-def measure_peers(
-    subjects: Mapping[str, Subject], options: Options, run: Run
-) -> dict[str, Any]:
-    """Every subject in every dtype, every prompt; all arms of a prompt take turns.
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 5, needed=False, without="--shapes alone")
+    add_arms(b, ARMS, "TREE or lookup")
+    shapes = "random weights, decoded without trees"
+    add(b, "--shapes", str, (SHAPE,), shapes, "*")
+    add(b, "--dtypes", str, WEIGHTS, "of weights", "+", WEIGHTS)
+    python = "a Python whose environment has llama-cpp-python, built for this CPU"
+    python += " (default: it is left out)"
+    b.add_argument("--llama-python", type=Path, help=python)
 
-    Units: "logits", how far llama.cpp's are from ours, all subjects and dtypes; then
-    "SUBJECT/DTYPE/SET/I", with the bandwidth of memory, measured at its beginning.
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Measures random weights of `--shapes`, and the pair on `--prompts`."""
+    subjects = {}
+    plain, arms = parse_arm(PLAIN), [parse_arm(name) for name in args.arms]
+    for shape in args.shapes:
+        model = random_model(config_of(shape), "float32")
+        ids = random_prompts(model.config, args.count, RANDOM_PROMPT)
+        subjects[shape] = Subject(model, model, (plain,), {"random": ids})
+    if args.prompts:
+        target, drafter = load_pair(args.model, args.drafter, args.dtype)
+        if not isinstance(drafter, Model):  # then no tree has a drafter
+            drafter = target
+            arms = [arm for arm in arms if arm.drafting == LOOKUP]
+        ours = (plain, *(arm for arm in arms if arm != plain))
+        wide = widened(target, args.widen)
+        subjects[label_of(args.model)] = Subject(
+            wide, wide if drafter is target else drafter, ours, load_prompts(args)
+        )
+    if not subjects:
+        raise ValueError("bench peers: want --prompts or --shapes")
+    return measure_peers(subjects, args, run)
+
+
+def measure_peers(
+    subjects: Mapping[str, Subject], args: argparse.Namespace, run: Run
+) -> dict[str, Any]:
+    """Measures every subject in every dtype on every prompt, all arms in turns.
+
+    Units: "logits", compared for all subjects and dtypes; then "SUBJECT/DTYPE/SET/I",
+    with the bandwidth of memory, measured first.
 
     Args:
-      subjects: by what tables call them, without a slash.
+      subjects: by name in tables, without a slash.
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`, and "results", see
-      `peer_rows`.
+      the report; "results" are `peer_rows`.
 
     Raises:
       ValueError: a package is missing, or llama.cpp has no such architecture.
       RuntimeError: logits are too far apart, or greedy texts of ours differ.
     """
-    left_out = {d: why for d in options.dtypes if (why := refusal(d)) is not None}
-    dtypes = [dtype for dtype in options.dtypes if dtype not in left_out]
-    pairs = [(label, dtype) for label in subjects for dtype in dtypes]
-    units = {
-        f"{label}/{dtype}/{title}/{i}": (label, dtype, text)
-        for label, dtype in pairs
-        for title, texts in subjects[label].prompts.items()
-        for i, text in enumerate(texts)
+    pairs = [(label, dtype) for label in subjects for dtype in args.dtypes]
+    settings = method.settings_of(args, "dtypes max_new_tokens") | {
+        "parameters": {label: sizes_of(s.target) for label, s in subjects.items()},
+        "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
+        "threads": threads_of_xla(),
+        "llama_cpp": args.llama_python and llama_version(args.llama_python),
+        "transformers": transformers_version(),
     }
-    settings = _settings(subjects, options)
-    settings |= {"dtype": ", ".join(dtypes), "left_out": left_out}
     with ExitStack() as stack:
         standing: dict[tuple[str, str], Ready] = {}
 
         def stand(label: str, dtype: str) -> Ready:
-            """One model in one dtype is in memory at a time."""
+            # One model in one dtype is in memory at a time.
             if (label, dtype) not in standing:
                 stack.close()
                 standing.clear()
-                here = ready(subjects[label], dtype, options)
+                here = ready(subjects[label], dtype, args)
                 standing[label, dtype] = stack.enter_context(here)
             return standing[label, dtype]
 
-        def work(unit: str) -> Any:
-            if unit == "logits":
-                return {"/".join(pair): _compared(stand(*pair)) for pair in pairs}
-            label, dtype, text = units[unit]
-            return time_unit(stand(label, dtype), text, run.repeats)
+        def logits() -> dict[str, Any]:
+            return {"/".join(pair): _compared(stand(*pair)) for pair in pairs}
 
-        report = measure(settings, ["logits", *units], work, run)
+        def decode(pair: tuple[str, str], text: Prompt) -> dict[str, Any]:
+            return time_unit(stand(*pair), text, run.repeats)
+
+        units: dict[str, Callable[[], Any]] = {"logits": logits}
+        units |= {
+            f"{'/'.join(pair)}/{title}/{i}": partial(decode, pair, text)
+            for pair in pairs
+            for title, texts in subjects[pair[0]].prompts.items()
+            for i, text in enumerate(texts)
+        }
+        report = method.measure(settings, units, run)
     return {**report, "results": peer_rows(report["units"])}
 
 
-def _settings(subjects: Mapping[str, Subject], options: Options) -> dict[str, Any]:
-    return {
-        "kind": "peers",
-        "parameters": {label: sizes_of(s.target) for label, s in subjects.items()},
-        "arms": {label: [a.name for a in s.arms] for label, s in subjects.items()},
-        "max_new_tokens": options.max_new_tokens,
-        "threads": options.threads,
-        "llama_cpp": options.llama_python and llama_version(options.llama_python),
-        "transformers": transformers_version(),
-    }
-
-
-def refusal(dtype: str) -> str | None:
-    """Why models are not loaded in a dtype; None where they are."""
-    try:
-        load("demo-drafter", dtype=dtype)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 def in_dtype(model: Model, dtype: str) -> Model:
-    """A float32 model as `load` gives it in another dtype."""
+    """Returns a float32 model as `load` reads it in another dtype."""
     if dtype == "float32":
         return model
     with tempfile.TemporaryDirectory() as folder:
@@ -196,47 +212,43 @@ def in_dtype(model: Model, dtype: str) -> Model:
 
 
 @contextmanager
-def ready(subject: Subject, dtype: str, options: Options) -> Iterator[Ready]:
-    """Everyone's copy of a subject in one dtype."""
+def ready(subject: Subject, dtype: str, args: argparse.Namespace) -> Iterator[Ready]:
+    """Loads a subject in one dtype in all programs."""
     target = drafter = in_dtype(subject.target, dtype)
     if subject.drafter is not subject.target:
         drafter = in_dtype(subject.drafter, dtype)
-    new, config = options.max_new_tokens, target.config
+    new = args.max_new_tokens
     work = workload(target, drafter, subject.arms, subject.prompts, new)
     strangers = None
     if transformers_version() is not None and format_named(dtype).plain:
         import torch
 
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(threads_of_xla())
         strangers = with_transformers(target, new, dtype)
-    table_bytes = 0 if config.tie_embeddings else size_of(target.params["embedding"])
-    # llama.cpp rounds to int8 in its own way; else its file holds our numbers.
+    # llama.cpp quantizes to int8 itself; otherwise its file holds our numbers.
     source = target if format_named(dtype).plain else subject.target
-    read_bytes = {"ours": size_of(target.params) - table_bytes}
+    read_bytes = {"ours": weights_read(target)}
     with ExitStack() as stack:
         ask = None
-        if options.llama_python is not None:
-            ask = stack.enter_context(llama_process(options.llama_python))
-            in_file = _hand_over(ask, source, dtype, options.threads, work.capacity)
+        if args.llama_python is not None:
+            ask = stack.enter_context(llama_process(args.llama_python))
+            in_file = _hand_over(ask, source, dtype, threads_of_xla(), work.capacity)
             read_bytes["llama.cpp"] = in_file
 
         def others(text: Prompt) -> dict[str, Callable[[], float]]:
             (ids,) = encode_prompts(target, [text])
-
-            def decode(ask: Ask) -> float:
-                return ask("decode", ids=list(ids), count=new)["seconds"]
-
-            arms: dict[str, Callable[[], float]] = {}
-            if ask is not None:
-                arms[LLAMA] = partial(decode, ask)
-            return arms if strangers is None else arms | strangers(text)
+            arms = {} if strangers is None else strangers(text)
+            if ask is None:
+                return arms
+            order = {"ids": list(ids), "count": new}
+            return {LLAMA: lambda: ask("decode", **order)["seconds"]} | arms
 
         yield Ready(dtype, work, ask, others, read_bytes, set())
     jax.clear_caches()  # programs of all dtypes together take much memory
 
 
 def _hand_over(ask: Ask, model: Model, dtype: str, threads: int, context: int) -> int:
-    """Has llama.cpp load a model; bytes of it that a pass reads whole."""
+    """Loads a model in llama.cpp; returns the bytes of it that a pass reads."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         read_bytes = write_gguf(model.config, model.params, dtype, file)
@@ -248,15 +260,18 @@ def _hand_over(ask: Ask, model: Model, dtype: str, threads: int, context: int) -
             num_tokens=model.config.num_tokens,
             exact=dtype == "float32",
         )
-    return read_bytes  # a file that is mapped stays until it is let go
+    return read_bytes  # llama.cpp keeps the removed file mapped
 
 
 def _compared(here: Ready) -> dict[str, Any]:
-    """How far llama.cpp's logits are from ours, read at once and one by one; None
-    where it is left out.
+    """Compares llama.cpp's logits with ours, half of them after one token each.
+
+    Returns:
+      "read_bytes"; "logits_apart", the largest difference over the largest logit, or
+      None if llama.cpp is left out.
 
     Raises:
-      RuntimeError: further than rounding.
+      RuntimeError: the difference is more than rounding.
     """
     if here.ask is None:
         return {"logits_apart": None, "read_bytes": here.read_bytes}
@@ -285,22 +300,22 @@ def _compared(here: Ready) -> dict[str, Any]:
 
 
 def time_unit(here: Ready, text: Prompt, repeats: int) -> dict[str, Any]:
-    """The record of a prompt: bytes a second read from memory, and every arm."""
+    """Measures a prompt: bytes a second read from memory, and every arm."""
     rate = read_bandwidth(here.read_bytes["ours"], max(repeats, READS))
     arms = decode_unit(here.work, [text], 0, repeats, here.warm, here.others(text))
     return {"bytes_per_s": rate, "arms": arms}
 
 
 def peer_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row per subject, dtype, set and arm, from the records of the units.
+    """Returns a row per subject, dtype, set and arm that was measured.
 
     Returns:
-      "subject", "dtype", "set", "arm"; what `summarise_cells` says, tau and tokens/s
-      among it; "ms_per_token" and "over_floor" (to the time in which the weights are
-      read once, at the bandwidth measured for the prompt) with their quartiles;
-      "over_llama", "over_transformers", ratios of speeds to their plain decoding,
-      {"median", "low", "high"}, None where they are left out; "equal", texts that are
-      plain decoding's, None of peers; "floor_ms" and "bytes_per_s", medians.
+      "subject", "dtype", "set", "arm"; the statistics of `summarise_cells`;
+      "ms_per_token" and "over_floor" (over the time in which the weights are read once,
+      at the bandwidth measured for the prompt) with their quartiles; "over_llama",
+      "over_transformers", ratios of speeds to their plain decoding, {"median", "low",
+      "high"}, None if they are left out; "equal", texts that are those of plain
+      decoding, None for other programs; "floor_ms" and "bytes_per_s", medians.
     """
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for unit, record in units.items():
@@ -328,8 +343,8 @@ def _peer_row(
         **summarise_cells(cells),
         **quartiles_of("ms_per_token", [1e3 / a for a in speeds]),
         **quartiles_of("over_floor", over),
-        "over_llama": _over(records, speeds, LLAMA),
-        "over_transformers": _over(records, speeds, TRANSFORMERS),
+        "over_llama": _over(records, cells, LLAMA),
+        "over_transformers": _over(records, cells, TRANSFORMERS),
         "equal": sum(cell["equal"] for cell in cells) if equal else None,
         "floor_ms": 1e3 * median(floors),
         "bytes_per_s": median(record["bytes_per_s"] for record in records),
@@ -337,32 +352,22 @@ def _peer_row(
 
 
 def _over(
-    records: Sequence[dict[str, Any]], speeds: Sequence[float], peer: str
+    records: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]], peer: str
 ) -> dict[str, Any] | None:
-    """Ratios of speeds to a peer's, if it was there."""
+    """Returns the ratios of speeds to a peer's, or None if it is left out."""
     if not all(peer in record["arms"] for record in records):
         return None
-    others = rates([record["arms"][peer] for record in records])
-    return spread([a / b for a, b in zip(speeds, others, strict=True)])
+    return spread(speedups(cells, [record["arms"][peer] for record in records]))
 
 
-def peers_table(report: dict[str, Any]) -> str:
-    """A table per subject and dtype."""
-    sections = []
+def table(report: dict[str, Any]) -> str:
+    """Returns a table per subject and dtype."""
+    groups, sections = tables.by(report["results"], "subject", "dtype"), []
     for name, check in report["units"].get("logits", {}).items():
         label, dtype = name.split("/")
-        rows = [
-            row
-            for row in report["results"]
-            if (row["subject"], row["dtype"]) == (label, dtype)
-        ]
-        if rows:
+        if rows := groups.get((label, dtype)):
             sections += [_about(report, label, rows[0], check), _arms_table(rows)]
-    llama, threads = report["llama_cpp"], report["threads"]
-    sections += [
-        f"{dtype} was left out: {why}" for dtype, why in report["left_out"].items()
-    ]
-    about = [f"{threads} threads each"]
+    about, llama = [f"{report['threads']} threads each"], report["llama_cpp"]
     if report["transformers"] is not None:
         about.insert(0, f"transformers {report['transformers']}")
     if llama is not None:
@@ -374,7 +379,7 @@ def peers_table(report: dict[str, Any]) -> str:
 def _about(
     report: dict[str, Any], label: str, row: dict[str, Any], check: dict[str, Any]
 ) -> str:
-    """Ours are the first row's bytes and floor."""
+    """Returns the line above a table; bytes and floor are ours, of the first row."""
     parameters = report["parameters"][label][0] / 1e6
     read, rate = check["read_bytes"], row["bytes_per_s"] / 1e9
     theirs = apart = ""
@@ -389,19 +394,36 @@ def _about(
 
 
 def _arms_table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["set", "arm", "tau", "tokens/s (quartiles)", "ms/token", "over the floor"]
     peers = {"over_llama": "llama.cpp", "over_transformers": "transformers"}
-    there = {key: name for key, name in peers.items() if rows[0][key] is not None}
-    head += [f"over {name} (quartiles)" for name in there.values()]
-    head += ["equal", "first call, s"]
-    lines = []
-    for row in rows:
-        equal = row["equal"]
-        cells = [row["set"], row["arm"], f"{row['tau']:.2f}"]
-        cells += [with_quartiles(row, "tokens_per_s", ".1f")]
-        cells += [f"{row['ms_per_token']:.2f}", f"{row['over_floor']:.2f}"]
-        for over in (row[key] for key in there):
-            cells += [f"{over['median']:.2f} ({over['low']:.2f}..{over['high']:.2f})"]
-        cells += [shown(equal, "d") + ("" if equal is None else f"/{row['units']}")]
-        lines.append([*cells, f"{row['first_call_s']:.1f}"])
-    return table(head, lines)
+    columns: list[Any] = [
+        ("set", "set"),
+        ("arm", "arm"),
+        ("tau", "tau", ".2f"),
+        tables.quartiles("tokens/s", "tokens_per_s", ".1f"),
+        ("ms/token", "ms_per_token", ".2f"),
+        ("over the floor", "over_floor", ".2f"),
+    ]
+    columns += [
+        (f"over {name} (quartiles)", key, ".2f")
+        for key, name in peers.items()
+        if rows[0][key] is not None
+    ]
+    columns += [tables.equal("equal"), ("first call, s", "first_call_s", ".1f")]
+    return tables.table(columns, rows)
+
+
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws tokens a second by dtype, a panel a model and set, with the floor."""
+    groups = tables.by(report["results"], "subject", "set")
+    figure, axes = panels(len(groups), report, "Greedy decoding beside other programs")
+    colour = {arm: i for i, arm in enumerate(tables.by(report["results"], "arm"))}
+    speed = tables.quartiles("", "tokens_per_s", "")[1]
+    ylabel = "tokens/s; dashed: weights read once a token"
+    for ax, (names, rows) in zip(axes, groups.items(), strict=True):
+        title = ", ".join(names)
+        options: dict[str, Any] = {"guide": None, "colour": colour}
+        bars(ax, rows, speed, "arm", "dtype", ylabel, title, **options)
+        for g, row in enumerate(row for row in rows if row["arm"] == PLAIN):
+            ax.hlines(1e3 / row["floor_ms"], g - 0.45, g + 0.45, **GUIDE)
+        ax.legend(**LEGEND)
+    return {"": figure}

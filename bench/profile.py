@@ -1,27 +1,33 @@
 """Where the time of a decoding step goes, from the device's own trace."""
 
+import argparse
 import gzip
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from stree_jax.bench.method import Run, measure
+from stree_jax.bench import method, tables
+from stree_jax.bench.arms import PLAIN
+from stree_jax.bench.inputs import load_models, load_prompts, settings_of
+from stree_jax.bench.method import Run
+from stree_jax.bench.options import add_arms, add_prompts
 from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import PLAIN, settings_of
-from stree_jax.bench.tables import table
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import begin
 from stree_jax.speculation import loop
 
+NAME, REPEATS = "profile", 5
+ARMS = ["plain", "chain:4", "E"]
 STEPS = 16
-# Scopes that `models` and `step` name, by what a table calls them; the first that
-# occurs in an operation's name counts.
+# Parts in a table, and their scopes in `models` and `step`. The first scope in the name
+# of an operation counts.
 PARTS = {
     "products with weights": ("in_proj", "out_proj", "qkv", "mlp", "moe", "linear"),
     "head": ("head",),
@@ -32,12 +38,12 @@ PARTS = {
     "norms": ("norm",),
 }
 STAGES = ("choose", "draft", "verify", "accept")
-COPIES = ("memcpy", "MemcpyD2D")  # of a GPU, where no operation of the program is named
+COPIES = ("memcpy", "MemcpyD2D")  # events of a GPU that name no operation
 CONTAINERS = ("while", "call", "conditional")  # their events hold those of others
 
 
 def stage_and_part(scope: str) -> tuple[str, str]:
-    """Of an operation, from the scopes in its name."""
+    """Returns the stage and part of an operation, from the scopes in its name."""
     words = re.split(r"[/.]", scope)
     stage = next((s for s in STAGES if s in words), "between")
     if stage == "accept":
@@ -64,7 +70,7 @@ LINE = re.compile(rf"\s*(?:ROOT )?%([\w.\-]+) = ({TUPLE}|\S+) ([a-z][a-z\-]*)\((
 
 
 def operations_of(compiled: str) -> dict[str, Operation]:
-    """Every operation of a compiled program's text, by name, in order."""
+    """Returns the operations in a compiled program's text, by name, in order."""
     found = {}
     for line in compiled.splitlines():
         if match := LINE.match(line):
@@ -76,11 +82,11 @@ def operations_of(compiled: str) -> dict[str, Operation]:
 
 
 def scopes_of(operations: dict[str, Operation]) -> dict[str, str]:
-    """The scope of every operation.
+    """Returns the scope of every operation.
 
-    XLA rewrites products without keeping their names. One whose operand is carried
-    around the loop as it is (a matrix of weights) is named a product with weights; any
-    other operation without a name belongs to what reads it, or to what came before.
+    XLA rewrites products without keeping their names. A product of a matrix that the
+    loop only carries along is a product with weights. Any other operation without a
+    name gets the scope of its reader, or of the operation before.
     """
     users: dict[str, str] = {}
     for name, operation in operations.items():
@@ -116,7 +122,7 @@ def scopes_of(operations: dict[str, Operation]) -> dict[str, str]:
 
 
 def traced(call: Any) -> tuple[list[dict[str, Any]], float]:
-    """Events of a call's operations on the device, and the call's microseconds."""
+    """Returns a call's events on the device, and the microseconds that it took."""
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
         call()
@@ -131,10 +137,10 @@ def traced(call: Any) -> tuple[list[dict[str, Any]], float]:
 
 
 def finder(operations: dict[str, Operation]) -> Callable[[dict[str, Any]], str | None]:
-    """What gives the operation of an event, None where it is not known.
+    """Returns a function from an event to its operation, or None if it is unknown.
 
-    In a CUDA graph an event names the graph and its kernel. A kernel is called like
-    the operation that it was made of, or one just like it; Pallas's have own names.
+    In a CUDA graph an event names the graph and its kernel. A kernel has the name of
+    its operation, or of an identical one; a Pallas kernel has a custom name.
     """
     kernels: dict[str, str] = {}
     for name, operation in operations.items():
@@ -152,9 +158,9 @@ def finder(operations: dict[str, Operation]) -> Callable[[dict[str, Any]], str |
 def profile_step(
     target: Model, drafter: Model | None, prompt: Prompt, tree: str | None
 ) -> list[dict[str, Any]]:
-    """Microseconds a step by stage and part, most first; they add up to the step.
+    """Returns microseconds a step by stage and part, most first, in sum the step.
 
-    "no operation" is what no operation ran in: dispatch, and waiting for threads.
+    "no operation" is the time without any operation: dispatch, waiting for threads.
     """
     decoding, plan = begin(
         target,
@@ -194,19 +200,19 @@ def profile_step(
     ]
 
 
-def measure_profile(
-    target: Model,
-    drafter: Model,
-    prompts: dict[str, list[Prompt]],
-    *,
-    arms: Sequence[str],
-    run: Run,
-) -> dict[str, Any]:
-    """Profiles of plain decoding and of trees, on the first prompt, mean of turns.
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 1)
+    add_arms(b, ARMS, "plain or TREE")
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Profiles plain decoding and trees on the first prompt, mean of turns.
 
     Returns:
-      "results": rows of arm, stage, part, us (a step) and operations (a step).
+      the report; "results" are rows of arm, stage, part, us and operations of a step.
     """
+    args.count = 1
+    (target, drafter), prompts = load_models(args), load_prompts(args)
     prompt = next(iter(prompts.values()))[0]
 
     def unit(arm: str) -> list[dict[str, Any]]:
@@ -219,31 +225,26 @@ def measure_profile(
             total["us"] += row["us"] / run.repeats
         return list(mean.values())
 
-    settings = settings_of("profile", {"": (target, drafter)}, prompts) | {
-        "steps": STEPS,
-        "arms": list(arms),
-    }
-    report = measure(settings, arms, unit, run)
+    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
+    settings |= {"steps": STEPS, "arms": args.arms}
+    units = {arm: partial(unit, arm) for arm in args.arms}
+    report = method.measure(settings, units, run)
     rows = [row for rows in report["units"].values() for row in rows]
     return {**report, "results": rows}
 
 
-def profile_table(report: dict[str, Any]) -> str:
-    """Parts of a step by arm, in microseconds and percent."""
+def table(report: dict[str, Any]) -> str:
+    """Returns parts of a step by arm, in microseconds and percent."""
     sections = []
-    for arm in report["units"]:
-        rows = [row for row in report["results"] if row["arm"] == arm]
+    for arm, rows in tables.by(report["results"], "arm").items():
         total = sum(row["us"] for row in rows)
-        lines = [
-            [
-                row["stage"],
-                row["part"],
-                f"{row['us']:.0f}",
-                f"{100 * row['us'] / total:.0f}",
-                f"{row['operations']:.0f}",
-            ]
-            for row in sorted(rows, key=lambda row: -row["us"])
+        columns = [
+            ("stage", "stage"),
+            ("part", "part"),
+            ("us", "us", ".0f"),
+            ("%", lambda row, total=total: 100 * row["us"] / total, ".0f"),
+            ("operations", "operations", ".0f"),
         ]
-        head = ["stage", "part", "us", "%", "operations"]
-        sections += [f"{arm}: {total:.0f} us a step", table(head, lines)]
+        ordered = sorted(rows, key=lambda row: -row["us"])
+        sections += [f"{arm}: {total:.0f} us a step", tables.table(columns, ordered)]
     return "\n\n".join(sections)

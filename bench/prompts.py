@@ -1,4 +1,4 @@
-"""Prompts from the files that the field's benchmarks come in."""
+"""Prompts from the files of common benchmarks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -62,9 +62,9 @@ def read_turns(paths: Sequence[Path], count: int) -> list[list[str]]:
 def rounds(
     prompts: Mapping[str, Sequence[Prompt]], batch: int = 1
 ) -> list[dict[str, Sequence[Prompt]]]:
-    """Whole batches by set: the first of every set, then the second, and so on.
+    """Returns whole batches by set: the first of every set, then the second, ...
 
-    Measured in this order, a run that is cut short has some of every set.
+    In this order, a run that is cut short has measured some of every set.
     """
     count = max(len(texts) // batch for texts in prompts.values())
     return [

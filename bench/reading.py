@@ -1,26 +1,27 @@
-"""Reading prompts: tokens a second against their length, beside transformers.
+"""Prefill: tokens a second against the length of the prompt, beside transformers.
 
-Both have the same random weights and give the logits after the last token, with what
-they need to go on. They take turns, and their logits are compared.
+Both have the same random weights and return the logits after the last token and the
+state to go on with. They take turns, and their logits are compared.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.memory import compiled_bytes
-from stree_jax.bench.method import Run, measure, quartiles_of, take_turns
+from stree_jax.bench import method, tables
+from stree_jax.bench.charts import lines, panels
+from stree_jax.bench.device_memory import compiled_bytes
+from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.others import in_transformers, transformers_version
 from stree_jax.bench.peers import LIMITS, in_dtype, threads_of_xla
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
-from stree_jax.bench.tables import megabytes, shown, table, with_quartiles
 from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.checkpoint import Model
@@ -32,88 +33,72 @@ from stree_jax.models import (
     forward_tree,
     read_text,
 )
+from stree_jax.options import DTYPES, WEIGHTS, add
 from stree_jax.parity import Difference, quiet
 from stree_jax.speculation.loop import cache_capacity
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "prompts", 5
+SHAPES = ("llama-135m", "hybrid-130m", "mamba2-130m")
 OURS, THEIRS = "ours", "transformers"
-NEW_TOKENS = 1  # that the caches have room for behind the prompt
+NEW_TOKENS = 1  # capacity of the caches behind the prompt
 
 Read = Callable[[], tuple[float, np.ndarray]]
-"""Reads a prompt: seconds, and the logits [num_tokens] float32 after its last token."""
+"""Processes a prompt: seconds, and the last token's logits [num_tokens] float32."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is read.
-
-    Attributes:
-      shapes: names of `stree_jax.bench.shapes`.
-      lengths: tokens of the prompts.
-      dtypes: of weights: "float32", "bfloat16", "int8" (ours alone).
-      once: from this length on each arm has one turn, and no call before it.
-    """
-
-    shapes: tuple[str, ...]
-    lengths: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    once: int
+def add_options(b: argparse.ArgumentParser) -> None:
+    shapes = "random weights, both have the same"
+    add(b, "--shapes", str, SHAPES, shapes, "+")
+    add(b, "--lengths", int, (128, 512, 2048, 8192), "tokens of a prompt", "+")
+    dtypes = "of weights; int8 is ours alone"
+    add(b, "--dtypes", str, DTYPES, dtypes, "+", WEIGHTS)
+    once = "prompts this long are read once, and not before the clock"
+    add(b, "--once", int, 4096, once)
 
 
-def measure_reading(options: Options, run: Run) -> dict[str, Any]:
-    """Every shape in every dtype, every length; batch 1, random token ids.
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Measures every shape in every dtype at every length; batch 1, random token ids.
 
     Units: "SHAPE/DTYPE/LENGTH".
 
     Returns:
-      settings, "machine", "complete" and "units" of `measure`, and "results", see
-      `reading_rows`.
+      the report; "results" are those of `reading_row`.
 
     Raises:
       ValueError: an unknown shape, or a prompt of one token.
       RuntimeError: logits are too far apart.
     """
-    configs = {shape: config_of(shape) for shape in options.shapes}
-    if min(options.lengths) < 2:
-        raise ValueError(f"--lengths: want at least 2, got {min(options.lengths)}")
-    units = {
-        f"{shape}/{dtype}/{length}": (shape, dtype, length)
-        for shape in options.shapes
-        for dtype in options.dtypes
-        for length in options.lengths
-    }
+    configs = {shape: config_of(shape) for shape in args.shapes}
+    if min(args.lengths) < 2:
+        raise ValueError(f"--lengths: want at least 2, got {min(args.lengths)}")
 
     @lru_cache(maxsize=1)  # one model in one dtype is in memory at a time
     def models(shape: str, dtype: str) -> tuple[Model, Any]:
         ours = in_dtype(random_model(configs[shape], "float32"), dtype)
         return ours, _theirs(ours, dtype)
 
-    def work(unit: str) -> dict[str, Any]:
-        shape, dtype, length = units[unit]
+    def work(shape: str, dtype: str, length: int) -> dict[str, Any]:
         ours, theirs = models(shape, dtype)
         (ids,) = encode_prompts(ours, random_prompts(ours.config, 1, length))
-        once = length >= options.once
+        once = length >= args.once
         return time_reading(ours, theirs, ids, dtype, run.repeats, once)
 
-    report = measure(_settings(options), units, work, run)
-    return {**report, "results": reading_rows(report["units"])}
-
-
-def _settings(options: Options) -> dict[str, Any]:
     peer = transformers_version()
-    return {
-        "kind": "prompts",
-        "shapes": list(options.shapes),
-        "lengths": list(options.lengths),
-        "dtype": ", ".join(options.dtypes),
-        "once": options.once,
+    settings = method.settings_of(args, "shapes lengths dtypes once") | {
         "threads": threads_of_xla(),
         "transformers": peer,
         "torch": None if peer is None else version("torch"),
     }
+    axes = {"shape": args.shapes, "dtype": args.dtypes, "length": args.lengths}
+    report, found = method.measure_grid(settings, axes, work, run)
+    return {**report, "results": [reading_row(*one) for one in found]}
 
 
 def _theirs(model: Model, dtype: str) -> Any:
-    """Returns the same weights in transformers; None where it does not run them."""
+    """Loads the weights in transformers; None where it does not run, or differently."""
     on_cpu, plain = jax.default_backend() == "cpu", format_named(dtype).plain
     if transformers_version() is None or not (plain and on_cpu):
         return None
@@ -131,15 +116,15 @@ def time_reading(
     repeats: int,
     once: bool,
 ) -> dict[str, Any]:
-    """The record of a length.
+    """Times the prefill of a prompt and returns the record.
 
     Args:
       other: the model of transformers, or None.
-      once: one turn of each arm, and no call before it.
+      once: if True, each arm has one turn, without a call before it.
 
     Returns:
       "seconds" by arm and turn; "compile_s", "temp_bytes", "memory_bytes" of our
-      program; "logits_apart", the largest difference of all turns, of the largest
+      program; "logits_apart", the largest difference of all turns over the largest
       logit, None without `other`; "parameters".
 
     Raises:
@@ -161,10 +146,11 @@ def time_reading(
 
 
 def our_reader(model: Model, ids: Sequence[int]) -> tuple[Read, dict[str, Any]]:
-    """A call that reads a prompt, and "compile_s" and the bytes of its program.
+    """Returns a call that processes a prompt, and facts about its program.
 
-    As a generation does: all tokens but the last in chunks, padded to a length that
-    others share, and a pass over the last one.
+    It works as a generation does: all tokens but the last in chunks, padded to a
+    bucket's length, then a pass over the last token. The facts are "compile_s" and
+    those of `compiled_bytes`.
     """
     padded = np.zeros((1, bucket(len(ids) - 1) + 1), np.int32)
     padded[0, : len(ids)] = ids
@@ -194,7 +180,7 @@ def our_reader(model: Model, ids: Sequence[int]) -> tuple[Read, dict[str, Any]]:
 
 
 def their_reader(other: Any, ids: Sequence[int], num_tokens: int) -> Read:
-    """The same by a model of transformers: one pass that fills its cache."""
+    """Returns such a call of a model of transformers: one pass that fills its cache."""
     import torch
 
     tokens = torch.tensor([list(ids)])
@@ -212,10 +198,10 @@ def their_reader(other: Any, ids: Sequence[int], num_tokens: int) -> Read:
 def _compared(
     turns: Mapping[str, Sequence[tuple[float, np.ndarray]]], dtype: str
 ) -> float | None:
-    """How far their logits are from ours, of the largest; None where they have none.
+    """Returns the largest difference of logits over the largest logit, or None.
 
     Raises:
-      RuntimeError: further than rounding.
+      RuntimeError: the difference is more than rounding.
     """
     if THEIRS not in turns:
         return None
@@ -232,54 +218,43 @@ def _compared(
     return relative
 
 
-def reading_rows(units: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row per shape, dtype and length, from the records of the units.
+def reading_row(case: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a shape, dtype and length.
 
     Returns:
       "shape", "dtype", "length"; "ours" and "transformers", tokens/s, and "ratio" of
-      ours to theirs, turn by turn, with their quartiles, None without theirs; and
-      "turns", how many; "compile_s", "temp_bytes", "memory_bytes", "logits_apart" and
+      ours to theirs, turn by turn, with their quartiles, None without theirs; "turns",
+      how many; "compile_s", "temp_bytes", "memory_bytes", "logits_apart" and
       "parameters" of the record.
     """
-    rows = []
-    for unit, record in units.items():
-        shape, dtype, length = unit.split("/")
-        row = {"shape": shape, "dtype": dtype, "length": int(length)} | record
-        seconds = row.pop("seconds")
-        ours, theirs = seconds[OURS], seconds.get(THEIRS, [])
-        ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
-        row |= quartiles_of(OURS, [int(length) / s for s in ours])
-        row |= quartiles_of(THEIRS, [int(length) / s for s in theirs])
-        rows.append(row | quartiles_of("ratio", ratios) | {"turns": len(ours)})
-    return rows
+    row, length = case | record, case["length"]
+    seconds = row.pop("seconds")
+    ours, theirs = seconds[OURS], seconds.get(THEIRS, [])
+    row |= quartiles_of(OURS, [length / s for s in ours])
+    row |= quartiles_of(THEIRS, [length / s for s in theirs])
+    ratios = [b / a for a, b in zip(ours, theirs, strict=False)]
+    return row | quartiles_of("ratio", ratios) | {"turns": len(ours)}
 
 
-def reading_table(report: dict[str, Any]) -> str:
-    """A table per shape and dtype."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in report["results"]:
-        groups.setdefault((row["shape"], row["dtype"]), []).append(row)
+COLUMNS = [
+    ("tokens", "length"),
+    tables.quartiles("tokens/s", OURS, ".0f"),
+    tables.quartiles("transformers", THEIRS, ".0f", "-"),
+    tables.quartiles("over transformers", "ratio", ".2f", "-"),
+    ("turns", "turns"),
+    ("temporaries, MB", "temp_bytes", "MB"),
+    ("logits apart", "logits_apart", ".1e"),
+    ("compiling, s", "compile_s", ".1f"),
+]
+
+
+def table(report: dict[str, Any]) -> str:
+    """Returns a table per shape and dtype."""
     sections = []
-    for (shape, dtype), rows in groups.items():
+    for (shape, dtype), rows in tables.by(report["results"], "shape", "dtype").items():
         size = f"{rows[0]['parameters'] / 1e6:.0f} M parameters"
-        sections += [f"{shape}, {size}, {dtype}", _length_table(rows)]
+        sections += [f"{shape}, {size}, {dtype}", tables.table(COLUMNS, rows)]
     return "\n\n".join([*sections, _note(report)])
-
-
-def _length_table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["tokens", "tokens/s (quartiles)", "transformers (quartiles)"]
-    head += ["over transformers (quartiles)", "turns", "temporaries, MB"]
-    head += ["logits apart", "compiling, s"]
-    lines = []
-    for row in rows:
-        cells = [f"{row['length']}", with_quartiles(row, OURS, ".0f")]
-        for name, form in ((THEIRS, ".0f"), ("ratio", ".2f")):
-            there = row[name] is not None
-            cells.append(with_quartiles(row, name, form) if there else "-")
-        cells += [f"{row['turns']}", megabytes(row["temp_bytes"])]
-        cells += [shown(row["logits_apart"], ".1e"), f"{row['compile_s']:.1f}"]
-        lines.append(cells)
-    return table(head, lines)
 
 
 def _note(report: dict[str, Any]) -> str:
@@ -291,3 +266,19 @@ def _note(report: dict[str, Any]) -> str:
         "Its Mamba2 mixers have no kernels for a CPU: they run in plain torch, which "
         "is what its users get there. In int8 it has no such model."
     )
+
+
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws tokens a second against the prompt's length, a panel for each shape."""
+    groups = tables.by(report["results"], "shape")
+    figure, axes = panels(len(groups), report, "Reading a prompt")
+    lengths = list(dict.fromkeys(row["length"] for row in report["results"]))
+    for ax, (shape, rows) in zip(axes, groups.items(), strict=True):
+        for arm, linestyle in ((THEIRS, "--"), (OURS, "-")):
+            made = [row | {"label": f"{arm}, {row['dtype']}"} for row in rows]
+            words = "tokens of the prompt", "tokens/s", shape
+            style = {"linestyle": linestyle}
+            lines(ax, made, "length", arm, "label", *words, style, log="xy")
+        ax.set_xticks(lengths, lengths, minor=False)
+        ax.set_xticks([], minor=True)
+    return {"": figure}

@@ -1,19 +1,19 @@
 """Staged speculation (Spector and Re 2023): traffic, speed, and a text by its origins.
 
-Arms decode with a fixed tree: the drafter alone, n-grams guessing 1, 2, .. levels for
-it, one or more tokens of each node, and n-grams alone. The drafts of the first two are
-the same, token for token. With `auto`, tree "auto" decodes, too, with and without them.
+Arms decode with a fixed tree: the drafter alone, n-grams that guess 1, 2, .. levels for
+it, one or more tokens of each node, and n-grams alone. The first two draft the same
+tokens. With `--auto`, tree "auto" decodes too, with n-grams and without.
 """
 
+import argparse
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,27 @@ import numpy as np
 from jax import lax
 
 from stree_jax.arguments import encode_prompts
-from stree_jax.bench.method import Run, take_turns
-from stree_jax.bench.passes import Case, compile_case, time_cases
-from stree_jax.bench.prompts import Prompt
-from stree_jax.bench.speculation import (
+from stree_jax.bench import tables
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
+    bytes_a_token,
     decode_once,
     measure_arms,
-    rates,
+    records_of,
+    speedups,
     workload,
 )
-from stree_jax.bench.tables import shown, table
+from stree_jax.bench.charts import POINTS, bars, lines, panels
+from stree_jax.bench.inputs import load_models, load_prompts
+from stree_jax.bench.method import Run, take_turns
+from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
+from stree_jax.bench.passes import Case, compile_case, time_cases
+from stree_jax.bench.prompts import Prompt
+from stree_jax.bench.widen import widened
 from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.options import add
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sizing.pass_time import MeasuredTime
@@ -42,96 +50,84 @@ from stree_jax.speculation.drafters.ngrams import NGrams, likeliest
 from stree_jax.speculation.gain import staged_gain, staged_passes
 from stree_jax.speculation.tree import Tree, resolve_tree
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "staged", 2
 NGRAMS_ALONE, SPECULATIVE = "n-grams alone", "speculative"
-PASSES, LOOKUPS = 20, 2000  # of a call that is timed
-# Of the origins, colour-blind readers in mind; the target's own text is black.
+PASSES, LOOKUPS = 20, 2000  # in a call that is timed
+# Colours of the origins for colour-blind readers; the target's own text is black.
 COLOURS = ("#000000", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+TEXT_WIDTH = 88  # characters of a line
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured.
-
-    Attributes:
-      tree: a name, as `generate` takes it.
-      aheads: levels that n-grams guess, an arm each.
-      widths: tokens that they guess of a node, arms of each number of levels.
-      auto: whether tree "auto" is an arm, with n-grams and without.
-      temperatures: of sampling; 0 is greedy.
-      top_k: of sampling; 0: off.
-      max_new_tokens, batch: see `Workload`.
-    """
-
-    tree: str
-    aheads: tuple[int, ...]
-    widths: tuple[int, ...]
-    auto: bool
-    temperatures: tuple[float, ...]
-    top_k: int
-    max_new_tokens: int
-    batch: int
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 10)
+    add_temperatures(b, (0, 1))
+    add(b, "--widen-drafter", int, 1, "the drafter among zeros, likewise")
+    table = "n-grams of the drafter, as stree-jax ngrams makes them"
+    b.add_argument("--ngrams", required=True, metavar="FILE", help=table)
+    add(b, "--tree", str, "E", "that is drafted")
+    add(b, "--ahead", int, (1, 2, 3), "levels that are guessed at a time", "+")
+    add(b, "--width", int, (1,), "tokens of each node that are guessed", "+")
+    b.add_argument("--auto", action="store_true", help="tree auto, too (default: none)")
+    add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
+    add_batch(b)
 
 
-def measure_staged(
-    target: Model,
-    drafter: Model,
-    ngrams: NGrams,
-    prompts: dict[str, list[Prompt]],
-    options: Options,
-    run: Run,
-) -> dict[str, Any]:
-    """The report, with what the cost model says and one text by its origins.
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Measures the arms, and returns them with predictions and a text by its origins.
 
     Raises:
       ValueError: a tree that is not fixed, or n-grams of another vocabulary.
     """
-    tree = resolve_tree(options.tree)
+    tree = resolve_tree(args.tree)
     if not isinstance(tree, Tree) or tree.depth < 2:
         raise ValueError(
-            f"--tree: want a fixed one of at least two levels, got {options.tree!r}"
+            f"--tree: want a fixed one of at least two levels, got {args.tree!r}"
         )
-    arms = arms_of(options)
-    work = workload(
-        target, drafter, arms, prompts, options.max_new_tokens, options.batch
-    )
-    work = replace(work, ngrams=ngrams, top_k=options.top_k)
-    texts = next(iter(prompts.values()))[: options.batch]
-    told = decode_once(work, arms[2], texts, 0.0)  # options that are wrong end here
-    report = measure_arms("staged", {"": work}, prompts, options.temperatures, run)
-    report |= {"tree": options.tree, "top_k": options.top_k}
-    report["guesses"] = {
-        arm.name: [arm.ahead, arm.width] for arm in arms if arm.drafting == "staged"
+    (target, drafter), prompts = load_models(args), load_prompts(args)
+    drafter, ngrams = widened(drafter, args.widen_drafter), load_ngrams(args.ngrams)
+    arms = arms_of(args)
+    work = workload(target, drafter, arms, prompts, args.max_new_tokens, args.batch)
+    work = replace(work, ngrams=ngrams, top_k=args.top_k)
+    texts = next(iter(prompts.values()))[: args.batch]
+    told = decode_once(work, arms[2], texts, 0.0)  # wrong options are refused here
+    report = measure_arms(NAME, {"": work}, prompts, args.temperatures, run)
+    guesses = {a.name: (a.ahead, a.width) for a in arms if a.drafting == "staged"}
+    report |= {
+        "tree": args.tree,
+        "top_k": args.top_k,
+        "guesses": {name: list(way) for name, way in guesses.items()},
+        "rates": list(ngrams.rates),
+        "lookup_us": time_lookups(ngrams, tree),
+        "drafter_pass_ms": time_passes(drafter, tree, list(guesses.values())),
+        "text": text_of(target, texts[0], told),
     }
-    report["rates"] = list(ngrams.rates)
-    report["lookup_us"] = time_lookups(ngrams, tree)
-    ways = [(arm.ahead, arm.width) for arm in arms if arm.drafting == "staged"]
-    report["drafter_pass_ms"] = time_passes(drafter, tree, ways)
-    report["text"] = text_of(target, texts[0], told)
-    report["results"] = with_stages(report, tree)
-    return report
+    return report | {"results": with_stages(report, tree)}
 
 
-def arms_of(options: Options) -> list[Arm]:
-    """Plain decoding, the drafter alone, with n-grams, and these alone."""
-    arms = [Arm(PLAIN, None), Arm(SPECULATIVE, options.tree)]
-    for ahead, width in product(options.aheads, options.widths):
+def arms_of(args: argparse.Namespace) -> list[Arm]:
+    """Returns plain decoding, the drafter alone, with n-grams, and n-grams alone."""
+    arms = [Arm(PLAIN, None), Arm(SPECULATIVE, args.tree)]
+    for ahead, width in product(args.ahead, args.width):
         name = f"staged, {ahead} ahead" + (f" x {width}" if width > 1 else "")
-        arm = Arm(name, options.tree, drafting="staged", ahead=ahead, width=width)
+        arm = Arm(name, args.tree, drafting="staged", ahead=ahead, width=width)
         arms.append(arm)
-    if options.auto:
+    if args.auto:
         arms.append(Arm("auto", "auto"))
-        ahead = max(options.aheads)
+        ahead = max(args.ahead)
         arms.append(Arm("auto, staged", "auto", drafting="staged", ahead=ahead))
-    return [*arms, Arm(NGRAMS_ALONE, options.tree, drafting="ngrams")]
+    return [*arms, Arm(NGRAMS_ALONE, args.tree, drafting="ngrams")]
 
 
 def time_passes(
     drafter: Model, tree: Tree, ways: Sequence[tuple[int, int]]
 ) -> dict[str, float]:
-    """Milliseconds of the drafter's passes, by rows.
+    """Returns milliseconds of the drafter's passes, by their number of rows.
 
     Args:
-      ways: of guessing, levels and tokens of a node.
+      ways: levels that n-grams guess, and tokens of a node.
     """
     sizes = {1, tree.inner}
     for ahead, width in ways:
@@ -143,7 +139,7 @@ def time_passes(
 
 
 def time_lookups(ngrams: NGrams, tree: Tree) -> float:
-    """Microseconds of guessing the children of a level's inner nodes, within a loop."""
+    """Returns microseconds of guessing a level's children, within a loop."""
     scale, count = jnp.ones((1, 1, 1), jnp.float32), tree.children
 
     @partial(jax.jit, static_argnums=1)
@@ -171,7 +167,7 @@ def time_lookups(ngrams: NGrams, tree: Tree) -> float:
 
 
 def text_of(target: Model, prompt: Prompt, told: Generation) -> dict[str, Any] | None:
-    """A prompt and its continuation by origins, where there is a tokenizer."""
+    """Returns a prompt and its answer by origins, or None without a tokenizer."""
     if target.tokenizer is None or not isinstance(prompt, str):
         return None
     decoder = continuation(target.tokenizer, *encode_prompts(target, prompt))
@@ -180,7 +176,7 @@ def text_of(target: Model, prompt: Prompt, told: Generation) -> dict[str, Any] |
 
 
 def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
-    """The rows of `summarise_arms`, with traffic and what the cost model predicts."""
+    """Returns the rows with traffic and predictions of the cost model."""
     milliseconds = {int(n): ms for n, ms in report["drafter_pass_ms"].items()}
     seconds = MeasuredTime(
         list(milliseconds), [1e-3 * ms for ms in milliseconds.values()]
@@ -188,40 +184,42 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
     rows = []
     for row in report["results"]:
         records = records_of(report, row)
-        cells = [record[row["arm"]] for record in records]
-        plain = [record[PLAIN] for record in records]
-        base = [record[SPECULATIVE] for record in records]
-        calls = sum(max(c["traffic"][0]["passes"], 1) for c in cells)
-        drafter = sum(_passes(c, "drafter") for c in cells)
-        over = [a / b for a, b in zip(rates(cells), rates(base), strict=True)]
+        cells, plain, base = (
+            [record[arm] for record in records]
+            for arm in (row["arm"], PLAIN, SPECULATIVE)
+        )
+        calls = sum(map(_calls, cells))
+        passes = sum(
+            stage["passes"]
+            for cell in cells
+            for stage in cell["traffic"]
+            if stage["stage"] == "drafter"
+        )
+        traffic = {
+            name: bytes_a_token(cells, caches) / bytes_a_token(plain, caches)
+            for name, caches in (("traffic", True), ("traffic_without_caches", False))
+        }
         more: dict[str, Any] = {
-            "passes_per_call": drafter / calls,
-            "traffic": bytes_a_token(cells, True) / bytes_a_token(plain, True),
-            "traffic_without_caches": bytes_a_token(cells, False)
-            / bytes_a_token(plain, False),
-            "over_speculative": median(over),
-            "speedups": [
-                a / b for a, b in zip(rates(cells), rates(plain), strict=True)
-            ],
+            "passes_per_call": passes / calls,
+            **traffic,
+            "over_speculative": median(speedups(cells, base)),
+            "speedups": speedups(cells, plain),
             "passes_predicted": None,
             "predicted": None,
         }
         if row["arm"].startswith("staged"):
             ahead, width = report["guesses"][row["arm"]]
-            passes = drafter / calls
+            expected = passes / calls
             if tree.inner == 1:  # by the n-grams' rates, and not by this run
-                passes = staged_passes(tree.depth, report["rates"], ahead, width)
-                more["passes_predicted"] = passes
-            step = median(
-                median(c["seconds"]) / max(c["traffic"][0]["passes"], 1) for c in base
-            )
+                expected = staged_passes(tree.depth, report["rates"], ahead, width)
+                more["passes_predicted"] = expected
             more["predicted"] = staged_gain(
-                step,
+                median(median(c["seconds"]) / _calls(c) for c in base),
                 seconds,
                 depth=tree.depth,
                 inner=tree.inner,
                 ahead=ahead,
-                passes=passes,
+                passes=expected,
                 width=width,
                 lookup_s=1e-6 * report["lookup_us"],
             )
@@ -229,79 +227,133 @@ def with_stages(report: dict[str, Any], tree: Tree) -> list[dict[str, Any]]:
     return rows
 
 
-def records_of(report: dict[str, Any], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The units that a row is of."""
-    begin = f"/{row['set']}/T={row['temperature']:g}/"
-    return [r for name, r in report["units"].items() if name.startswith(begin)]
+def _calls(cell: dict[str, Any]) -> int:
+    """Returns the target passes of a record, at least 1."""
+    return max(cell["traffic"][0]["passes"], 1)
 
 
-def _passes(cell: dict[str, Any], stage: str) -> int:
-    return sum(t["passes"] for t in cell["traffic"] if t["stage"] == stage)
-
-
-def bytes_a_token(cells: Sequence[dict[str, Any]], caches: bool) -> float:
-    """Bytes a token."""
-    parts = ("weights", "state", "caches") if caches else ("weights", "state")
-    total = sum(t[part] for c in cells for t in c["traffic"] for part in parts)
-    return total / sum(c["tokens"] for c in cells)
-
-
-def staged_table(report: dict[str, Any]) -> str:
-    """Tables 1 and 2 of the paper in one, and what the cost model says."""
-    head = ["set", "mode", "arm", "tau", "drafter passes a call", "predicted"]
-    head += ["bytes a token"]
-    head += ["without caches", "tokens/s", "over plain (quartiles)", "1 / bytes"]
-    head += ["over speculative", "predicted", "equal"]
-    rows = []
-    for row in report["results"]:
-        s, equal = row["speedup"], row["equal_to_plain"]
-        cells = [row["set"], mode_of(row, report), row["arm"], f"{row['tau']:.2f}"]
-        cells += [f"{row['passes_per_call']:.2f}"]
-        cells += [shown(row["passes_predicted"], ".2f"), f"{row['traffic']:.2f}"]
-        cells += [f"{row['traffic_without_caches']:.2f}", f"{row['tokens_per_s']:.0f}"]
-        cells += [f"{s['median']:.2f} ({s['low']:.2f}..{s['high']:.2f})"]
-        cells += [f"{1 / row['traffic']:.2f}", f"{row['over_speculative']:.2f}"]
-        cells += [shown(row["predicted"], ".2f")]
-        cells += ["-" if equal is None else f"{equal}/{row['units']}"]
-        rows.append(cells)
+def table(report: dict[str, Any]) -> str:
+    """Returns Tables 1 and 2 of the paper in one, and the cost model's predictions."""
+    columns = [
+        ("set", "set"),
+        ("mode", lambda row: mode_of(row["temperature"], report)),
+        ("arm", "arm"),
+        ("tau", "tau", ".2f"),
+        ("drafter passes a call", "passes_per_call", ".2f"),
+        ("predicted", "passes_predicted", ".2f"),
+        ("bytes a token", "traffic", ".2f"),
+        ("without caches", "traffic_without_caches", ".2f"),
+        ("tokens/s", "tokens_per_s", ".0f"),
+        ("over plain (quartiles)", "speedup", ".2f"),
+        ("1 / bytes", lambda row: 1 / row["traffic"], ".2f"),
+        ("over speculative", "over_speculative", ".2f"),
+        ("predicted", "predicted", ".2f"),
+        tables.equal(),
+    ]
     ways = ", ".join(f"{n}: {t:.3f}" for n, t in report["drafter_pass_ms"].items())
     notes = f"Tree {report['tree']}. Bytes are plain decoding's = 1. A drafter's pass "
     notes += f"takes, in ms by rows, {ways}; guessing a level {report['lookup_us']:.1f}"
     rates = ", ".join(f"{rate:.2f}" for rate in report["rates"][:4])
     notes += " us. The drafter's token is among the n-grams' first 1, 2, .. guesses in "
-    return f"{table(head, rows)}\n\n{notes}{rates} of all places."
+    return (
+        f"{tables.table(columns, report['results'])}\n\n{notes}{rates} of all places."
+    )
 
 
-def mode_of(row: dict[str, Any], report: dict[str, Any]) -> str:
-    if row["temperature"] == 0:
+def mode_of(temperature: float, report: dict[str, Any]) -> str:
+    if temperature == 0:
         return "greedy"
     filtered = f"top-k {report['top_k']}, " if report["top_k"] else ""
-    return f"{filtered}T = {row['temperature']:g}"
+    return f"{filtered}T = {temperature:g}"
 
 
-def write_html(report: dict[str, Any], path: Path) -> None:
-    """Figure 3: the text, each piece in the colour of who drafted it."""
-    text = report["text"]
-    if text is None:
-        return
+def figures(report: dict[str, Any]) -> "dict[str, Figure | str]":
+    """Draws bytes a token and speeds (Table 1, Fig. 2), and a text (Fig. 3)."""
+    temperatures = report["temperatures"]
+    figure, axes = panels(2 * len(temperatures), report, "Staged speculation")
+    for i, temperature in enumerate(temperatures):
+        rows = [
+            row
+            for row in report["results"]
+            if row["temperature"] == temperature and row["arm"] != PLAIN
+        ]
+        left, right = axes[2 * i : 2 * i + 2]
+        title, ylabel = mode_of(temperature, report), "bytes a token, plain = 1"
+        bars(left, rows, "traffic_without_caches", "arm", "set", ylabel, title)
+        left.set_ylim(top=1.4)  # space for the legend
+        points = [point for row in rows for point in _points(row, report)]
+        words = "a point a prompt", "times plain", title
+        style = {"markersize": 3, **POINTS}
+        options: dict[str, Any] = {"guide": 1, "legend": None, "from_zero": True}
+        lines(right, points, "x", "speedup", "arm", *words, style, **options)
+        right.set_xlim(left.get_xlim())
+        right.set_xticks(range(len(report["sets"])), report["sets"])
+    axes[0].legend(fontsize=7, frameon=False, ncols=2)
+    if report["text"] is None:
+        return {"": figure}
+    text, page = draw_text(report["text"]), page_of(report["text"])
+    return {"": figure, "-text": text, "-text.html": page}
+
+
+def _points(row: dict[str, Any], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the speedups of an arm's prompts, over the place of its bar."""
+    arms = [arm for arm in report["arms"] if arm != PLAIN]
+    width, each = 0.8 / len(arms), sorted(row["speedups"])
+    group = list(report["sets"]).index(row["set"])
+    middle = group + (arms.index(row["arm"]) - (len(arms) - 1) / 2) * width
+    return [
+        {
+            "arm": row["arm"],
+            "x": middle + 0.7 * width * (k / len(each) - 0.5),
+            "speedup": speedup,
+        }
+        for k, speedup in enumerate(each)
+    ]
+
+
+def draw_text(text: dict[str, Any]) -> "Figure":
+    """Draws a text, each token in the colour of its origin (Spector and Re, Fig. 3)."""
+    from matplotlib.figure import Figure
+
+    pieces = [(piece, COLOURS[o]) for piece, o in text["runs"]]
+    pieces.insert(0, (text["prompt"], "#888888"))
+    row, column, placed = 0, 0, []
+    for piece, colour in pieces:
+        for character in piece.expandtabs(4):
+            if character == "\n" or column == TEXT_WIDTH:
+                row, column = row + 1, 0
+            if character != "\n":
+                placed.append((row, column, character, colour))
+                column += 1
+    height = 0.19 * (row + 3)
+    figure = Figure(figsize=(0.085 * TEXT_WIDTH, height))
+    for row, column, character, colour in placed:
+        x, y = (column + 1) / (TEXT_WIDTH + 2), 1 - 0.19 * (row + 1) / height
+        figure.text(x, y, character, color=colour, family="monospace", fontsize=9)
+    for k, origin in enumerate(_origins(text)):
+        place = (k + 0.1) / 5, 0.06 / height
+        figure.text(*place, ORIGINS[origin], color=COLOURS[origin], fontsize=9)
+    return figure
+
+
+def page_of(text: dict[str, Any]) -> str:
+    """Returns Fig. 3 as a page of HTML."""
     pieces = [f"<span class=prompt>{html.escape(text['prompt'])}</span>"]
-    for piece, origin in text["runs"]:
-        name = ORIGINS[origin]
-        pieces.append(
-            f'<span style="color:{COLOURS[origin]}" title="{name}">'
-            f"{html.escape(piece)}</span>"
-        )
+    pieces += [
+        f'<span style="color:{COLOURS[o]}" title="{ORIGINS[o]}">'
+        f"{html.escape(piece)}</span>"
+        for piece, o in text["runs"]
+    ]
     legend = ", ".join(
-        f'<span style="color:{COLOURS[o]}">{ORIGINS[o]}</span>' for o in _there(text)
+        f'<span style="color:{COLOURS[o]}">{ORIGINS[o]}</span>' for o in _origins(text)
     )
-    path.write_text(
+    return (
         "<!doctype html><meta charset=utf-8><title>A text by its origins</title>\n"
         "<style>body{font:14px/1.5 monospace;max-width:80ch;margin:2em auto}"
         "pre{white-space:pre-wrap}.prompt{color:#888}</style>\n"
-        f"<p>By {legend}; the prompt is grey.</p>\n<pre>{''.join(pieces)}</pre>\n",
-        "utf-8",
+        f"<p>By {legend}; the prompt is grey.</p>\n<pre>{''.join(pieces)}</pre>\n"
     )
 
 
-def _there(text: dict[str, Any]) -> list[int]:
+def _origins(text: dict[str, Any]) -> list[int]:
     return sorted({origin for _, origin in text["runs"]})

@@ -1,8 +1,8 @@
 """The baseline that packed verification replaces: a sequence and a state per leaf.
 
 A tree of T nodes is unrolled into its root-to-leaf paths. Tokens that paths share are
-computed once a path, and each path starts from a copy of the committed state. Same
-drafts, same outputs, and the same records, so that the rest of the loop cannot tell.
+computed once for each path, and each path starts from a copy of the committed state.
+Drafts, outputs and records are the same, so the rest of the loop is unchanged.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from stree_jax.speculation.step import Verified
 
 
 def is_leaf(parents: jax.Array) -> jax.Array:
-    """Which nodes [B, T] bool of trees with parents [B, T], -1 for the root."""
+    """Marks the leaves [B, T] bool of trees with parents [B, T], -1 for the root."""
     batch, T = parents.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     parents = jnp.where(parents < 0, T, parents)
@@ -38,10 +38,10 @@ class Unrolled:
     """How to verify a tree as its paths: a `verify` of `stree_jax.speculation.step`.
 
     Attributes:
-      leaves: R, sequences a row; a tree with more leaves than that is not verified
-        whole, with fewer it is padded.
-      scan: "step" goes through the tokens one by one (a fused selective scan does so
-        on chip), "chunk" by chunks of a fixed length (Mamba2's own chunk scan).
+      leaves: R, sequences a row. A tree with fewer leaves is padded; of one with more,
+        only the first are verified.
+      scan: "step" processes tokens one by one, as a fused selective scan does on chip;
+        "chunk" in chunks of a fixed length, as Mamba2's chunk scan.
     """
 
     leaves: int
@@ -50,7 +50,7 @@ class Unrolled:
     def __call__(
         self, target: Model, state: State, draft: Draft, pending: Pending
     ) -> Verified:
-        """What `packed` returns, by running each of the R root-to-leaf paths alone."""
+        """Returns what `packed` does, but runs each root-to-leaf path alone."""
         layout, config = draft.layout, target.config
         batch, T, M1 = layout.paths.shape
         R = self.leaves
@@ -73,7 +73,7 @@ class Unrolled:
         place = jnp.argmax(through, axis=1) * M1 + layout.depth
 
         def by_node(z: jax.Array) -> jax.Array:
-            """[B * R, M + 1, ...] by path to [B, T, ...] by node."""
+            """Gathers [B * R, M + 1, ...] by path as [B, T, ...] by node."""
             return z.reshape(batch, R * M1, *z.shape[2:])[b, place]
 
         hidden, records = jax.tree.map(by_node, (hidden, records))

@@ -1,23 +1,22 @@
 """Beam-search trees decoded packed and unrolled: STree's Table 1.
 
-Both ways draft the same trees and accept the same tokens, so that what differs is the
-verification: one packed pass with one state, or a sequence and a state per leaf.
+Both draft the same trees and accept the same tokens. Only the verification differs: one
+packed pass with one state, or a sequence and a state per leaf.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.bench.memory import compiled_bytes
-from stree_jax.bench.method import Run, measure, sign_test, take_turns
-from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.speculation import (
+from stree_jax.bench import method, tables
+from stree_jax.bench.arms import (
     PLAIN,
     Arm,
     Workload,
@@ -25,25 +24,29 @@ from stree_jax.bench.speculation import (
     check_ties,
     decode_once,
     record_of,
-    settings_of,
     summarise_cells,
     workload,
 )
-from stree_jax.bench.tables import (
-    OUT_OF_MEMORY,
-    megabytes,
-    shown,
-    table,
-    with_quartiles,
-)
+from stree_jax.bench.charts import lines, panels
+from stree_jax.bench.device_memory import compiled_bytes
+from stree_jax.bench.inputs import RANDOM_PROMPT, load_models, load_prompts, settings_of
+from stree_jax.bench.method import Run, sign_test, take_turns
+from stree_jax.bench.options import SHAPE, add_prompts
+from stree_jax.bench.prompts import Prompt, rounds
+from stree_jax.bench.shapes import random_pair, random_prompts
 from stree_jax.bench.unroll import Unrolled, is_leaf
 from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.options import add
 from stree_jax.result import Generation
 from stree_jax.speculation import loop
 from stree_jax.speculation.decoding import RUNNING, Decoding
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import resolve_tree
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME, REPEATS = "unrolled", 2
 PACKED = "packed"
 FIGURES = (
     "tau",
@@ -58,8 +61,75 @@ FIGURES = (
 )
 
 
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 10, needed=False)
+    shape = "random weights of this target's shape, random prompts (default: --prompts)"
+    b.add_argument("--shape", help=shape)
+    add(b, "--drafter-shape", str, SHAPE, "of the drafter, with --shape")
+    add(b, "--widths", int, (2, 3, 4, 5), "nodes of a beam's level", "+")
+    add(b, "--depths", int, (4, 8, 16), "levels of a beam below the root", "+")
+    scans = "how the tokens of a path are gone through"
+    add(b, "--scans", str, ("step",), scans, "+", ["step", "chunk"])
+
+
+def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
+    """Decodes greedily with beams of every width and depth, packed and unrolled.
+
+    A unit is a prompt with a beam, "WIDTHxDEPTH/SET/i"; the first prompt goes through
+    all beams before the second. Before a beam's first prompt its drafts' leaves are
+    counted on all prompts (see `prepare`), again in a resumed run.
+
+    Returns:
+      the report; "results" are `summarise_beams`.
+
+    Raises:
+      ValueError: options that contradict each other, or a beam without a node.
+      RuntimeError: tokens differ from plain decoding's beyond a tie.
+    """
+    beams = [f"{w}x{d}" for d in args.depths for w in args.widths]
+    for beam in beams:
+        resolve_tree(f"beam:{beam}")
+    target, drafter, prompts = load_inputs(args)
+    plain_arm = Arm(PLAIN, None)
+    work = workload(target, drafter, [plain_arm], prompts, args.max_new_tokens)
+    every = [text for texts in prompts.values() for text in texts]
+    prepared = cache(lambda beam: prepare(work, beam, args.scans, every))
+    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
+    warm: dict[str, set[str]] = {beam: set() for beam in beams}
+
+    def unit(beam: str, text: Prompt) -> dict[str, Any]:
+        options = prepared(beam), text, plain(text), run.repeats, warm[beam]
+        return decode_text(work, *options)
+
+    units = {
+        f"{beam}/{title}/{i}": partial(unit, beam, text)
+        for i, groups in enumerate(rounds(prompts))
+        for title, (text,) in groups.items()
+        for beam in beams
+    }
+    settings = settings_of(NAME, {"": (target, drafter)}, prompts)
+    settings |= method.settings_of(args, "widths depths scans max_new_tokens")
+    report = method.measure(settings, units, run)
+    return {**report, "results": summarise_beams(report["units"])}
+
+
+def load_inputs(
+    args: argparse.Namespace,
+) -> tuple[Model, Model, dict[str, list[Prompt]]]:
+    """Loads a pair and prompts, or makes random ones of `--shape`."""
+    if (args.shape is None) == (args.prompts is None):
+        raise ValueError("bench unrolled: want either --prompts or --shape")
+    if args.shape is None:
+        return *load_models(args), load_prompts(args)
+    if args.widen != 1:
+        raise ValueError("bench unrolled: --widen is for models, not for --shape")
+    target, drafter = random_pair(args.shape, args.drafter_shape, args.dtype)
+    ids = random_prompts(target.config, args.count, RANDOM_PROMPT)
+    return target, drafter, {f"{args.shape}, {args.drafter_shape}": ids}
+
+
 def leaves_of(parents: jax.Array) -> jax.Array:
-    """Leaves [B] int32 of trees with parents [B, T], -1 for the root."""
+    """Counts the leaves [B] int32 of trees with parents [B, T], -1 for the root."""
     return is_leaf(parents).sum(axis=1, dtype=jnp.int32)
 
 
@@ -72,7 +142,7 @@ def _draft_leaves(spec: Spec, d: Decoding) -> jax.Array:
 
 
 def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
-    """Leaves of every draft of a text, decoded packed, a step at a time."""
+    """Counts the leaves of every draft of a text, decoded packed step by step."""
     decoding, plan = begin_arm(work, arm, [text], 0)
     counts = []
     while (np.asarray(decoding.finish) == RUNNING).any():
@@ -82,7 +152,7 @@ def count_leaves(work: Workload, arm: Arm, text: Prompt) -> list[int]:
 
 
 def program_bytes(work: Workload, arm: Arm, text: Prompt) -> dict[str, int | None]:
-    """`compiled_bytes` of the loop that decodes a text."""
+    """Returns `compiled_bytes` of the loop that decodes a text."""
     decoding, plan = begin_arm(work, arm, [text], 0)
     steps = jnp.int32(loop.FOREVER)
     lowered = loop.advance_jit.lower(plan.spec, decoding, steps, verify=arm.verify)
@@ -110,11 +180,11 @@ def prepare(
     scans: Sequence[Literal["step", "chunk"]],
     texts: Sequence[Prompt],
 ) -> Prepared:
-    """Arms whose room for leaves is the largest number that any draft has.
+    """Compiles the arms of a beam, unrolled to the most leaves that any draft has.
 
-    A beam may have depth (width - 1) + 1 leaves and has fewer as a rule. Sequences
-    beyond a draft's own leaves are padding that an engine would not compute, so the
-    baseline gets as little of it as one compiled program for all drafts can have.
+    A beam may have depth (width - 1) + 1 leaves but usually has fewer. Sequences beyond
+    a draft's leaves are padding that an engine would not compute, so the baseline gets
+    as little of it as one compiled program for all drafts can have.
     """
     packed = Arm(PACKED, f"beam:{beam}")
     leaves = [n for text in texts for n in count_leaves(work, packed, text)]
@@ -133,7 +203,7 @@ def decode_text(
     repeats: int,
     warm: set[str],
 ) -> dict[str, Any]:
-    """The record of one prompt and beam: every arm, all turns.
+    """Decodes a prompt with every arm of a beam in turns, and returns the record.
 
     An arm that runs out of memory has no "seconds".
 
@@ -157,94 +227,22 @@ def decode_text(
     }
 
 
-def measure_unrolled(
-    target: Model,
-    drafter: Model,
-    prompts: dict[str, list[Prompt]],
-    *,
-    widths: Sequence[int],
-    depths: Sequence[int],
-    scans: Sequence[Literal["step", "chunk"]],
-    max_new_tokens: int,
-    run: Run,
-) -> dict[str, Any]:
-    """Greedy decoding with beam trees of every width and depth, packed and unrolled.
-
-    A unit is a prompt with a beam, "WIDTHxDEPTH/SET/i"; the first prompt goes through
-    all beams before the second. Before a beam's first prompt in a process its drafts'
-    leaves are counted on all prompts (see `prepare`), again in a process that resumes.
-
-    Args:
-      prompts: texts, or token ids, by the name of their set.
-      widths, depths: of the beams, the paper's M and N.
-      scans: ways to go through an unrolled tree, see `Unrolled`.
-
-    Returns:
-      settings, "machine", "complete" and "units" of `measure`, and "results", see
-      `summarise_beams`.
-
-    Raises:
-      ValueError: a beam without a node.
-      RuntimeError: tokens differ from plain decoding's beyond a tie.
-    """
-    beams = [f"{w}x{d}" for d in depths for w in widths]
-    for beam in beams:
-        resolve_tree(f"beam:{beam}")
-    work = workload(target, drafter, [Arm(PLAIN, None)], prompts, max_new_tokens)
-    units = {
-        f"{beam}/{title}/{i}": (beam, text)
-        for i, groups in enumerate(rounds(prompts))
-        for title, (text,) in groups.items()
-        for beam in beams
-    }
-    work_unit = _worker(work, units, scans, run.repeats)
-    settings = settings_of("unrolled", {"": (target, drafter)}, prompts) | {
-        "widths": list(widths),
-        "depths": list(depths),
-        "scans": list(scans),
-        "max_new_tokens": max_new_tokens,
-    }
-    report = measure(settings, units, work_unit, run)
-    return {**report, "results": summarise_beams(report["units"])}
-
-
-def _worker(
-    work: Workload,
-    units: dict[str, tuple[str, Prompt]],
-    scans: Sequence[Literal["step", "chunk"]],
-    repeats: int,
-) -> Callable[[str], dict[str, Any]]:
-    """What measures a unit; a beam's arms and a text's plain tokens are made once."""
-    [plain_arm], (first, _) = work.arms, next(iter(units.values()))
-    texts = [text for beam, text in units.values() if beam == first]
-    prepared = cache(lambda beam: prepare(work, beam, scans, texts))
-    plain = cache(lambda text: decode_once(work, plain_arm, [text], 0))
-    warm: dict[str, set[str]] = {beam: set() for beam, _ in units.values()}
-
-    def work_unit(name: str) -> dict[str, Any]:
-        beam, text = units[name]
-        arms = prepared(beam)
-        return decode_text(work, arms, text, plain(text), repeats, warm[beam])
-
-    return work_unit
-
-
 def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
-    """The report's rows, from the records of the units that are there.
+    """Returns a row per set, beam and arm that was measured.
 
     Returns:
-      a row a set, beam and arm: "set", "width", "depth"; "nodes", 1 + width depth;
+      "set", "width", "depth"; "nodes", 1 + width depth;
       "scan", "packed", "step" or "chunk"; "units", prompts; "tau", of all of them;
       "tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", median and quartiles over
       prompts of medians over turns; "ms_per_call", median; "over_packed", median over
-      prompts of time over the packed arm's, and "p_packed" of a sign test of it, both
-      None for packed; "equal", prompts whose tokens are the packed arm's (others part
-      at a tie); "leaves", the most that a draft had and the room that the unrolled
-      program has; "leaves_mean", of all drafts; "leaves_bound", depth (width - 1) + 1;
-      "states" held; "tokens_per_call" computed, leaves (depth + 1) if unrolled;
-      "memory_bytes", "temp_bytes" of the program of the loop, drafter included
-      (`compiled_bytes`); "first_call_s", compilation included. Where an arm ran out of
-      memory, "units" is 0 and what would have been measured is None.
+      prompts of time over the packed arm's, and "p_packed" of its sign test, both None
+      for packed; "equal", prompts whose tokens are the packed arm's (others differ from
+      a tie on); "leaves", the most of any draft, for which the unrolled program is
+      compiled; "leaves_mean", of all drafts; "leaves_bound", depth (width - 1) + 1;
+      "states" in memory; "tokens_per_call" computed, leaves (depth + 1) if unrolled;
+      "memory_bytes", "temp_bytes" of the program of the loop with the drafter
+      (`compiled_bytes`); "first_call_s", with compilation. If an arm ran out of memory,
+      "units" is 0 and other measurements are None.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name, record in units.items():
@@ -268,7 +266,7 @@ def summarise_beams(units: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, Any]:
-    """Statistics of one way to verify, over the prompts of a set that it was run on."""
+    """Returns statistics of one way to verify over the prompts of a set."""
     row: dict[str, Any] = dict.fromkeys(FIGURES) | {"units": 0}
     row |= {name: records[0][scan][name] for name in ("memory_bytes", "temp_bytes")}
     records = [r for r in records if r[scan]["seconds"] and r[PACKED]["seconds"]]
@@ -284,57 +282,87 @@ def summarise_scan(records: Sequence[dict[str, Any]], scan: str) -> dict[str, An
     return row
 
 
-def unrolled_table(report: dict[str, Any]) -> str:
-    """The paper's table for each set and scan, and below them all rows."""
+def table(report: dict[str, Any]) -> str:
+    """Returns the paper's table for each set and scan, and then all rows."""
     sections = []
-    for title in dict.fromkeys(row["set"] for row in report["results"]):
-        rows = [row for row in report["results"] if row["set"] == title]
+    for title, rows in tables.by(report["results"], "set").items():
         for scan in report["scans"]:
             sections += [
                 f"{title}, {report['sets'][title]} prompts, {report['max_new_tokens']} "
                 f"new tokens: packed / unrolled ({scan}), tokens/s; MB",
                 _paper_table(rows, scan),
             ]
-    return "\n\n".join([*sections, _detail_table(report["results"])])
+    columns = [
+        ("set", "set"),
+        ("M x N", lambda row: f"{row['width']} x {row['depth']}"),
+        ("scan", "scan"),
+        ("tau", "tau", ".2f"),
+        tables.quartiles("tokens/s", "tokens_per_s", ".1f"),
+        ("ms/call", "ms_per_call", ".2f"),
+        ("over packed, p", _over_packed),
+        ("equal", lambda r: f"{r['equal']}/{r['units']}" if r["units"] else None),
+        (
+            "leaves: most (mean, bound)",
+            lambda r: f"{r['leaves']} ({r['leaves_mean']:.1f}, {r['leaves_bound']})",
+        ),
+        ("states", "states"),
+        ("tokens/call", "tokens_per_call"),
+        ("memory, MB", "memory_bytes", "MB"),
+        ("temporaries, MB", "temp_bytes", "MB"),
+    ]
+    return "\n\n".join([*sections, tables.table(columns, report["results"])])
+
+
+def _over_packed(row: dict[str, Any]) -> str | None:
+    over = row["over_packed"]
+    return None if over is None else f"{over:.2f}, {row['p_packed']:.2g}"
 
 
 def _paper_table(rows: Sequence[dict[str, Any]], scan: str) -> str:
-    """Rows are depths N, columns widths M."""
+    """Returns a row per depth N, a column per width M."""
     found = {(row["width"], row["depth"], row["scan"]): row for row in rows}
-    widths, depths = (
-        sorted({row[name] for row in rows}) for name in ("width", "depth")
-    )
+    speed = tables.Column("", "tokens_per_s", ".1f", tables.OUT_OF_MEMORY)
+    size = tables.Column("", "memory_bytes", "MB")
 
-    def cell(width: int, depth: int) -> str:
+    def cell(depth: int, width: int) -> str | None:
         pair = [found.get((width, depth, name)) for name in (PACKED, scan)]
         if None in pair:
-            return "-"
-        speeds = " / ".join(
-            shown(row["tokens_per_s"], ".1f", OUT_OF_MEMORY) for row in pair if row
-        )
-        sizes = " / ".join(megabytes(row["memory_bytes"]) for row in pair if row)
-        return f"{speeds}; {sizes}"
+            return None
+        parts = (" / ".join(map(column.cell, pair)) for column in (speed, size))
+        return "; ".join(parts)
 
-    return table(
-        ["N", *(f"M = {width}" for width in widths)],
-        [[f"{depth}", *(cell(width, depth) for width in widths)] for depth in depths],
+    columns: list[Any] = [("N", lambda depth: depth)]
+    columns += [
+        (f"M = {width}", partial(cell, width=width))
+        for width in sorted({row["width"] for row in rows})
+    ]
+    return tables.table(columns, sorted({row["depth"] for row in rows}))
+
+
+def figures(report: dict[str, Any]) -> "dict[str, Figure]":
+    """Draws speed and memory against depth, a colour a width, of the first set."""
+    figure, axes = panels(2, report, "Beam trees, packed and unrolled")
+    first = next(iter(report["sets"]))
+    rows = [row for row in report["results"] if row["set"] == first]
+    title = f"{first}, {report['max_new_tokens']} new tokens"
+    values = (
+        ("tokens_per_s", "tokens/s", title),
+        ("MB", "MB, the compiled loop", "memory by the program's own analysis"),
     )
-
-
-def _detail_table(rows: Sequence[dict[str, Any]]) -> str:
-    head = ["set", "M x N", "scan", "tau", "tokens/s (quartiles)", "ms/call"]
-    head += ["over packed, p", "equal", "leaves: most (mean, bound)", "states"]
-    head += ["tokens/call", "memory, MB", "temporaries, MB"]
-    lines = []
-    for row in rows:
-        over, mean = row["over_packed"], f"{row['leaves_mean']:.1f}"
-        cells = [row["set"], f"{row['width']} x {row['depth']}", row["scan"]]
-        cells += [shown(row["tau"], ".2f"), with_quartiles(row, "tokens_per_s", ".1f")]
-        cells += [shown(row["ms_per_call"], ".2f")]
-        cells += ["-" if over is None else f"{over:.2f}, {row['p_packed']:.2g}"]
-        cells += [f"{row['equal']}/{row['units']}" if row["units"] else "-"]
-        cells += [f"{row['leaves']} ({mean}, {row['leaves_bound']})"]
-        cells += [f"{row['states']}", f"{row['tokens_per_call']}"]
-        cells += [megabytes(row[name]) for name in ("memory_bytes", "temp_bytes")]
-        lines.append(cells)
-    return table(head, lines)
+    styles = {PACKED: "-", "step": "--", "chunk": ":"}
+    for scan, own in tables.by(rows, "scan").items():
+        name = PACKED if scan == PACKED else f"unrolled, {scan}"
+        made = [
+            row
+            | {"label": f"width {row['width']}, {name}"}
+            | {"MB": tables.ratio(row["memory_bytes"], 1e6)}
+            for row in sorted(own, key=lambda row: report["widths"].index(row["width"]))
+        ]
+        for ax, (y, ylabel, about) in zip(axes, values, strict=True):
+            style = {"linestyle": styles[scan]}
+            words = "depth of the tree", ylabel, about
+            lines(ax, made, "depth", y, "label", *words, style, from_zero=True)
+            ax.set_xticks(report["depths"])
+    axes[0].get_legend().remove()
+    axes[1].legend(fontsize=7, frameon=False, handlelength=4)
+    return {"": figure}

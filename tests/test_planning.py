@@ -219,14 +219,3 @@ def test_more_queries_want_larger_caches():
     few, many = (Request(context=512, queries=n).room(4) for n in (2, 20))
     assert many.capacity > 20 * 512 > few.capacity > 2 * 512
     assert replace(many, capacity=0) == replace(few, capacity=0)
-
-
-def test_specmemos_own_figures():
-    """Its 55 MB and 19.5 MB, and the 65 % less of 20 conversations."""
-    stock = planning.specmemo_bytes(64, 42, 4, 32000)
-    small = planning.specmemo_bytes(44, 23, 3, 32000)
-    assert round(stock / 2**20, 1) == 55.2 and round(small / 2**20, 1) == 19.5
-    assert round(20 * small / 2**20) == 391 and round(20 * stock / 2**20, -2) == 1100
-    assert round(1 - small / stock, 2) == 0.65
-    # Llama-2-7B, one row of 2048 tokens in 16 bits: a GiB.
-    assert planning.specmemo_cache_bytes(32, 1, 32, 2048, 128) == 2**30

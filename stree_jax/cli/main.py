@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
+from stree_jax.bench.registry import add_bench_parsers
 from stree_jax.checks import DEFAULT_NEW_TOKENS
 from stree_jax.cli.common import option, tell
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
@@ -23,11 +24,8 @@ from stree_jax.cli.serve import NOTES as SERVE_NOTES
 from stree_jax.cli.serve import add_serve_options, run_serve
 from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.cli.training import add_training_parsers, run_training
-from stree_jax.options import add_bench_parsers, add_pair_options
+from stree_jax.options import Parser, add_pair_options
 from stree_jax.version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 # jax, flax and numpy are imported in the functions that need them: --help is fast.
 
@@ -43,13 +41,6 @@ CHAT_NOTES = (
 TUNE_NOTES = """
 Prints what a step takes by the nodes of its tree, and the levels of a drafting model.
 It is kept in steps.json of the cache folder, where generate and chat find it."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Wrong options are one line on stderr."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -351,7 +342,7 @@ def run_command(args: argparse.Namespace) -> int:
         case "export":
             run_export(args)
         case "info":
-            from stree_jax.bench.byte_figure import write_bytes
+            from stree_jax.bench.charts import write_bytes
 
             run_info(args, write_bytes)
         case "train" | "distill" | "heads" | "ngrams":
@@ -359,7 +350,7 @@ def run_command(args: argparse.Namespace) -> int:
         case "tune":
             run_tune(args)
         case "plan":
-            from stree_jax.bench.byte_figure import write_bytes
+            from stree_jax.bench.charts import write_bytes
             from stree_jax.cli.plan import run_plan
 
             run_plan(args, write_bytes)

@@ -351,28 +351,3 @@ def _largest(name: str, option: _Option, request: Request, limit: int) -> int | 
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def specmemo_bytes(
-    nodes: int, leaves: int, heads: int, vocab: int, batch: int = 1, itemsize: int = 2
-) -> int:
-    """SpecMemo's run-time buffers, (b N w + b S l w + b S l^2 w) p.
-
-    Theirs, not ours: logits by candidate path, which a tree in one pass never has.
-
-    Args:
-      nodes, leaves, heads, vocab: N, S (paths from root to leaf), l and w.
-    """
-    return batch * (nodes + leaves * heads + leaves * heads**2) * vocab * itemsize
-
-
-def specmemo_cache_bytes(
-    layers: int,
-    batch: int,
-    kv_heads: int,
-    tokens: int,
-    head_dim: int,
-    itemsize: int = 2,
-) -> int:
-    """SpecMemo's caches, 2 h b k x d p; its equation 1 as printed leaves d out."""
-    return 2 * layers * batch * kv_heads * tokens * head_dim * itemsize

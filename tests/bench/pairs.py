@@ -1,9 +1,11 @@
-"""Small models with a tokenizer, as benchmarks decode with."""
+"""Small models with a tokenizer, and what tests ask of reports and tables."""
 
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from stree_jax.bench.registry import load, parse_bench
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.tiny import perturbed, tiny
 
@@ -17,3 +19,33 @@ def pair_with_words(**options):
     params = {**model.params, "embedding": table.astype(np.float32)}
     target = model.replace(params=params, config=config, tokenizer=tokenizer)
     return target, target.replace(params=perturbed(params, 0.02, 3))
+
+
+def measured(module, words, pair, prompts, run, **patches):
+    """Returns the report of a benchmark with these models, prompts and other parts."""
+    patches |= {"load_models": lambda args: pair, "load_prompts": lambda args: prompts}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patches.items():
+            patch.setattr(module, name, value)
+        return module.measure(parse_bench([module.NAME, *words]), run)
+
+
+def drawn(report):
+    """Draws the main figure of a report."""
+    return load(report["kind"]).figures(report)[""]
+
+
+def cells(table):
+    """Returns the cells of a page's Markdown tables, line by line.
+
+    All lines of a table have as many cells.
+    """
+    tables = [block.splitlines() for block in table.split("\n\n") if block[0] == "|"]
+    assert tables
+    for lines in tables:
+        assert len({line.count("|") for line in lines}) == 1, lines
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for lines in tables
+        for line in (lines[0], *lines[2:])
+    ]

@@ -3,32 +3,34 @@
 import dataclasses
 import gzip
 import json
+from functools import partial
 from unittest import mock
 
 import chex
 import jax
-import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import cpu_kernels, options
+from stree_jax import cpu_kernels
 from stree_jax.bench import (
-    benchmarks,
+    arms,
+    command,
     cost,
-    figures,
+    decode,
+    everything,
     method,
-    plots,
     profile,
-    speculation,
+    temperature,
+    trees,
 )
-from stree_jax.bench import report as report_module
+from stree_jax.bench.arms import parse_arm, summarise_arms
 from stree_jax.bench.method import Run, measure, sign_test, spread, take_turns
 from stree_jax.bench.prompts import prompt_of, read_prompts, rounds
-from stree_jax.bench.speculation import parse_arm, summarise_arms
+from stree_jax.bench.widen import sizes_of
 from stree_jax.cli import main as cli
 from stree_jax.speculation import loop
-from stree_jax.training.corpus import train_tokenizer
-from tests.support.tiny import perturbed, tiny, too_much
+from tests.bench.pairs import cells, drawn, measured, pair_with_words
+from tests.support.tiny import too_much
 
 LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
 PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
@@ -36,14 +38,7 @@ PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
 
 @pytest.fixture(scope="module")
 def pair():
-    tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
-    size = tokenizer.get_vocab_size()
-    model = tiny(1, layers=("mamba", "mlp", "attention", "mlp"))
-    config = dataclasses.replace(model.config, vocab_size=size, num_tokens=size)
-    table = np.random.default_rng(1).standard_normal((size, config.d_model))
-    params = {**model.params, "embedding": table.astype(np.float32)}
-    target = model.replace(params=params, config=config, tokenizer=tokenizer)
-    return target, target.replace(params=perturbed(params, 0.05, 3))
+    return pair_with_words(layers=("mamba", "mlp", "attention", "mlp"))
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +48,14 @@ def report(pair, tmp_path_factory):
     counted = chex.assert_max_traces(loop.advance, n=7)
     program = jax.jit(counted, static_argnames=("verify",))
     with mock.patch.object(loop, "advance_jit", program):
-        return measured(pair, Run(2, path))
+        return decoded(pair, Run(2, path))
 
 
-def measured(pair, run):
+def decoded(pair, run):
     names = ["plain", "leviathan@chain:2", "mss@A", "naive/coupled@A"]
-    arms = [parse_arm(name) for name in names]
-    work = speculation.workload(*pair, arms, PROMPTS, 8)
-    return speculation.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
+    ways = [parse_arm(name) for name in names]
+    work = arms.workload(*pair, ways, PROMPTS, 8)
+    return arms.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
 
 
 def test_arms_take_turns_after_a_first_call_of_each():
@@ -98,6 +93,10 @@ def test_sign_test_and_spread():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "low": 2, "high": 4}
 
 
+def calls(names, work=str.upper):
+    return {name: partial(work, name) for name in names}
+
+
 def test_a_killed_run_goes_on(tmp_path):
     path, seen = tmp_path / "r.json", []
 
@@ -109,11 +108,11 @@ def test_a_killed_run_goes_on(tmp_path):
         return {"n": name}
 
     with pytest.raises(KeyboardInterrupt):
-        measure({"kind": "k"}, "abcd", work, Run(1, path))
+        measure({"kind": "k"}, calls("abcd", work), Run(1, path))
     part = path.with_name("r.json.part")
     with part.open("a") as lines:
         lines.write('["c", {"n": "cut off')  # a write that a kill cut
-    report = measure({"kind": "k"}, "abcd", work, Run(1, path))
+    report = measure({"kind": "k"}, calls("abcd", work), Run(1, path))
     assert seen == ["a", "b", "killed", "c", "d"]
     assert report["complete"] and list(report["units"]) == ["a", "b", "c", "d"]
     method.write_report(report, path)
@@ -123,22 +122,22 @@ def test_a_killed_run_goes_on(tmp_path):
 
 def test_minutes_end_a_run_between_units(tmp_path):
     path = tmp_path / "r.json"
-    report = measure({"kind": "k"}, "abc", str.upper, Run(1, path, minutes=0))
+    report = measure({"kind": "k"}, calls("abc"), Run(1, path, minutes=0))
     assert not report["complete"] and report["units"] == {}
     method.write_report(report, path)
     assert not path.with_name("r.json.part").exists()  # nothing to go on from
-    report = measure({"kind": "k"}, "abc", str.upper, Run(1, path))
+    report = measure({"kind": "k"}, calls("abc"), Run(1, path))
     assert report["units"] == {"a": "A", "b": "B", "c": "C"}
 
 
 def test_another_setting_does_not_go_on(tmp_path):
     path = tmp_path / "r.json"
-    measure({"kind": "k", "count": 1}, "a", str.upper, Run(1, path))
+    measure({"kind": "k", "count": 1}, calls("a"), Run(1, path))
     before = path.with_name("r.json.part").read_text()
     with pytest.raises(ValueError, match="r.json.part: made with other count; delete"):
-        measure({"kind": "k", "count": 2}, "a", str.upper, Run(1, path))
+        measure({"kind": "k", "count": 2}, calls("a"), Run(1, path))
     with pytest.raises(ValueError, match="made with other repeats"):
-        measure({"kind": "k", "count": 1}, "a", str.upper, Run(2, path))
+        measure({"kind": "k", "count": 1}, calls("a"), Run(2, path))
     assert path.with_name("r.json.part").read_text() == before
 
 
@@ -146,9 +145,9 @@ def test_a_wrong_option_leaves_nothing(folder, capsys, tmp_path):
     """And so no reason to refuse the right one; and only reports are written over."""
     report, other = tmp_path / "r.json", tmp_path / "p.jsonl"
     other.write_text((folder / "p.jsonl").read_text())
-    assert command(folder, "decode", "--json", report, "--max-new-tokens", "0") == 2
+    assert bench(folder, "decode", "--json", report, "--max-new-tokens", "0") == 2
     assert "--max-new-tokens: want at least 1, got 0" in capsys.readouterr().err
-    assert command(folder, "decode", "--json", other) == 2
+    assert bench(folder, "decode", "--json", other) == 2
     assert "p.jsonl: is there, and no report" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["p.jsonl"]
     assert other.read_text() == (folder / "p.jsonl").read_text()
@@ -198,10 +197,10 @@ def test_statistics_of_an_arm():
 def test_a_greedy_row_stands_for_all_rules_and_a_sampled_one_for_its_own():
     names = [(0, "plain"), (0, "mss@A"), (1, "plain"), (1, "mss@A")]
     rows = [{"temperature": t, "arm": arm} for t, arm in names]
-    assert speculation.row_of(rows, "naive@A", 0) is rows[1]
-    assert speculation.row_of(rows, "mss@A", 1) is rows[3]
-    assert speculation.row_of(rows, "naive@A", 1) is None  # of a run cut short
-    assert speculation.row_of(rows, "naive@E", 0) is None
+    assert temperature.row_of(rows, "naive@A", 0) is rows[1]
+    assert temperature.row_of(rows, "mss@A", 1) is rows[3]
+    assert temperature.row_of(rows, "naive@A", 1) is None  # of a run cut short
+    assert temperature.row_of(rows, "naive@E", 0) is None
 
 
 def test_decoding_is_measured_arm_by_arm(pair, report):
@@ -225,20 +224,21 @@ def test_decoding_is_measured_arm_by_arm(pair, report):
         if cell["first_call_s"] is not None
     ]
     assert len(compiled) == 7  # every program once
-    table = benchmarks.table_of(report)
-    assert table.count("\n| GSM8K") == 7 and method.machine_line(report) in table
-    assert "| 0 | A |" in table and "| 0 | mss" not in table
-    assert "| 1 | mss@A |" in table
-    counts = speculation.sizes_of(*pair)
+    text = command.table_of(report)
+    shown = [row[:3] for row in cells(text)[1:]]
+    assert [row[0] for row in shown].count("GSM8K") == 7
+    assert ["GSM8K", "0", "A"] in shown and ["GSM8K", "1", "mss@A"] in shown
+    assert method.machine_line(report) in text
+    counts = sizes_of(*pair)
     assert report["parameters"] == {"": counts}
-    assert f"{counts[0] / 1e6:.1f} + {counts[1] / 1e6:.1f} M parameters" in table
+    assert f"{counts[0] / 1e6:.1f} + {counts[1] / 1e6:.1f} M parameters" in text
 
 
 @pytest.mark.parametrize("kind", ["decode", "temperature"])
 def test_figures_can_be_drawn(report, tmp_path, kind):
     shown = {**report, "kind": kind, "temperatures": [0, 1]}
-    figure = figures.draw(shown)
-    plots.save(figure, tmp_path / "f.png")
+    figure = drawn(shown)
+    command.save_figures(shown, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
     svg = (tmp_path / "f.svg").read_text()
     assert svg.startswith("<?xml")
@@ -249,15 +249,13 @@ def test_figures_can_be_drawn(report, tmp_path, kind):
         else []
     )
     assert kind == "temperature" or "tree A, mss" in texts
-    assert "A" in benchmarks.table_of(shown)
+    assert "A" in command.table_of(shown)
 
 
 def test_an_arm_has_one_colour_whatever_stands_beside_it(report):
     greedy, sampled = (
         {label: bars[0].get_facecolor() for bars, label in zip(*shown, strict=True)}
-        for shown in (
-            ax.get_legend_handles_labels() for ax in figures.draw(report).axes
-        )
+        for shown in (ax.get_legend_handles_labels() for ax in drawn(report).axes)
     )
     assert greedy["chain of 2"] == sampled["chain of 2, leviathan"]
     assert greedy["tree A"] == sampled["tree A, naive/coupled"]
@@ -272,18 +270,18 @@ def test_wrong_arms_are_refused(arm):
 
 def test_a_set_smaller_than_a_batch(pair):
     with pytest.raises(ValueError, match="--count: 2 of HumanEval make no batch of 3"):
-        speculation.workload(*pair, [parse_arm("plain")], PROMPTS, 8, batch=3)
+        arms.workload(*pair, [parse_arm("plain")], PROMPTS, 8, batch=3)
 
 
 def test_a_wrong_token_ends_the_run(pair):
     """Arms whose greedy text is not plain decoding's are not timed silently."""
-    work = speculation.workload(*pair, [parse_arm("plain")], PROMPTS, 8)
-    plain = speculation.decode_once(work, work.arms[0], ["def f(x):"], 0)
+    work = arms.workload(*pair, [parse_arm("plain")], PROMPTS, 8)
+    plain = arms.decode_once(work, work.arms[0], ["def f(x):"], 0)
     (row,) = plain.tokens
     wrong = dataclasses.replace(plain, tokens=[[(row[0] + 1) % 200, *row[1:]]])
     with pytest.raises(RuntimeError, match="A: token 0 differs from plain decoding"):
         results = {"plain": plain, "A": wrong}
-        speculation.check_ties(pair[0], ["def f(x):"], results)
+        arms.check_ties(pair[0], ["def f(x):"], results)
 
 
 def test_prompts_go_round_the_sets():
@@ -326,7 +324,7 @@ def folder(pair, tmp_path_factory):
     return path
 
 
-def command(folder, kind, *options):
+def bench(folder, kind, *options):
     words = ["bench", kind, "--prompts", folder / "p.jsonl"]
     words += ["--model", folder / "target", "--drafter", folder / "drafter"]
     return cli.main([str(word) for word in (*words, *options)])
@@ -336,13 +334,13 @@ def test_the_command_prints_and_writes(folder, capsys, tmp_path):
     options = ["--count", "1", "--max-new-tokens", "6", "--repeats", "1"]
     options += ["--arms", "chain:2", "--temperatures", "0", "--transformers"]
     options += ["--json", tmp_path / "r.json", "--figure", tmp_path / "f.png"]
-    assert command(folder, "decode", *options) == 0
-    out = capsys.readouterr().out
+    assert bench(folder, "decode", *options) == 0
+    shown = [row[:3] for row in cells(capsys.readouterr().out)]
     report = json.loads((tmp_path / "r.json").read_text())
     rows = {row["arm"]: row for row in report["results"]}
     assert rows["plain"]["tau"] == 1.0
     assert set(rows) == {"plain", "chain:2", "transformers, plain"}
-    assert "| p.jsonl | 0 | chain:2 |" in out and report["complete"]
+    assert ["p.jsonl", "0", "chain:2"] in shown and report["complete"]
     assert {p.name for p in tmp_path.iterdir()} == {"r.json", "f.png", "f.svg"}
 
 
@@ -350,10 +348,10 @@ def test_pairs_side_by_side(folder, capsys):
     spec = f"half={folder / 'target'}:{folder / 'drafter'}"
     options = ["--count", "1", "--max-new-tokens", "4", "--repeats", "1", "--pairs"]
     options += [spec, spec.replace("half", "none"), "--arms", "chain:2"]
-    assert command(folder, "attention", *options) == 0
-    out = capsys.readouterr().out
-    assert "| half | p.jsonl | 1 | chain:2 |" in out and "| none | p.jsonl" in out
-    assert command(folder, "attention", "--pairs", "a/b=x:y") == 2
+    assert bench(folder, "attention", *options) == 0
+    shown = [row[:4] for row in cells(capsys.readouterr().out)]
+    assert all([name, "p.jsonl", "1", "chain:2"] in shown for name in ("half", "none"))
+    assert bench(folder, "attention", "--pairs", "a/b=x:y") == 2
     assert "want NAME=TARGET:DRAFTER" in capsys.readouterr().err
 
 
@@ -362,13 +360,13 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "PASSES", 2)
     prompts = {"HumanEval": ["def f(x):", "return", "x = ", "f("]}
 
-    def measured():
-        run = Run(1, tmp_path / "c.json")
-        return cost.measure_cost(
-            *pair, prompts, arms=["chain:2"], max_new_tokens=12, run=run
-        )
+    words = ["--prompts", "p", "--arms", "chain:2", "--max-new-tokens", "12"]
 
-    report = measured()
+    def again():
+        run = Run(1, tmp_path / "c.json")
+        return measured(cost, words, pair, prompts, run)
+
+    report = again()
     assert list(report["units"]) == [
         *("ranks", "target", "drafter"),
         *(f"/HumanEval/T=0/{i}" for i in range(4)),
@@ -386,14 +384,14 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     for arm in ("chain:2", "optimal:3"):  # the replayed walk is the loop's
         assert rows[arm]["simulated_tau"] == rows[arm]["tau"]
         assert 1 < rows[arm]["tau"] <= 3
-    text = benchmarks.table_of(report)
+    text = command.table_of(report)
     assert "With this target, drafter and machine" in text and "| 6 |" in text
-    labels = figures.draw(report).axes[0].get_legend().get_texts()
+    labels = drawn(report).axes[0].get_legend().get_texts()
     assert [text.get_text() for text in labels][-1] == "optimal"
 
     before = report["units"]
     with mock.patch.object(cost, "decode_unit", side_effect=AssertionError):
-        assert measured()["units"] == before  # resumed: nothing is measured again
+        assert again()["units"] == before  # resumed: nothing is measured again
 
 
 def test_the_verdict_names_the_tree_and_what_was_faster():
@@ -411,7 +409,8 @@ def test_the_verdict_names_the_tree_and_what_was_faster():
 
 def test_profile_adds_up_to_the_step(pair):
     prompts = {"HumanEval": ["def f(x):"]}
-    report = profile.measure_profile(*pair, prompts, arms=["plain", "A"], run=Run(1))
+    words = ["--prompts", "p", "--arms", "plain", "A"]
+    report = measured(profile, words, pair, prompts, Run(1))
     native = cpu_kernels.level() is not None
     mixer = {"mixers, in one kernel"} if native else {"scan and replay", "convolution"}
     for arm in ("plain", "A"):
@@ -421,32 +420,30 @@ def test_profile_adds_up_to_the_step(pair):
         parts = {row["part"] for row in rows if row["stage"] == "verify"}
         assert parts >= {"products with weights"} | mixer
         assert all(row["us"] >= 0 for row in rows if row["operations"])
-    text = profile.profile_table(report)
+    text = profile.table(report)
     assert "plain: " in text and "| verify | products with weights |" in text
 
 
 def test_all_writes_one_report(folder, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(report_module, "TITLES", {"decode": "Decoding", "trees": "T"})
-    monkeypatch.setitem(options.ARMS, "decode", ["chain:2"])
-    monkeypatch.setitem(options.ARMS, "trees", ["mss@A"])
+    monkeypatch.setattr(everything, "TITLES", {"decode": "Decoding", "trees": "T"})
+    monkeypatch.setattr(decode, "ARMS", ["chain:2"])
+    monkeypatch.setattr(trees, "ARMS", ["mss@A"])
     words = ["--count", "1", "--max-new-tokens", "4", "--out", tmp_path / "all"]
     with mock.patch.object(jax, "clear_caches", wraps=jax.clear_caches) as cleared:
-        assert command(folder, "all", *words) == 0
+        assert bench(folder, "all", *words) == 0
     assert cleared.call_count == 2  # or many benchmarks exhaust a process's memory maps
     names = {path.name for path in (tmp_path / "all").iterdir()}
     figures_of = {f"{k}.{s}" for k in ("decode", "trees") for s in ("png", "svg")}
     assert names == {"REPORT.md", "decode.json", "trees.json"} | figures_of
     text = (tmp_path / "all" / "REPORT.md").read_text()
     assert "![Decoding](decode.png)" in text and "| p.jsonl | 1 | mss@A |" in text
-    with mock.patch.object(
-        report_module, "measure_benchmark", side_effect=AssertionError
-    ):
-        assert command(folder, "all", *words) == 0  # all of it is there
+    with mock.patch.object(everything, "measure", side_effect=AssertionError):
+        assert bench(folder, "all", *words) == 0  # all of it is there
     capsys.readouterr()
 
 
 def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
-    assert command(folder, "all", "--out", tmp_path, "--minutes", "0") == 0
+    assert bench(folder, "all", "--out", tmp_path, "--minutes", "0") == 0
     text = (tmp_path / "REPORT.md").read_text()
     assert text.count("Not measured: the time was over.") == text.count("## ") == 6
     capsys.readouterr()
@@ -461,6 +458,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
             ["--json", "/nowhere/r.json"],
             "--json: /nowhere: no such directory",
         ),
+        ("profile", ["--figure", "f"], "--figure: there is none of bench profile"),
         ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
         ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),
@@ -473,6 +471,6 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
     ],
 )
 def test_wrong_options_are_one_line(folder, capsys, kind, options, message):
-    assert command(folder, kind, *options) == 2
+    assert bench(folder, kind, *options) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1

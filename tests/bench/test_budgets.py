@@ -7,37 +7,57 @@ import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import benchmarks, budget_runs, budget_turns, budgets, plots
-from stree_jax.bench.budget_figures import draw_parts
+from stree_jax.bench import budgets, command, conversations, memory
 from stree_jax.bench.budgets import Subject, last_fit, run_time
+from stree_jax.bench.device_memory import cache_row_bytes
 from stree_jax.bench.method import Run
 from stree_jax.bench.prompts import read_turns
+from stree_jax.bench.registry import parse_bench
 from stree_jax.generation import bucket
 from stree_jax.models.heads import first_heads
-from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.sizing.memory import Room, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan
-from tests.bench.pairs import pair_with_words
+from tests.bench.pairs import cells, pair_with_words
+from tests.support.families import FAMILIES
 from tests.support.heads import random_heads
 
 PROMPTS = {"MT-Bench": ["def f(x):", "x"]}
 TURNS = [["def f(x):\n", "return x\n"]]
 NEW, K = 6, 2
 MOST = "2 heads, pruned:2x2x6"
-OPTIONS = budget_runs.Options(
-    parts=("breakdown", "longest", "caches", "pruned", "turns"),
-    shapes=("pair",),
-    limit=10**9,
-    small=10**6,
-    sizes=(6,),
-    head_counts=(1, 2),
-    caches=(512,),
-    pruned=("pruned:2x2x6",),
-    batches=(1,),
-    tree="sparse:4",
-    shares=(1.0, 0.5),
-    tune=False,
-    max_new_tokens=NEW,
-)
+OPTIONS = {
+    "parts": ["breakdown", "longest", "caches", "pruned", "turns"],
+    "shapes": ["pair"],
+    "memory": "1GB",
+    "small": "1MB",
+    "sizes": [6],
+    "head_counts": [1, 2],
+    "caches": [512],
+    "pruned": ["pruned:2x2x6"],
+    "shares": [1.0, 0.5],
+    "max_new_tokens": NEW,
+}
+
+
+def run_memory(models, prompts, turns, **chosen):
+    loaded = {
+        "load_models": (models.target, models.drafter),
+        "load_heads": models.heads,
+        "load_prompts": prompts,
+        "read_turns": turns,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in loaded.items():
+            patch.setattr(memory, name, lambda *args, value=value: value)
+        return memory.measure(options(**chosen), Run(1))
+
+
+def options(**chosen):
+    args = parse_bench(["memory"])
+    for name, value in (OPTIONS | chosen).items():
+        assert hasattr(args, name)
+        setattr(args, name, value)
+    return args
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +72,7 @@ def few():
 @pytest.fixture(scope="module")
 def models():
     target, drafter = pair_with_words(layers=("mamba", "attention"))
-    return budget_runs.Models(target, drafter, random_heads(target, heads=K))
+    return memory.Models(target, drafter, random_heads(target, heads=K))
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +92,18 @@ def fixed(models, name, heads=K):
 
 def plans(target, heads, turns, shares, max_new_tokens, timed):
     """As the planner's, of fixed trees: "auto" would time steps."""
-    models = budget_runs.Models(target, target, heads)
+    models = memory.Models(target, target, heads)
     ample, less = fixed(models, "pruned:2x2x6"), fixed(models, "chain:1", heads=1)
     found = {shares[0]: (10**6, ample), shares[1]: (10**5, less), 0.1: (9, "too few")}
-    return budget_turns.Talk(target, heads, turns, Request(1, 64, 2, NEW), ample, found)
+    request = Request(1, 64, 2, NEW)
+    return conversations.Talk(target, heads, turns, request, ample, found)
 
 
 @pytest.fixture(scope="module")
 def report(models):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget_turns, "plans", plans)
-        found = budget_runs.measure_memory(models, PROMPTS, TURNS, OPTIONS, Run(1))
+        patch.setattr(conversations, "plans", plans)
+        found = run_memory(models, PROMPTS, TURNS)
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -153,16 +174,29 @@ def test_the_most_queries_fit_and_no_more(subject, limit, monkeypatch):
 
 
 def test_printed_numbers_are_the_papers():
+    """Its 55 MB and 19.5 MB, and the 65 % less of 20 conversations."""
     rows = budgets.printed(budgets.subject_of(budgets.PAPER, 16 * 10**9))
     assert [round(row["specmemo"] / 2**20, 1) for row in rows] == [55.2, 19.5]
     assert [row["printed_mib"] for row in rows] == ["55", "19.5"]
+    stock, small = (row["specmemo"] for row in rows)
+    assert round(20 * small / 2**20) == 391 and round(20 * stock / 2**20, -2) == 1100
+    assert round(1 - small / stock, 2) == 0.65
     assert rows[0]["head_bytes"] * 3 == rows[1]["head_bytes"] * 4
+
+
+def test_cached_rows_are_counted_in_every_kind_of_layer():
+    """2 h k x d p of Llama-2-7B: 2048 tokens in 16 bits are a GiB."""
+    llama = budgets.subject_of(budgets.PAPER, 0).target
+    assert 2048 * cache_row_bytes(llama) == 2**30
+    assert cache_row_bytes(budgets.subject_of("mamba2-2.7b", 0).target) == 0
+    shared = abstract_model(FAMILIES["zamba2"], "float32")  # two layers, 8 heads of 8
+    assert cache_row_bytes(shared) == 2 * 2 * 8 * 8 * 4
 
 
 def test_arms_give_plain_text_and_their_bytes(report, models):
     assert report["complete"]
     rows = {row["arm"]: row for row in report["results"]}
-    names = [f"{k} heads, sparse:{n}" for k in (1, 2) for n in OPTIONS.sizes]
+    names = [f"{k} heads, sparse:{n}" for k in (1, 2) for n in OPTIONS["sizes"]]
     assert list(rows) == ["plain", *names, "heads, sparse:6", "heads, pruned:2x2x6"]
     assert all(row["equal_to_plain"] == row["units"] == 2 for row in rows.values())
     row = rows["1 heads, sparse:6"]
@@ -191,18 +225,18 @@ def test_conversations_in_budgets(report):
 
 def test_a_wrong_turn_is_found(models):
     talk = plans(models.target, models.heads, TURNS, (1.0, 0.5), NEW, False)
-    said = [result for result, _ in budget_turns.converse(talk, TURNS[0], None)]
+    said = [result for result, _ in conversations.converse(talk, TURNS[0], None)]
     same = {"plain": said, "a": said}
-    assert budget_turns.check_turns(models.target, same) == {"plain": True, "a": True}
+    assert conversations.check_turns(models.target, same) == {"plain": True, "a": True}
     last = said[1].tokens[0]
     wrong = replace(said[1], tokens=[[*last[:-1], (last[-1] + 1) % 200]])
     with pytest.raises(RuntimeError, match="a: token 5 differs"):
-        budget_turns.check_turns(models.target, {"plain": said, "a": [said[0], wrong]})
+        conversations.check_turns(models.target, {"plain": said, "a": [said[0], wrong]})
 
 
 def test_the_planner_is_asked_at_every_budget(models):
     """And is told of a limit that its own choice just fits."""
-    talk = budget_turns.plans(
+    talk = conversations.plans(
         models.target, models.heads, TURNS, (1.0, 0.0), NEW, False
     )
     ample = talk.ample.memory
@@ -215,7 +249,7 @@ def test_the_planner_is_asked_at_every_budget(models):
     assert isinstance(choice, str) or choice.memory.promised <= limit
     best = plan(
         models.target.config,
-        budget_turns.AMPLE,
+        conversations.AMPLE,
         drafter=models.heads.config,
         context=talk.request.context,
         queries=2,
@@ -226,15 +260,14 @@ def test_the_planner_is_asked_at_every_budget(models):
 
 
 def test_tables_and_figures(report, tmp_path):
-    text = benchmarks.table_of(report)
-    for words in ("| pair | batch | 8 |", "| pair | steps |", "heads, pruned:2x2x6"):
-        assert words in text
-    assert "| 10% | 0.0 | refused |" in text
-    figures = draw_parts(report)
-    assert list(figures) == ["breakdown", "longest", "caches", "pruned", "turns"]
-    for part, figure in figures.items():
-        plots.save(figure, tmp_path / part)
-        assert (tmp_path / f"{part}.png").stat().st_size > 10_000
+    shown = cells(command.table_of(report))
+    assert ["pair", "batch", "8"] in [row[:3] for row in shown]
+    assert ["pair", "steps"] in [row[:2] for row in shown]
+    assert "heads, pruned:2x2x6" in [row[2] for row in shown]
+    assert ["10%", "0.0", "refused", *"-----"] in shown
+    command.save_figures(report, tmp_path / "f")
+    for part in OPTIONS["parts"]:
+        assert (tmp_path / f"f-{part}.png").stat().st_size > 10_000
 
 
 def test_what_is_measured_wants_prompts(models):
@@ -242,12 +275,10 @@ def test_what_is_measured_wants_prompts(models):
         ("batch", "--parts batch: what is measured wants --prompts"),
         ("turns", "--parts turns: want --prompts with conversations"),
     ):
-        options = replace(OPTIONS, parts=(parts,))
         with pytest.raises(ValueError, match=error):
-            budget_runs.measure_memory(models, {}, [], options, Run(1))
-    options = replace(OPTIONS, parts=("caches",), caches=(8,))
+            run_memory(models, {}, [], parts=[parts])
     with pytest.raises(ValueError, match="--caches: want"):
-        budget_runs.works_of(models, PROMPTS, options)
+        memory.works_of(models, PROMPTS, options(parts=["caches"], caches=[8]))
 
 
 def test_conversations_are_read(tmp_path):

@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 
 from stree_jax.bench import (
-    figures,
+    arms,
+    device_memory,
     forward,
     kernels,
-    memory,
     passes,
     shapes,
-    speculation,
     unrolled,
 )
 from stree_jax.bench.method import Run
+from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.unroll import Unrolled
 from stree_jax.cli.main import main
 from stree_jax.models import init_records, init_state
 from stree_jax.models.state import Pending
 from stree_jax.speculation.step import packed as verify_packed
 from stree_jax.speculation.tree import resolve_tree
+from tests.bench.pairs import cells, drawn, measured
 from tests.support.tiny import REAL, perturbed, tiny, too_much
 
 SIZED = {"memory_bytes", "temp_bytes"}
@@ -41,11 +42,8 @@ def drafter(target):
     return target.replace(params=perturbed(target.params, 0.05, 3))
 
 
-def columns(table):
-    """How many cells the lines of each Markdown table have."""
-    rows = [line.count("|") for line in table.splitlines() if line.startswith("|")]
-    assert rows
-    return rows
+def passes_of(*words):
+    return parse_bench(["forward", "--shape", "small", *words])
 
 
 class Killed(Exception):
@@ -73,7 +71,7 @@ def test_bytes_of_a_program_count_a_donated_buffer_once():
     kept = jax.jit(lambda x: x + 1).lower(x).compile()
     donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
     for compiled, size in ((kept, 8000), (donated, 4000)):
-        sizes = memory.compiled_bytes(compiled)
+        sizes = device_memory.compiled_bytes(compiled)
         assert sizes["memory_bytes"] - sizes["temp_bytes"] == size
 
 
@@ -92,12 +90,12 @@ def test_allocator_peaks_are_taken_in_ascending_order(monkeypatch):
         "small": (10, arm("small", 200)),
         "hidden": (20, arm("hidden", 150)),  # the compiler thought it was bigger
     }
-    monkeypatch.setattr(memory, "peak_in_use", lambda: peak[0])
-    peaks = memory.allocator_peaks(arms)
+    monkeypatch.setattr(device_memory, "peak_in_use", lambda: peak[0])
+    peaks = device_memory.allocator_peaks(arms)
     assert called == ["small", "hidden", "big"]
     assert peaks == {"small": 200, "hidden": None, "big": 300}
-    monkeypatch.setattr(memory, "peak_in_use", lambda: None)
-    assert memory.allocator_peaks(arms) == dict.fromkeys(arms)
+    monkeypatch.setattr(device_memory, "peak_in_use", lambda: None)
+    assert device_memory.allocator_peaks(arms) == dict.fromkeys(arms)
     assert len(called) == 3  # nothing is run for no figure
 
 
@@ -159,11 +157,11 @@ def test_forward_report(target, monkeypatch, tmp_path):
     monkeypatch.setattr(forward, "config_of", lambda name: target.config)
     monkeypatch.setattr(forward, "compile_case", counted)
     monkeypatch.setattr(forward, "peak_in_use", rising)  # a backend with statistics
-    monkeypatch.setattr(memory, "peak_in_use", rising)
+    monkeypatch.setattr(device_memory, "peak_in_use", rising)
 
     def measured():
         run = Run(2, tmp_path / "r.json")
-        return forward.measure_forward("small", [1, 7], [3], "float32", run)
+        return forward.measure(passes_of("--sizes", "1", "7", "--levels", "3"), run)
 
     with monkeypatch.context() as patch:
         patch.setattr(forward, "time_cases", killed_at(forward.time_cases, 2))
@@ -194,11 +192,11 @@ def test_forward_report(target, monkeypatch, tmp_path):
         assert row.keys() == packed.keys() > SIZED and "seconds" not in row
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row["memory_bytes"] > report["weight_bytes"] == report["read_bytes"]
-    table = forward.forward_table(report)
-    assert set(columns(table)) == {8, 13} and "t(N) = " in table
+    shown = cells(forward.table(report))
+    assert len(shown) == 2 + len(report["results"])
 
     cut = report | {"results": [], "fit": None, "floor_ms": None}  # --minutes 0
-    assert forward.forward_table(cut).startswith("small, float32")
+    assert forward.table(cut).startswith("small, float32")
 
 
 def test_passes_that_run_out_of_memory(target, monkeypatch):
@@ -209,7 +207,8 @@ def test_passes_that_run_out_of_memory(target, monkeypatch):
 
     monkeypatch.setattr(forward, "config_of", lambda name: target.config)
     monkeypatch.setattr(forward, "compile_case", compile_case)
-    report = forward.measure_forward("small", [1, 7], [2, 3], "float32", Run(2))
+    words = ["--sizes", "1", "7", "--levels", "2", "3"]
+    report = forward.measure(passes_of(*words), Run(2))
     assert json.loads(json.dumps(report)) == report
     found = [row["ms"] is not None for row in report["results"]]
     assert found == [True, False, True, False, False, False, False, False]
@@ -217,9 +216,8 @@ def test_passes_that_run_out_of_memory(target, monkeypatch):
         compared = row["ms"] is not None
         assert (row["over_packed"] == 1) is compared and row["memory_bytes"] > 0
     assert report["fit"] is None  # of one size
-    assert forward.forward_table(report).count("OOM") == 6
-    assert set(columns(forward.forward_table(report))) == {8, 13}
-    figures.draw(report)
+    assert sum("OOM" in row for row in cells(forward.table(report))) == 6
+    drawn(report)
 
 
 def test_the_fit_is_in_milliseconds():
@@ -230,7 +228,7 @@ def test_the_fit_is_in_milliseconds():
     assert forward.fit_of(rows[:2], 2) is None
     report = {"shape": "s", "dtype": "d", "weight_bytes": 1e6, "floor_ms": None}
     report |= {"results": [], "fit": forward.fit_of(rows, 2) | {"b_ms": -3}}
-    assert "t(N) = 2.00 - 3.000 N + 0.50000 N^2 ms" in forward.forward_table(report)
+    assert "t(N) = 2.00 - 3.000 N + 0.50000 N^2 ms" in forward.table(report)
 
 
 def test_what_a_pass_reads(target):
@@ -238,14 +236,16 @@ def test_what_a_pass_reads(target):
     assert len(set(forward.bytes_of(tied, "float32"))) == 1
     total, read = forward.bytes_of(apart, "float32")
     assert total - read == apart.vocab_size * apart.d_model * 4
-    wrong = (([0], [], "sizes: want 1..1024"), ([1, 1025], [], "sizes: want 1..1024"))
-    for sizes, levels, message in (*wrong, ([1], [11], "levels: want 1..10")):
-        with pytest.raises(
-            ValueError, match=f"--{message}, got {(sizes + levels)[-1]}"
-        ):
-            forward.measure_forward("mamba2-130m", sizes, levels, "float32", Run(1))
-    with pytest.raises(ValueError, match="--shape: unknown 'gpt'; known: mamba2-130m"):
-        forward.measure_forward("gpt", [1], [], "float32", Run(1))
+    for option, value, most in (
+        ("--sizes", 0, 1024),
+        ("--sizes", 1025, 1024),
+        ("--levels", 11, 10),
+    ):
+        args = parse_bench(["forward", option, str(value)])
+        with pytest.raises(ValueError, match=f"{option}: want 1..{most}, got {value}"):
+            forward.measure(args, Run(1))
+    with pytest.raises(ValueError, match="--shape: unknown 'small'; known: "):
+        forward.measure(passes_of(), Run(1))
 
 
 # --- unrolled -------------------------------------------------------------------------
@@ -260,16 +260,18 @@ def test_leaves_by_row():
 
 def beam_report(target, drafter, run):
     rng = np.random.default_rng(0)
-    return unrolled.measure_unrolled(
-        target,
-        drafter,
-        {"ids": [tuple(rng.integers(8, REAL, 5).tolist()) for _ in range(2)]},
-        widths=[2],
-        depths=[3],
-        scans=["step"],
-        max_new_tokens=12,
-        run=run,
-    )
+    prompts = {"ids": [tuple(rng.integers(8, REAL, 5).tolist()) for _ in range(2)]}
+    words = [
+        "--prompts",
+        "p",
+        "--widths",
+        "2",
+        "--depths",
+        "3",
+        "--max-new-tokens",
+        "12",
+    ]
+    return measured(unrolled, words, (target, drafter), prompts, run)
 
 
 def test_unrolled_report(target, drafter, monkeypatch, tmp_path):
@@ -308,14 +310,18 @@ def test_unrolled_report(target, drafter, monkeypatch, tmp_path):
     )
     assert step["temp_bytes"] > packed["temp_bytes"]
     assert packed["over_packed"] is None and step["over_packed"] > 0
-    assert set(columns(unrolled.unrolled_table(report))) == {3, 14}
+    shown = cells(unrolled.table(report))
+    assert [row[:3] for row in shown[3:]] == [
+        ["ids", "2 x 3", "packed"],
+        ["ids", "2 x 3", "step"],
+    ]
 
 
 def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
     def decode_once(work, arm, texts, temperature):
         if arm.verify is not verify_packed:
             too_much()
-        return speculation.decode_once(work, arm, texts, temperature)
+        return arms.decode_once(work, arm, texts, temperature)
 
     monkeypatch.setattr(unrolled, "decode_once", decode_once)
     report = beam_report(target, drafter, Run(1))
@@ -324,10 +330,10 @@ def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
     assert (packed["units"], step["units"]) == (2, 0)
     assert packed.keys() == step.keys() and step["tokens_per_s"] is None
     assert step["memory_bytes"] > packed["memory_bytes"]
-    table = unrolled.unrolled_table(report)
-    assert table.count("OOM") == 2 and set(columns(table)) == {3, 14}
-    assert f"{packed['tokens_per_s']:.1f} / OOM;" in table
-    figures.draw(report)
+    shown = cells(unrolled.table(report))
+    assert f"{packed['tokens_per_s']:.1f} / OOM;" in shown[1][1]
+    assert "OOM" in shown[-1] and "OOM" not in shown[-2]
+    drawn(report)
 
 
 @pytest.fixture
@@ -345,7 +351,7 @@ def test_random_weights_of_a_shape(small_shapes, capsys):
     options = ["--widths", "2", "--depths", "2", "--repeats", "1", "--count", "2"]
     options += ["--max-new-tokens", "8", "--shape", "other"]
     assert main(["bench", "unrolled", *options, "--drafter-shape", "tiny"]) == 0
-    assert "| other, tiny | 2 x 2 | step |" in capsys.readouterr().out
+    assert cells(capsys.readouterr().out)[-1][:3] == ["other, tiny", "2 x 2", "step"]
     for wrong in (["--shape", "tiny", "--prompts", "a.jsonl"], []):
         assert main(["bench", "unrolled", *wrong]) == 2
         assert "want either --prompts or --shape" in capsys.readouterr().err
@@ -390,9 +396,8 @@ def test_kernels_report(monkeypatch):
         return op_case(shape, batch, T, dtype, implementation)
 
     monkeypatch.setattr(kernels, "op_case", refusing)
-    report = kernels.measure_kernels(
-        batches=[2], sizes=[3], dtype="float32", run=Run(2)
-    )
+    words = ["--batch", "2", "--sizes", "3", "--dtype", "float32"]
+    report = kernels.measure(parse_bench(["kernels", *words]), Run(2))
     units = [f"{name}/2/3" for name in small_shapes]
     assert list(report["units"]) == ["bandwidth", *units]
     sizes = {row["op"]: row["bytes"] for row in report["results"]}
@@ -405,4 +410,5 @@ def test_kernels_report(monkeypatch):
     assert xla["us_low"] <= xla["us"] <= xla["us_high"]
     assert triton["refused"] == "triton: not here"
     assert triton.keys() == xla.keys() and triton["us"] is None
-    assert set(columns(kernels.kernels_table(report))) == {10}
+    shown = cells(kernels.table(report))
+    assert [row[5] for row in shown[2::2]] == ["triton: not here"] * 4

@@ -9,25 +9,29 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.bench import benchmarks, figures, plots
+from stree_jax.bench import arms, charts, command, inputs
 from stree_jax.bench import heads as bench
 from stree_jax.bench.method import Run
+from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.widen import widened, widened_heads
 from stree_jax.generation import encode_prompts
 from stree_jax.models import AttentionConfig, MambaConfig, Rope, base_model, init_params
 from stree_jax.models.heads import head_logits
-from stree_jax.options import parse_bench
 from stree_jax.sizing.traffic import weights_read
 from stree_jax.training.kept import hidden_states
-from tests.bench.pairs import pair_with_words
+from tests.bench.pairs import cells, drawn, measured, pair_with_words
 from tests.distribution import processed
 from tests.support.heads import random_heads, reference_logits
-from tests.support.tiny import REAL, perturbed, tiny
+from tests.support.tiny import REAL, perturbed, tiny, too_much
 
 PROMPTS = {"HumanEval": ["def f(x):", "x"], "GSM8K": ["x = 1"]}
 NEW, K = 10, 3
-OPTIONS = bench.Options(("cartesian:3x2",), (), "chain:2", (0.0, 1.0), NEW, 1)
-ARMS = ["plain", "heads, cartesian:3x2", "lookup", "typical, chain:2"]
+
+
+WORDS = ["--prompts", "p", "--trees", "cartesian:3x2", "--model-trees", "chain:1"]
+WORDS += ["--typical", "chain:2", "--max-new-tokens", str(NEW)]
+DRAFTING = ["heads, cartesian:3x2", "model, chain:1", "lookup", "typical, chain:2"]
+ARMS = ["plain", *DRAFTING]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,8 @@ def heads(pair):
 
 @pytest.fixture(scope="module")
 def report(pair, heads):
-    found = bench.measure_heads(*pair, heads, None, PROMPTS, OPTIONS, Run(1))
+    loaded = {"load_heads": lambda path, dtype: heads}
+    found = measured(bench, WORDS, pair, PROMPTS, Run(1), **loaded)
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -56,13 +61,14 @@ def rows_of(report, title, temperature):
 
 
 def test_arms_of_the_options():
-    options = replace(OPTIONS, trees=("chain:1", "sparse:8"), model_trees=("E",))
-    arms = {arm.name: arm for arm in bench.arms_of(options, staged=True)}
+    words = ["--trees", "chain:1", "sparse:8", "--model-trees", "E"]
+    args = parse_bench(["heads", *WORDS, *words])
+    found = {arm.name: arm for arm in bench.arms_of(args, staged=True)}
     names = ["plain", "heads, chain:1", "heads, sparse:8", "model, E", "staged, E"]
-    assert list(arms) == [*names, "lookup", "typical, chain:2"]
-    drafting = [arm.drafting for arm in arms.values()][1:]
+    assert list(found) == [*names, "lookup", "typical, chain:2"]
+    drafting = [arm.drafting for arm in found.values()][1:]
     assert drafting == ["heads", "heads", "model", "staged", "lookup", "heads"]
-    assert {name for name, arm in arms.items() if arm.rule} == {"typical, chain:2"}
+    assert {name for name, arm in found.items() if arm.rule} == {"typical, chain:2"}
 
 
 def test_arms_of_exact_rules_are_plain_decoding(report):
@@ -169,32 +175,32 @@ def test_distinct_runs():
 
 
 def test_tables_and_figures(report, tmp_path):
-    text = benchmarks.table_of(report)
-    assert "| HumanEval | 0 | heads, cartesian:3x2 |" in text
-    assert "| GSM8K | 1 | typical, chain:2 |" in text
-    assert "| HumanEval, given the heads before | 3 |" in text
-    assert "| 1 | typical |" in text and "Weights: target" in text
-    plots.save(figures.draw(report), tmp_path / "f")
+    shown = cells(command.table_of(report))
+    named = [row[0:3] for row in shown if row[2] in ARMS]
+    assert named == [
+        [row["set"], f"{row['temperature']:g}", row["arm"]] for row in report["results"]
+    ]
+    assert ["1", "typical"] in [row[:2] for row in shown]
+    charts.save(drawn(report), tmp_path / "f")
     assert {file.name for file in tmp_path.iterdir()} == {"f.png", "f.svg"}
     greedy = report | {"temperatures": [0.0], "texts": []}
-    assert "typical, chain:2" in benchmarks.table_of(greedy)
-    plots.save(figures.draw(greedy), tmp_path / "g")
+    assert len(cells(command.table_of(greedy))) == len(shown) - 4
+    assert len(drawn(greedy).axes) == 3
 
 
-def test_the_options_are_what_is_measured(monkeypatch, pair, heads, tmp_path):
-    """Of the command, with heads of a widened target."""
-    target = wide_target()
-    small, made = random_heads(target, heads=2), []
-    monkeypatch.setattr(benchmarks, "load_pair", lambda *args: (target, target))
-    monkeypatch.setattr(benchmarks, "load_heads", lambda path, dtype: small)
-    monkeypatch.setattr(benchmarks, "read_prompts", lambda *args: PROMPTS)
-    monkeypatch.setattr(bench, "measure_heads", lambda *args: made.append(args) or {})
-    words = ["heads", "--prompts", "p.jsonl", "--widen", "4", "--trees", "chain:2"]
-    benchmarks.measure_benchmark(parse_bench([*words, "--temperatures", "0", "0.5"]))
-    (wide, drafter, given, ngrams, prompts, options, _), *_ = made
-    assert wide.config.d_model == given.config.d_model == 128 and ngrams is None
-    assert drafter is target and prompts is PROMPTS
-    assert options.trees == ("chain:2",) and options.temperatures == (0.0, 0.5)
+def test_heads_of_a_widened_target_are_widened(monkeypatch):
+    target, made = wide_target(), []
+    small = random_heads(target, heads=2)
+    monkeypatch.setattr(inputs, "load_pair", lambda *args: (target, target))
+    monkeypatch.setattr(bench, "load_heads", lambda path, dtype: small)
+    monkeypatch.setattr(bench, "load_prompts", lambda args: PROMPTS)
+    work = arms.Workload(target, target, (), NEW, 1, 9)
+    monkeypatch.setattr(bench, "workload", lambda t, *_: replace(work, target=t))
+    monkeypatch.setattr(bench, "accuracies", lambda work, prompts: made.append(work))
+    monkeypatch.setattr(bench, "text_of", too_much)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        command.measure(parse_bench(["heads", *WORDS, "--widen", "4"]))
+    assert made[0].target.config.d_model == made[0].heads.config.d_model == 128
 
 
 # Wider

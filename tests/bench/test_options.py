@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from stree_jax import options
-from stree_jax.bench.report import TITLES, arguments
+from stree_jax.bench import registry
+from stree_jax.bench.everything import TITLES, arguments
+from stree_jax.bench.registry import BENCHMARKS, parse_bench
 from stree_jax.cli.main import build_parser
-from stree_jax.options import parse_bench
 
 PROMPTS = ["--prompts", "p.jsonl"]
 NEEDED = {
@@ -23,22 +23,18 @@ NEEDED = {
 }
 
 
-def parsers():
-    """The parser of each benchmark by name."""
-    parser = argparse.ArgumentParser()
-    options.add_bench_parsers(parser)
-    (benchmarks,) = (
-        action
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return benchmarks.choices
+def test_a_benchmark_is_the_module_of_its_name():
+    for name in BENCHMARKS:
+        module = registry.load(name)
+        assert module.NAME == name
+        parts = {"REPEATS", "add_options", "measure", "table"}
+        assert name == "all" or parts <= set(vars(module)), name
 
 
-@pytest.mark.parametrize("name", parsers())
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_option_says_what_it_is_by_default(name):
-    parser = parsers()[name]
-    assert parser.description
+    parser = argparse.ArgumentParser()
+    registry.add_options(name, parser)
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
@@ -54,7 +50,7 @@ def test_every_option_says_what_it_is_by_default(name):
     parser.format_help()  # no stray % in it
 
 
-@pytest.mark.parametrize("name", parsers())
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_options_are_those_of_the_command(name):
     words = [name, *NEEDED.get(name, PROMPTS)]
     command = vars(build_parser().parse_args(["bench", *words]))
@@ -83,11 +79,18 @@ def test_a_tree_is_an_arm_here(capsys):
     assert "unrecognized arguments: --tree A" in capsys.readouterr().err
 
 
-def test_making_the_options_imports_next_to_nothing():
+def test_help_imports_no_benchmark():
     code = (
-        "import runpy, sys\n"
-        f"runpy.run_path({options.__file__!r})\n"
-        "heavy = {'jax', 'numpy', 'stree_jax'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "import sys\n"
+        "from stree_jax.cli.main import build_parser\n"
+        "text = build_parser().format_help()\n"
+        "try:\n"
+        "    build_parser().parse_args(['bench', '--help'])\n"
+        "except SystemExit:\n"
+        "    heavy = {'jax', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "    assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert all(f" {name} " in done.stdout for name in BENCHMARKS)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import figures, gguf_writer, peers
+from stree_jax.bench import gguf_writer, peers
+from stree_jax.bench.arms import PLAIN, parse_arm
 from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
 from stree_jax.bench.llama_process import llama_process, llama_version
 from stree_jax.bench.method import Run
-from stree_jax.bench.speculation import PLAIN, parse_arm
+from stree_jax.bench.registry import parse_bench
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import (
     AttentionConfig,
@@ -31,6 +32,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.config import named
 from stree_jax.scoring import score
+from tests.bench.pairs import cells, drawn
 from tests.support.tiny import perturbed
 
 HYBRID = ModelConfig(
@@ -265,10 +267,10 @@ def measured(monkeypatch, subject, off):
     monkeypatch.setattr(peers, "llama_version", lambda python: known)
     monkeypatch.setattr(peers, "write_gguf", lambda *args: 10**6)
     monkeypatch.setattr(peers, "transformers_version", lambda: None)
-    why = {"int8": "not yet"}.get
-    monkeypatch.setattr(peers, "refusal", why)
-    options = peers.Options(("float32", "int8"), 4, Path("python"), 2)
-    return peers.measure_peers({"tiny": subject}, options, Run(1))
+    monkeypatch.setattr(peers, "threads_of_xla", lambda: 2)
+    words = ["--dtypes", "float32", "--llama-python", "python"]
+    args = parse_bench(["peers", *words, "--max-new-tokens", "4"])
+    return peers.measure_peers({"tiny": subject}, args, Run(1))
 
 
 def test_other_logits_are_not_timed(monkeypatch, subject):
@@ -276,19 +278,18 @@ def test_other_logits_are_not_timed(monkeypatch, subject):
         measured(monkeypatch, subject, 0.002)
 
 
-def test_a_report_says_what_was_left_out(monkeypatch, subject):
+def test_a_report_beside_llama_cpp(monkeypatch, subject):
     report = measured(monkeypatch, subject, 0.0005)
-    assert report["complete"] and report["left_out"] == {"int8": "not yet"}
+    assert report["complete"]
     apart = report["units"]["logits"]["tiny/float32"]["logits_apart"]
     assert apart == pytest.approx(0.0005, rel=0.05)
     rows = {row["arm"]: row for row in report["results"]}
     assert set(rows) == {PLAIN, peers.LLAMA} and rows[PLAIN]["equal"] == 1
     assert rows[peers.LLAMA]["tokens_per_s"] == pytest.approx(1000)
-    text = peers.peers_table(report)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert "int8 was left out: not yet" in text and "2 threads each" in text
-    assert len(figures.draw(report).axes) == 1
+    text = peers.table(report)
+    assert [row[1] for row in cells(text)] == ["arm", PLAIN, peers.LLAMA]
+    assert "2 threads each" in text
+    assert len(drawn(report).axes) == 1
 
 
 def test_a_signal_that_ended_it_is_named(tmp_path):

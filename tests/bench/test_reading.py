@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.bench import capacity, figures, passes, reading, shapes
+from stree_jax.bench import capacity, command, passes, reading, shapes
 from stree_jax.bench.method import Run
+from stree_jax.bench.registry import parse_bench
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import (
     AttentionConfig,
@@ -18,6 +19,7 @@ from stree_jax.models import (
     init_params,
 )
 from stree_jax.scoring import score
+from tests.bench.pairs import cells, drawn
 from tests.support.tiny import perturbed, tiny
 
 HYBRID = replace(
@@ -31,14 +33,7 @@ HYBRID = replace(
     d_model=32,
     layers=("mamba", "mlp", "attention", "mlp"),
 )
-LENGTHS = (5, 70)  # less than a chunk, and more
-
-
-def columns(table):
-    """How many cells the lines of each Markdown table have."""
-    rows = [line.count("|") for line in table.splitlines() if line.startswith("|")]
-    assert rows
-    return set(rows)
+LENGTHS = ("5", "70")  # less than a chunk, and more
 
 
 # --- prompts --------------------------------------------------------------------------
@@ -54,10 +49,9 @@ def model(monkeypatch):
     return made
 
 
-def read(dtypes=("float32",), once=70):
-    return reading.measure_reading(
-        reading.Options(("tiny",), LENGTHS, dtypes, once), Run(2)
-    )
+def read(*dtypes, lengths=LENGTHS):
+    words = ["--shapes", "tiny", "--once", "70", "--dtypes", *dtypes, "--lengths"]
+    return reading.measure(parse_bench(["prompts", *words, *lengths]), Run(2))
 
 
 def test_a_prompt_is_read_to_the_logits_of_its_last_token(model):
@@ -73,10 +67,10 @@ def test_a_prompt_is_read_to_the_logits_of_its_last_token(model):
 
 def test_a_report_beside_transformers(model):
     pytest.importorskip("transformers")
-    report = read(("float32", "int8"))
+    report = read("float32", "int8")
     assert report["complete"] and json.loads(json.dumps(report)) == report
     rows = {(row["dtype"], row["length"]): row for row in report["results"]}
-    assert list(rows) == [(d, n) for d in ("float32", "int8") for n in LENGTHS]
+    assert list(rows) == [(d, n) for d in ("float32", "int8") for n in (5, 70)]
     assert [row["turns"] for row in rows.values()] == [2, 1, 2, 1]
     for (dtype, length), row in rows.items():
         assert row["ours_low"] <= row["ours"] <= row["ours_high"]
@@ -90,9 +84,9 @@ def test_a_report_beside_transformers(model):
         assert 0 < row["logits_apart"] < 1e-5
         ratios = np.divide(seconds["transformers"], seconds["ours"])
         assert row["ratio"] == pytest.approx(np.median(ratios))
-    text = reading.reading_table(report)
-    assert columns(text) == {9} and "plain torch" in text
-    assert len(figures.draw(report).axes) == 1
+    text = reading.table(report)
+    assert len(cells(text)) == 2 + len(rows) and "plain torch" in text
+    assert len(drawn(report).axes) == 1
 
 
 def test_other_weights_are_not_timed(model, monkeypatch):
@@ -105,33 +99,45 @@ def test_other_weights_are_not_timed(model, monkeypatch):
     monkeypatch.setattr(reading, "in_transformers", changed)
     monkeypatch.setattr(reading, "take_turns", None)
     with pytest.raises(RuntimeError, match="of the largest from ours, more than 0.001"):
-        read()
+        read("float32")
 
 
 def test_without_transformers_ours_is_read_alone(model, monkeypatch):
     monkeypatch.setattr(reading, "transformers_version", lambda: None)
-    report = read()
+    report = read("float32")
     assert [row["ratio"] for row in report["results"]] == [None, None]
-    text = reading.reading_table(report)
-    assert columns(text) == {9} and "transformers is not installed" in text
-    figures.draw(report)
+    text = reading.table(report)
+    assert len(cells(text)) == 3 and "transformers is not installed" in text
+    drawn(report)
 
 
-def test_one_token_is_no_prompt():
-    options = reading.Options(("llama-135m",), (1, 8), ("float32",), 99)
+def test_one_token_is_no_prompt(model):
     with pytest.raises(ValueError, match="--lengths: want at least 2, got 1"):
-        reading.measure_reading(options, Run(1))
+        read("float32", lengths=("1", "8"))
 
 
 # --- capacity -------------------------------------------------------------------------
 
-OPTIONS = capacity.Options(("a/b",), (1, 3), (128, 512), (5, 300), 5, ("float32",))
+OPTIONS = {
+    "--models": ["a/b"],
+    "--sizes": ["1", "3"],
+    "--capacities": ["128", "512"],
+    "--lengths": ["5", "300"],
+    "--text": ["5"],
+    "--dtypes": ["float32"],
+}
+
+
+def capacities(**options):
+    chosen = OPTIONS | {f"--{name}": values for name, values in options.items()}
+    words = [word for name, values in chosen.items() for word in (name, *values)]
+    return command.measure(parse_bench(["capacity", "--repeats", "2", *words]))
 
 
 def test_a_report_of_caches_and_text(monkeypatch):
     model = tiny(0, layers=("attention", "mlp", "attention"))
     monkeypatch.setattr(capacity, "model_named", lambda name, dtype: model)
-    report = capacity.measure_capacity(OPTIONS, Run(2))
+    report = capacities()
     assert report["complete"] and json.loads(json.dumps(report)) == report
     assert "text" not in report  # that is what --explain prints, and --figure draws
     rows = report["results"]
@@ -143,8 +149,9 @@ def test_a_report_of_caches_and_text(monkeypatch):
         assert row["read_bytes"] == weights + row["text"] * 2 * 2 * 2 * 8 * 4 + 4
         assert row["model"] == "a/b" and row["temp_bytes"] > 0
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
-    assert columns(capacity.capacity_table(report)) == {10}
-    assert len(figures.draw(report).axes) == 2
+    shown = cells(capacity.table(report))
+    assert len(shown) == 1 + len(rows) and len(shown[0]) == 9
+    assert len(drawn(report).axes) == 2
 
 
 def test_ratios_are_made_turn_by_turn():
@@ -154,8 +161,8 @@ def test_ratios_are_made_turn_by_turn():
 
     records = [record(128, [0.1, 0.2, 0.4], 10**8), record(256, [0.2, 0.1, 0.8], 10**9)]
     records.append(record(512, [], 10**9))  # memory did not suffice
-    units = {"a/b/float32/16/capacity": {"parameters": 1, "records": records}}
-    first, second, third = capacity.capacity_rows(units)
+    unit = {"parameters": 1, "records": records}
+    first, second, third = capacity.capacity_rows({"nodes": 16}, unit)
     assert (second["ms"], second["over_first"]) == pytest.approx((200, 2))
     assert second["bytes_per_s"] == pytest.approx(5e9)
     assert [row["read_over_first"] for row in (first, second)] == [1, 10]
@@ -192,14 +199,14 @@ def test_loaded_weights_compile_once(caplog):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ({"lengths": (5, 600)}, "--lengths: 600 tokens and a path need .* has 512"),
-        ({"text": 127}, "--text: 127 tokens and a path need caches of 130 rows"),
-        ({"sizes": (0, 1)}, "--sizes: want at least 1, got 0"),
+        ({"lengths": ["5", "600"]}, "--lengths: 600 tokens and a path need .* has 512"),
+        ({"text": ["127"]}, "--text: 127 tokens and a path need caches of 130 rows"),
+        ({"sizes": ["0", "1"]}, "--sizes: want at least 1, got 0"),
     ],
 )
 def test_a_text_without_room_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
-        capacity.measure_capacity(replace(OPTIONS, **wrong), Run(1))
+        capacities(**wrong)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

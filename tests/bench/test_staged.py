@@ -1,22 +1,22 @@
 """`bench staged`: traffic, what the cost model says, tables and figures."""
 
 import json
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from stree_jax.bench import benchmarks, figures, plots, staged
+from stree_jax.bench import command, staged
 from stree_jax.bench.method import Run
 from stree_jax.sizing.pass_time import MeasuredTime
 from stree_jax.speculation.gain import staged_gain, staged_passes
 from stree_jax.speculation.tree import resolve_tree
 from stree_jax.training.ngrams import count_grams, katz
-from tests.bench.pairs import pair_with_words
+from tests.bench.pairs import cells, measured, pair_with_words
 
 PROMPTS = {"HumanEval": ["def f(x):"], "GSM8K": ["x = 1"]}
-OPTIONS = staged.Options("chain:3", (1, 2), (1, 2), False, (0.0, 1.0), 5, 8, 1)
+WORDS = ["--prompts", "p", "--ngrams", "n", "--ahead", "1", "2", "--width", "1", "2"]
+WORDS += ["--top-k", "5", "--max-new-tokens", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,9 @@ def ngrams(pair):
 
 @pytest.fixture(scope="module")
 def report(pair, ngrams):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged, "PASSES", 2)
-        patch.setattr(staged, "LOOKUPS", 2)
-        found = staged.measure_staged(*pair, ngrams, PROMPTS, OPTIONS, Run(1))
+    few = {"PASSES": 2, "LOOKUPS": 2, "load_ngrams": lambda path: ngrams}
+    words = [*WORDS, "--tree", "chain:3"]
+    found = measured(staged, words, pair, PROMPTS, Run(1), **few)
     jax.clear_caches()
     return json.loads(json.dumps(found))
 
@@ -123,22 +122,19 @@ def test_passes_of_a_chain_against_draws():
 
 
 def test_tables_and_figures(report, tmp_path):
-    text = benchmarks.table_of(report)
-    assert "| HumanEval | greedy | staged, 1 ahead |" in text
-    assert "| GSM8K | top-k 5, T = 1 | n-grams alone |" in text
-    plots.save(figures.draw(report), tmp_path / "f")
-    plots.save(figures.draw_text(report), tmp_path / "t")
-    staged.write_html(report, tmp_path / "t.html")
-    page = (tmp_path / "t.html").read_text("utf-8")
+    shown = [row[:3] for row in cells(command.table_of(report))]
+    assert ["HumanEval", "greedy", "staged, 1 ahead"] in shown
+    assert ["GSM8K", "top-k 5, T = 1", "n-grams alone"] in shown
+    command.save_figures(report, tmp_path / "f.png")
+    page = (tmp_path / "f-text.html").read_text("utf-8")
     runs = report["text"]["runs"]
     assert page.count("<span style") >= len(runs) and "def f(x):" in page
-    names = {"f.png", "f.svg", "t.png", "t.svg", "t.html"}
+    names = {"f.png", "f.svg", "f-text.png", "f-text.svg", "f-text.html"}
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
 @pytest.mark.parametrize("tree", ["auto", "beam:2x2", "chain:1"])
-def test_trees_that_have_no_levels_to_guess(pair, ngrams, tree):
-    options = replace(OPTIONS, tree=tree, widths=(1,))
+def test_trees_that_have_no_levels_to_guess(tree):
     with pytest.raises(ValueError, match="want a fixed one of at least two levels"):
-        staged.measure_staged(*pair, ngrams, PROMPTS, options, Run(1))
+        measured(staged, [*WORDS, "--tree", tree], None, PROMPTS, Run(1))
     assert resolve_tree(tree) is not None

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.bench import benchmarks
-from stree_jax.bench.report import arguments
+from stree_jax.bench import attention, inputs
+from stree_jax.bench.everything import arguments
+from stree_jax.bench.registry import parse_bench
 from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, Rope, init_params
-from stree_jax.options import parse_bench
 from tests.support.tiny import REAL, perturbed, tiny
 
 BIASES = dict(proj_in_bias=True, proj_out_bias=True)
@@ -71,13 +71,13 @@ def test_it_is_speculated_with_like_the_small_one():
 
 def test_the_option_widens_targets(monkeypatch):
     model = model_of()
-    monkeypatch.setattr(benchmarks, "load_pair", lambda *args: (model, model))
-    monkeypatch.setattr(benchmarks, "load", lambda path, dtype: model)
+    monkeypatch.setattr(inputs, "load_pair", lambda *args: (model, model))
+    monkeypatch.setattr(attention, "load", lambda path, dtype: model)
     words = ["--prompts", "p.jsonl", "--widen", "4"]
     args = parse_bench(["cost", *words])
-    target, drafter = benchmarks.pair(args)
+    target, drafter = inputs.load_models(args)
     assert target.config.d_model == 128 and drafter is model
-    named = benchmarks.named_pairs(["a=t:d"], "float32", args.widen)
+    named = attention.named_pairs(["a=t:d"], "float32", args.widen)
     assert named["a"][0].config.d_model == 128 and named["a"][1] is model
     args = parse_bench(["all", "--out", "R", *words])
     assert arguments(args, "unrolled").widen == 4

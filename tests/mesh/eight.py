@@ -12,6 +12,7 @@ import stree_jax
 from stree_jax.bench import devices
 from stree_jax.bench.devices import exchanges, on_a_device
 from stree_jax.bench.method import Run
+from stree_jax.bench.registry import parse_bench
 from stree_jax.generation import begin
 from stree_jax.models import cast_params
 from stree_jax.models.sharding.placement import abstract_model
@@ -112,11 +113,10 @@ def held():
 
 def counted():
     """The table of `bench devices`."""
-    options = devices.Options(
-        *(("hybrid-130m",), ("model=2", "model=4"), (1,), "bfloat16", 1, 256)
-    )
-    report = devices.measure_devices(options, Run(1))
-    return {"table": devices.devices_table(report), "rows": report["results"]}
+    words = ["devices", "--shapes", "hybrid-130m", "--meshes", "model=2", "model=4"]
+    args = parse_bench([*words, "--sizes", "1", "--context", "256"])
+    report = devices.measure(args, Run(1))
+    return {"table": devices.table(report), "rows": report["results"]}
 
 
 def refusals():

@@ -1,4 +1,4 @@
-"""`stree-jax bench all`: every benchmark by default options, and one report."""
+"""`stree-jax bench all`: every benchmark with its default options, and one report."""
 
 import argparse
 import json
@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 
-from stree_jax.bench.benchmarks import measure_benchmark, table_of
-from stree_jax.bench.figures import draw
+from stree_jax.bench.charts import check_matplotlib
+from stree_jax.bench.command import measure, save_figures, table_of
 from stree_jax.bench.method import Clock, machine, write_report
-from stree_jax.bench.plots import check_matplotlib, save
-from stree_jax.options import parse_bench
+from stree_jax.bench.options import PAIR, SHAPE, add_minutes, add_prompts
+from stree_jax.bench.registry import parse_bench
+from stree_jax.options import add
 
+NAME = "all"
 TITLES = {
     "decode": "Plain, chain and trees on prompts (STree, Table 2)",
     "temperature": "Acceptance rules against temperature (Fig. 4)",
@@ -25,8 +27,18 @@ TITLES = {
 }
 
 
+def add_options(b: argparse.ArgumentParser) -> None:
+    add_prompts(b, 10)
+    out = "folder of the report; a killed run resumes"
+    b.add_argument("--out", type=Path, required=True, help=out)
+    add(b, "--shape", str, SHAPE, "of the model in `forward`, random weights")
+    pairs = "for `attention` (default: it is left out)"
+    b.add_argument("--pairs", nargs="*", default=[], metavar=PAIR, help=pairs)
+    add_minutes(b)
+
+
 def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
-    """The options of one benchmark: its defaults, and what `bench all` was given."""
+    """Returns the options of one benchmark: those of `bench all`, else its defaults."""
     words = [benchmark, "--json", str(args.out / f"{benchmark}.json")]
     if benchmark == "forward":
         words += ["--shape", args.shape]
@@ -42,10 +54,10 @@ def arguments(args: argparse.Namespace, benchmark: str) -> argparse.Namespace:
 
 
 def write_all(args: argparse.Namespace) -> None:
-    """Measure what is not there yet, then write REPORT.md and the figures.
+    """Measures what is missing, then writes REPORT.md and the figures.
 
-    A benchmark whose complete report is in the folder, made by this commit on this
-    machine, is not measured again.
+    A benchmark is not measured again if its complete report is in the folder and was
+    made by this commit on this machine.
     """
     check_matplotlib()
     args.out.mkdir(exist_ok=True)
@@ -58,13 +70,13 @@ def write_all(args: argparse.Namespace) -> None:
             options = arguments(args, benchmark)
             options.minutes = None if args.minutes is None else clock.left / 60
             print(f"bench {benchmark}", file=sys.stderr)
-            report = measure_benchmark(options)
+            report = measure(options)
             # Programs of all benchmarks together exhaust a process's memory maps.
             jax.clear_caches()
             write_report(report, options.json)
         text = "Not measured: the time was over."
         if report is not None:
-            save(draw(report), args.out / benchmark)
+            save_figures(report, args.out / benchmark)
             text = f"![{title}]({benchmark}.png)\n\n{table_of(report)}"
         sections.append(f"## {title}\n\n{text}\n")
         (args.out / "REPORT.md").write_text("\n".join(sections))
@@ -72,7 +84,7 @@ def write_all(args: argparse.Namespace) -> None:
 
 
 def _finished(path: Path) -> dict[str, Any] | None:
-    """A complete report of this commit and machine, if there is one."""
+    """Returns the complete report of this commit and machine, or None."""
     if not path.exists():
         return None
     report = json.loads(path.read_text())

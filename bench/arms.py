@@ -1,8 +1,9 @@
-"""Decoding arms side by side on prompts: plain, chains, trees, rules, baselines."""
+"""Ways to decode ("arms"), measured side by side on prompts."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.bench.inputs import settings_of
 from stree_jax.bench.method import (
     Run,
     measure,
@@ -19,8 +21,6 @@ from stree_jax.bench.method import (
     take_turns,
 )
 from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.bench.tables import shown, table
-from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import begin, encode_prompts
 from stree_jax.models.heads import Heads, first_heads
@@ -38,9 +38,10 @@ from stree_jax.speculation.specs import LOOKUP
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 
-# Logits as close as this may change places, by dtype of all arrays but weights.
+# Two tokens whose logits are this close may change places, by dtype of the records.
 TIE = {"float32": 1e-4, "bfloat16": 0.2}
 PLAIN = "plain"
+MARGIN = 256  # rows of the caches beside the text: whole chunks, a path of a tree
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ class Arm:
 
     Attributes:
       name: as in tables.
-      tree: a name or parents, as `generate` takes them; None: plain decoding.
-      rule: a name; None: the default.
-      drafting: who drafts: the model, "lookup", n-grams or heads alone, or n-grams for
-        the model ("staged").
-      ahead, width: levels that they guess for it, and tokens of a node.
-      heads: how many of them, the first; 0: all.
+      tree: a name or parents, as `generate` takes them. If None, decoding is plain.
+      rule: a name. If None, the default.
+      drafting: the drafter: the draft model, "lookup", n-grams or heads alone, or
+        n-grams that guess for the draft model ("staged").
+      ahead, width: levels that the n-grams guess, and tokens of each node.
+      heads: the number of heads, the first ones. If 0, all.
       verify: how trees are verified, see `stree_jax.speculation.step`.
     """
 
@@ -68,23 +69,23 @@ class Arm:
     verify: Verify = packed
 
     @property
-    def promises_tokens(self) -> bool:
-        """Whether its sampled text is plain decoding's, as the default rule's is."""
+    def samples_plain_tokens(self) -> bool:
+        """True if its sampled tokens are those of plain decoding, as by default."""
         return (
             self.rule is None or resolve_rule(self.rule, chain(0)).promise == "tokens"
         )
 
 
 def tree_of(arm: str) -> str:
-    """The tree in an arm's name."""
+    """Returns the tree in an arm's name."""
     return arm.rpartition("@")[2]
 
 
 def parse_arm(name: str) -> Arm:
-    """An arm from "plain", "lookup", "A" (a tree) or "mss@A" (a rule and a tree).
+    """Returns the arm of "plain", "lookup", "A" (a tree) or "mss@A" (a rule and tree).
 
     Raises:
-      ValueError: an unknown tree or rule, or one that does not fit the other.
+      ValueError: an unknown tree or rule, or a rule that does not fit the tree.
     """
     if name == PLAIN:
         return Arm(name, None)
@@ -99,17 +100,16 @@ def parse_arm(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the arms have to do.
+    """What the arms decode.
 
     Attributes:
       target, drafter: models.
       arms: plain decoding first.
-      max_new_tokens: of every row; no text ends before, so that all arms do the same.
+      max_new_tokens: of every row. No text ends before, so all arms do the same work.
       batch: prompts decoded together.
       capacity: of the caches, so that all prompts share a program.
-      ngrams: of the drafter, where an arm has them.
-      heads: of the target, likewise.
-      top_k: of sampling; 0: off.
+      ngrams, heads: for the arms that draft with them.
+      top_k: of sampling. If 0, off.
     """
 
     target: Model
@@ -123,7 +123,6 @@ class Workload:
     top_k: int = 0
 
     def drafter_of(self, arm: Arm) -> Model | Heads | Staged | NGrams | str | None:
-        """Who drafts in an arm."""
         if arm.tree is None:
             return None
         match arm.drafting:
@@ -149,7 +148,7 @@ def workload(
     max_new_tokens: int,
     batch: int = 1,
 ) -> Workload:
-    """A workload with room for the longest prompt.
+    """Returns a workload whose caches hold the longest prompt and its answer.
 
     Raises:
       ValueError: a set with fewer prompts than a batch.
@@ -161,14 +160,14 @@ def workload(
             )
     texts = [text for group in prompts.values() for text in group]
     longest = max(map(len, encode_prompts(target, texts)))
-    room = longest + max_new_tokens + 256  # whole chunks of text, a path of a tree
-    return Workload(target, drafter, tuple(arms), max_new_tokens, batch, room)
+    capacity = longest + max_new_tokens + MARGIN
+    return Workload(target, drafter, tuple(arms), max_new_tokens, batch, capacity)
 
 
 def begin_arm(
     work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> tuple[Decoding, Plan]:
-    """Texts read and ready to be decoded; seeds are the rows' own, whatever the arm."""
+    """Returns the decoding of texts after prefill. Row i has seed i in every arm."""
     sampling = [
         Sampling(temperature, top_k=work.top_k, seed=i) for i in range(len(texts))
     ]
@@ -188,14 +187,14 @@ def begin_arm(
 def decode_once(
     work: Workload, arm: Arm, texts: Sequence[Prompt], temperature: float
 ) -> Generation:
-    """One generation, the decoding timed."""
+    """Decodes once; the time is that of decoding, without prefill."""
     decoding, plan = begin_arm(work, arm, texts, temperature)
     jax.block_until_ready(decoding)
     began = time.perf_counter()
     spec = plan.spec
     if isinstance(spec.policy, AdaptivePolicy):
         spec = step_times.timed(spec, decoding)
-        plan = replace(plan, spec=spec)  # whose n-grams guess, or not
+        plan = replace(plan, spec=spec)  # it says whether n-grams guess
     decoding = loop.advance_jit(
         spec, decoding, jnp.int32(loop.FOREVER), verify=arm.verify
     )
@@ -210,12 +209,12 @@ def decode_unit(
     temperature: float,
     repeats: int,
     warm: set[str],
-    others: dict[str, Callable[[], Any]],
+    others: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
-    """The record of one batch of prompts at one temperature: every arm, all turns.
+    """Decodes a batch of prompts with every arm in turns, and returns the record.
 
     Args:
-      others: decoders that are not ours, by name; called, they return seconds.
+      others: decoders of other programs by name; a call returns its seconds.
 
     Raises:
       RuntimeError: greedy tokens differ from plain decoding's beyond a tie.
@@ -224,17 +223,18 @@ def decode_unit(
     def call(arm: Arm) -> Callable[[], Generation]:
         return lambda: decode_once(work, arm, texts, temperature)
 
+    others = others or {}
     # Greedy and sampled programs differ, and are warmed up apart.
     which = "greedy " if temperature == 0 else "sampled "
     names = {which + arm.name: arm for arm in work.arms}
     calls: dict[str, Callable[[], Any]] = {n: call(arm) for n, arm in names.items()}
-    results, first = take_turns(calls | others, repeats, warm)
+    results, first = take_turns(calls | dict(others), repeats, warm)
     last = {arm.name: results[name][-1] for name, arm in names.items()}
     if temperature == 0:
         check_ties(work.target, texts, last)
     record: dict[str, Any] = {}
     for name, arm in names.items():
-        same = last[PLAIN] if temperature == 0 or arm.promises_tokens else None
+        same = last[PLAIN] if temperature == 0 or arm.samples_plain_tokens else None
         record[arm.name] = record_of(results[name], same, first.get(name))
     for name in others:
         seconds = {"seconds": results[name], "first_call_s": first.get(name)}
@@ -245,11 +245,11 @@ def decode_unit(
 def record_of(
     turns: Sequence[Generation], same: Generation | None, first_call_s: float | None
 ) -> dict[str, Any]:
-    """The record of an arm's turns.
+    """Returns the record of an arm's turns.
 
     Args:
-      same: whose tokens the arm's should be, if there is such a one.
-      first_call_s: None where the arm was warm.
+      same: the generation whose tokens the arm should give. If None, there is none.
+      first_call_s: None if the arm had been called before.
     """
     last = turns[-1]
     return {
@@ -266,10 +266,9 @@ def record_of(
 def check_ties(
     target: Model, texts: Sequence[Prompt], results: dict[str, Generation]
 ) -> None:
-    """Every difference from plain decoding is at a tie of the target's logits.
+    """Raises RuntimeError if tokens differ from plain decoding's beyond a tie.
 
-    Raises:
-      RuntimeError: it is not.
+    A tie is a place where the target's two logits are closer than `TIE`.
     """
     tie = TIE[target.weight_format.dtype.name]
     for row, ids in enumerate(encode_prompts(target, list(texts))):
@@ -283,21 +282,6 @@ def check_ties(
                 )
 
 
-def settings_of(
-    benchmark: str,
-    pairs: Mapping[str, tuple[Model, Model]],
-    prompts: Mapping[str, Sequence[Prompt]],
-) -> dict[str, Any]:
-    """The settings of any measurement of pairs on prompts."""
-    target, _ = next(iter(pairs.values()))
-    return {
-        "kind": benchmark,
-        "dtype": str(target.weight_format),
-        "parameters": {label: sizes_of(*pair) for label, pair in pairs.items()},
-        "sets": {title: len(texts) for title, texts in prompts.items()},
-    }
-
-
 def measure_arms(
     benchmark: str,
     works: dict[str, Workload],
@@ -306,36 +290,38 @@ def measure_arms(
     run: Run,
     others: Callable[[Prompt], dict[str, Callable[[], float]]] | None = None,
 ) -> dict[str, Any]:
-    """Every workload (a pair of models) on every prompt set at every temperature.
+    """Measures every workload on every prompt set at every temperature.
 
     Units are ordered so that a run that is cut short has some of everything. Greedy
-    arms are those whose trees differ: rules make no difference then.
+    decoding has one arm for each tree, as rules make no difference there.
 
     Args:
-      works: by label, "" where there is one pair only.
-      others: makes decoders that are not ours for a text, greedy.
+      works: by label of the pair of models, "" if there is only one.
+      others: makes decoders of other programs for a text, greedy.
+
+    Returns:
+      the report; "results" are rows of `summarise_arms`.
     """
     any_work = next(iter(works.values()))
+    warm = {label: set[str]() for label in works}
+
+    def unit(label: str, texts: Sequence[Prompt], temperature: float) -> Any:
+        work, strangers = works[label], None
+        if temperature == 0:
+            work = replace(work, arms=_greedy_arms(work.arms))
+            strangers = None if others is None else others(texts[0])
+        options = temperature, run.repeats, warm[label], strangers
+        return decode_unit(work, texts, *options)
+
     units = {
-        f"{label}/{title}/T={temperature:g}/{i}": (label, texts, temperature)
+        f"{label}/{title}/T={temperature:g}/{i}": partial(
+            unit, label, texts, temperature
+        )
         for i, groups in enumerate(rounds(prompts, any_work.batch))
         for temperature in temperatures
         for title, texts in groups.items()
         for label in works
     }
-    warm = {label: set[str]() for label in works}
-
-    def work_unit(name: str) -> dict[str, Any]:
-        label, group, temperature = units[name]
-        work = works[label]
-        strangers = {}
-        if temperature == 0:
-            work = replace(work, arms=_greedy_arms(work.arms))
-            strangers = {} if others is None else others(group[0])
-        return decode_unit(
-            work, group, temperature, run.repeats, warm[label], strangers
-        )
-
     pairs = {label: (work.target, work.drafter) for label, work in works.items()}
     settings = settings_of(benchmark, pairs, prompts) | {
         "pairs": list(works),
@@ -344,12 +330,12 @@ def measure_arms(
         "batch": any_work.batch,
         "max_new_tokens": any_work.max_new_tokens,
     }
-    report = measure(settings, units, work_unit, run)
+    report = measure(settings, units, run)
     return {**report, "results": summarise_arms(report["units"])}
 
 
 def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
-    """One arm a tree and way to verify."""
+    """Keeps one arm for each tree, drafter and way to verify."""
     kept: dict[Any, Arm] = {}
     for arm in arms:
         way = arm.tree, arm.drafting, arm.ahead, arm.width, arm.verify
@@ -358,7 +344,7 @@ def _greedy_arms(arms: Sequence[Arm]) -> tuple[Arm, ...]:
 
 
 def summarise_arms(units: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per pair, set, temperature and arm, from the records of the units."""
+    """Returns a row per pair, set, temperature and arm, from the units' records."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for name, record in units.items():
         label, title, temperature, _ = name.split("/")
@@ -372,8 +358,14 @@ def summarise_arms(units: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def records_of(report: dict[str, Any], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the records of the units that a row of `summarise_arms` is made of."""
+    begin = f"{row['pair']}/{row['set']}/T={row['temperature']:g}/"
+    return [r for name, r in report["units"].items() if name.startswith(begin)]
+
+
 def summarise_cells(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What an arm's records, one a unit, say of it alone.
+    """Returns statistics of an arm over its records, one a unit.
 
     tau counts tokens and calls of all units. Speeds are of the median turn; their
     median and quartiles are over units.
@@ -390,102 +382,42 @@ def summarise_cells(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rates(cells: Sequence[dict[str, Any]]) -> list[float]:
-    """Tokens per second of the median turn, by unit."""
+    """Returns tokens per second of the median turn, by unit."""
     return [c["tokens"] / median(c["seconds"]) for c in cells]
+
+
+def bytes_a_token(cells: Sequence[dict[str, Any]], caches: bool = True) -> float:
+    """Returns the bytes that an arm reads for each token."""
+    parts = ("weights", "state", "caches") if caches else ("weights", "state")
+    total = sum(t[part] for c in cells for t in c["traffic"] for part in parts)
+    return total / sum(c["tokens"] for c in cells)
+
+
+def speedups(cells: Sequence[Any], others: Sequence[Any]) -> list[float]:
+    """Returns the ratios of two arms' speeds, by unit."""
+    return [a / b for a, b in zip(rates(cells), rates(others), strict=True)]
 
 
 def summarise_arm(
     records: Sequence[dict[str, Any]], arm: str, chain: str | None
 ) -> dict[str, Any]:
-    """Statistics of an arm over the units of one set; ratios are made unit by unit."""
+    """Returns statistics of an arm over the units of a set, ratios unit by unit."""
     cells = [record[arm] for record in records]
 
     def over(other: str) -> list[float]:
-        others = rates([record[other] for record in records])
-        return [a / b for a, b in zip(rates(cells), others, strict=True)]
+        return speedups(cells, [record[other] for record in records])
 
-    speedups = over(PLAIN)
-    promised = cells[0]["equal"] is not None
+    over_plain = over(PLAIN)
+    compared = cells[0]["equal"] is not None
     row = summarise_cells(cells) | {
-        "speedup": spread(speedups),
-        "worst_tenth": float(np.quantile(speedups, 0.1)),
-        "faster_than_plain": sum(s > 1 for s in speedups),
-        "p_plain": sign_test(speedups),
-        "equal_to_plain": sum(c["equal"] for c in cells) if promised else None,
+        "speedup": spread(over_plain),
+        "worst_tenth": float(np.quantile(over_plain, 0.1)),
+        "faster_than_plain": sum(s > 1 for s in over_plain),
+        "p_plain": sign_test(over_plain),
+        "equal_to_plain": sum(c["equal"] for c in cells) if compared else None,
         "over_chain": None,
         "p_chain": None,
     }
     if chain is not None and arm != chain:
         row["over_chain"], row["p_chain"] = median(over(chain)), sign_test(over(chain))
     return row
-
-
-def arms_table(report: dict[str, Any]) -> str:
-    """A row per pair, set, temperature and arm."""
-    many = len(report["pairs"]) > 1
-    head = ["pair"] if many else []
-    head += ["set", "T", "arm", "tau", "tokens/s", "ms/call", "over plain (quartiles)"]
-    head += ["worst tenth", "faster, p", "over chain, p", "equal", "first call, s"]
-    rows = []
-    for row in report["results"]:
-        s, n = row["speedup"], row["units"]
-        chain = shown(row["over_chain"], ".2f")
-        if row["p_chain"] is not None:
-            chain += f", {row['p_chain']:.2g}"
-        equal = row["equal_to_plain"]
-        cells = [row["pair"]] if many else []
-        greedy = row["temperature"] == 0  # which knows no rules
-        named = tree_of(row["arm"]) if greedy else row["arm"]
-        cells += [row["set"], f"{row['temperature']:g}", named]
-        cells += [f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}"]
-        cells += [f"{row['ms_per_call']:.2f}"]
-        cells += [f"{s['median']:.2f} ({s['low']:.2f}..{s['high']:.2f})"]
-        cells += [f"{row['worst_tenth']:.2f}"]
-        plain = row["arm"] == PLAIN
-        faster = f"{row['faster_than_plain']}/{n}, {row['p_plain']:.2g}"
-        cells += ["-" if plain else faster, chain]
-        cells += ["-" if equal is None else f"{equal}/{n}"]
-        cells += [f"{row['first_call_s']:.1f}"]
-        rows.append(cells)
-    return table(head, rows)
-
-
-def temperature_table(report: dict[str, Any]) -> str:
-    """tau and speed-up over plain decoding, by arm and temperature, set by set."""
-    sections = []
-    for title in report["sets"]:
-        rows = [row for row in report["results"] if row["set"] == title]
-        plain = {
-            row["temperature"]: f"{row['tokens_per_s']:.0f}"
-            for row in sorted(rows, key=lambda row: row["temperature"])
-            if row["arm"] == PLAIN
-        }
-        lines = [
-            [arm, *(_tau_and_speed(row_of(rows, arm, t)) for t in plain)]
-            for arm in dict.fromkeys(row["arm"] for row in rows)
-        ]
-        lines.append(["plain, tokens/s", *plain.values()])
-        sections += [
-            f"{title}, {report['sets'][title]} prompts, batch {report['batch']}: "
-            "tau (over plain)",
-            table(["rule and tree", *(f"T = {t:g}" for t in plain)], lines),
-        ]
-    return "\n\n".join(sections)
-
-
-def _tau_and_speed(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    return f"{row['tau']:.2f} ({row['speedup']['median']:.2f}x)"
-
-
-def row_of(
-    rows: Sequence[dict[str, Any]], arm: str, temperature: float
-) -> dict[str, Any] | None:
-    """The row of an arm; at T = 0 one arm a tree was run, and stands for all of it."""
-
-    def same(name: str) -> bool:
-        return name == arm or (temperature == 0 and tree_of(name) == tree_of(arm))
-
-    at = (row for row in rows if row["temperature"] == temperature)
-    return next((row for row in at if same(row["arm"])), None)

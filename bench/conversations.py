@@ -1,0 +1,301 @@
+"""Conversations within a budget: SpecMemo's multi-turn figure, with the planner.
+
+Run-time memory is everything but weights. A budget is a share of the run-time memory of
+the planner's choice without a limit, and its weights. The planner's choice for a budget
+decodes the same conversations, in caches of the size that the plan counts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stree_jax.bench import charts, tables
+from stree_jax.bench.arms import PLAIN, check_ties, rates, speedups
+from stree_jax.bench.budgets import choice_of, run_time
+from stree_jax.bench.budgets import name_of as name_of_record
+from stree_jax.bench.device_memory import resident
+from stree_jax.bench.method import Run, quartiles_of, take_turns
+from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.generation import encode_prompts, generate, tune
+from stree_jax.models.heads import Heads, first_heads
+from stree_jax.result import Generation
+from stree_jax.sizing.plan import Choice, Request, plan
+from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.tree import Auto, Tree, resolve_tree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AMPLE = 2**50  # bytes: no limit
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Conversations, and the ways to answer them.
+
+    Attributes:
+      target, heads: the models; a choice with fewer heads takes the first ones.
+      turns: conversations: the user's messages.
+      request: what a conversation needs.
+      ample: the planner's choice without a limit.
+      budgets: by share of its run-time memory, the bytes and the planner's choice, or
+        its refusal.
+    """
+
+    target: Model
+    heads: Heads
+    turns: Sequence[Sequence[str]]
+    request: Request
+    ample: Choice
+    budgets: dict[float, tuple[int, Choice | str]]
+
+    @property
+    def arms(self) -> dict[str, Choice | None]:
+        """The ways to answer by name; None is plain decoding."""
+        fitting = [c for _, c in self.budgets.values() if isinstance(c, Choice)]
+        return {PLAIN: None} | {name_of(c): c for c in (self.ample, *fitting)}
+
+
+def name_of(choice: Choice) -> str:
+    return PLAIN if choice.drafter == "none" else name_of_record(choice_of(choice))
+
+
+def plans(
+    target: Model,
+    heads: Heads,
+    turns: Sequence[Sequence[str]],
+    shares: Sequence[float],
+    max_new_tokens: int,
+    timed: bool,
+) -> Talk:
+    """Asks the planner for its choice at each budget.
+
+    Args:
+      shares: of the run-time memory of its choice without a limit.
+      timed: if True, first time the steps of tree "auto", as `stree_jax.tune` does, so
+        that the planner uses them. Otherwise it uses known or assumed times.
+
+    Raises:
+      ValueError: no conversations.
+    """
+    if not turns:
+        raise ValueError("--parts turns: want --prompts with conversations (turns)")
+    lengths = [len(ids) for talk in turns for ids in encode_prompts(target, list(talk))]
+    context = max(lengths) + max_new_tokens
+    request = Request(1, context, max(map(len, turns)), max_new_tokens)
+    if timed:
+        capacity = request.room(Auto().depth).capacity
+        for k in range(heads.config.heads, 0, -1):
+            tune(target, first_heads(heads, k), context=capacity)
+        tune(target, LOOKUP, context=capacity)
+
+    def ask(limit: int) -> Choice:
+        return plan(
+            target.config,
+            limit,
+            drafter=heads.config,
+            context=context,
+            queries=request.queries,
+            max_new_tokens=max_new_tokens,
+            dtypes=[str(target.weight_format)],
+        ).best
+
+    ample = ask(AMPLE)
+    weights = ample.memory.total - run_time(ample.memory)
+    budgets: dict[float, tuple[int, Choice | str]] = {}
+    for share in shares:
+        limit = weights + int(share * (ample.memory.promised - weights))
+        try:
+            budgets[share] = limit, ask(limit)
+        except ValueError as error:  # of the planner: nothing fits
+            budgets[share] = limit, str(error)
+    return Talk(target, heads, turns, request, ample, budgets)
+
+
+def converse(
+    talk: Talk, turns: Sequence[str], choice: Choice | None
+) -> list[tuple[Generation, int | None]]:
+    """Returns every turn's answer, and the process's resident bytes after it."""
+    drafter: Heads | str | None = None
+    depth = 0
+    if choice is not None and choice.drafter != "none":
+        tree = resolve_tree(choice.tree)
+        assert isinstance(tree, Tree | Auto)
+        depth = tree.depth
+        drafter = first_heads(talk.heads, choice.heads) if choice.heads else LOOKUP
+    answers: list[tuple[Generation, int | None]] = []
+    for text in turns:
+        result = generate(
+            talk.target,
+            [text],
+            max_new_tokens=talk.request.max_new_tokens,
+            drafter=drafter,
+            tree=None if choice is None or drafter is None else choice.tree,
+            stop_tokens=(),
+            past=answers[-1][0].past if answers else None,
+            take_past=True,
+            keep_past=True,
+            capacity=talk.request.room(depth).capacity,
+        )
+        answers.append((result, resident()))
+    return answers
+
+
+def units(talk: Talk, run: Run) -> dict[str, Callable[[], Any]]:
+    """Returns a unit for each conversation: all ways to answer it, in turns."""
+    warm: set[str] = set()
+    return {
+        f"turns/{i}": partial(_unit, talk, turns, run.repeats, warm)
+        for i, turns in enumerate(talk.turns)
+    }
+
+
+def _unit(
+    talk: Talk, turns: Sequence[str], repeats: int, warm: set[str]
+) -> dict[str, Any]:
+    """Raises RuntimeError where greedy text differs from plain decoding."""
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(converse, talk, turns, choice)
+        for name, choice in talk.arms.items()
+    }
+    results, _ = take_turns(calls, repeats, warm)
+    last = {name: [r for r, _ in runs[-1]] for name, runs in results.items()}
+    record = {}
+    equal = check_turns(talk.target, last)
+    for name, runs in results.items():
+        record[name] = {
+            "seconds": [sum(r.decode_s for r, _ in answers) for answers in runs],
+            "tokens": sum(int(r.lengths.sum()) for r in last[name]),
+            "calls": sum(int(r.target_calls.sum()) for r in last[name]),
+            "equal": equal[name],
+            "resident": [size for answers in runs for _, size in answers],
+        }
+    return record
+
+
+def check_turns(target: Model, results: dict[str, list[Generation]]) -> dict[str, bool]:
+    """Returns by arm whether all turns are those of plain decoding.
+
+    After a difference at a tie the turns answer another text and are not compared.
+
+    Raises:
+      RuntimeError: a difference that is no tie.
+    """
+    same = dict.fromkeys(results, True)
+    for turn, plain in enumerate(results[PLAIN]):
+        assert plain.past is not None
+        before = plain.past.tokens[0][: -len(plain.tokens[0])]
+        here = {name: runs[turn] for name, runs in results.items() if same[name]}
+        check_ties(target, [tuple(before)], here)
+        for name, result in here.items():
+            same[name] = result.tokens == plain.tokens
+    return same
+
+
+def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the choice for each budget, and every way to answer beside its plan.
+
+    Args:
+      records: of the conversations.
+    """
+    arms = [summary(records, name, choice) for name, choice in talk.arms.items()]
+    speeds = {row["arm"]: row for row in arms}
+    budgets = []
+    for share, (limit, choice) in talk.budgets.items():
+        row: dict[str, Any] = {"share": share, "limit": limit}
+        if isinstance(choice, str):
+            budgets.append(row | {"arm": None, "refusal": choice})
+            continue
+        cells, ample = (
+            [record[name_of(c)] for record in records] for c in (choice, talk.ample)
+        )
+        speed = quartiles_of("of_ample", speedups(cells, ample))
+        budgets.append(row | speed | speeds[name_of(choice)] | choice_of(choice))
+    return {"request": vars(talk.request), "arms": arms, "budgets": budgets}
+
+
+def summary(
+    records: Sequence[dict[str, Any]], name: str, choice: Choice | None
+) -> dict[str, Any]:
+    """Returns the measurements of a way to answer, and the plan of its choice."""
+    cells = [record[name] for record in records]
+    plain = [record[PLAIN] for record in records]
+    row: dict[str, Any] = {
+        "arm": name,
+        "conversations": len(cells),
+        "equal": sum(c["equal"] for c in cells),
+        "measured_tau": sum(c["tokens"] for c in cells)
+        / sum(c["calls"] for c in cells),
+        **quartiles_of("speedup", speedups(cells, plain)),
+        **quartiles_of("tokens_per_s", rates(cells)),
+        "resident_first": cells[0]["resident"][0],
+        "resident_last": cells[-1]["resident"][-1],
+    }
+    return row | ({} if choice is None else choice_of(choice))
+
+
+def turns_table(found: dict[str, Any]) -> str:
+    """Returns the choice for each budget, and measurements beside the plans."""
+    equal = "{equal}/{conversations}".format_map
+    of_ample = tables.quartiles("", "of_ample", ".2f")[1]
+    budgets = [
+        ("run-time memory", "share", ".0%"),
+        ("budget, MB", "limit", "MB"),
+        ("taken", "arm", "", "refused"),
+        ("MB", lambda row: row.get("bytes"), "MB"),
+        ("MB but weights", lambda row: row.get("run_time"), "MB"),
+        (
+            "speed, of the unconstrained (quartiles)",
+            lambda row: row["arm"] and of_ample(row),
+            ".2f",
+        ),
+        ("over plain", lambda row: row.get("speedup"), ".2f"),
+        ("equal", lambda row: row["arm"] and equal(row)),
+    ]
+    arms = [
+        ("way to answer", "arm"),
+        ("tau", "measured_tau", ".2f"),
+        ("planned tau", lambda row: row.get("tau"), ".2f"),
+        ("tokens/s", "tokens_per_s", ".0f"),
+        ("planned", lambda row: row.get("predicted"), ".0f"),
+        tables.quartiles("over plain", "speedup", ".2f"),
+        ("resident at first, MB", "resident_first", "MB"),
+        ("at last, MB", "resident_last", "MB"),
+    ]
+    refusals = [row["refusal"] for row in found["budgets"] if row["arm"] is None]
+    times = {row["measured"] for row in found["arms"] if "measured" in row}
+    kinds = "mixed" if len(times) != 1 else "measured" if True in times else "assumed"
+    sections = [
+        tables.table(budgets, found["budgets"]),
+        *refusals[:1],
+        tables.table(arms, found["arms"]),
+        f"Times that plans go by: {kinds}.",
+    ]
+    return "\n\n".join(sections)
+
+
+def draw_turns(report: dict[str, Any]) -> "Figure":
+    """Draws speed against run-time memory, and measured against planned speed."""
+    figure, axes = charts.panels(2, report, "Conversations in a budget")
+    found = report["conversations"]
+    budgets = [
+        {
+            "label": "taken" if row["arm"] else "refused",
+            "share": 100 * row["share"],
+            "speed": 100 * row["of_ample"] if row["arm"] else 0,
+        }
+        for row in found["budgets"]
+    ]
+    words = "run-time memory that there is, %", "speed, %"
+    options: dict[str, Any] = {"guide": 100, "from_zero": True}
+    charts.lines(axes[0], budgets, "share", "speed", "label", *words, **options)
+    for row, at in zip(found["budgets"], budgets, strict=True):
+        place = {"xytext": (3, 4), "textcoords": "offset points", "fontsize": 7}
+        axes[0].annotate(row["arm"] or "", (at["share"], at["speed"]), **place)
+    arms = [row for row in found["arms"] if row["arm"] != PLAIN]
+    plain = next(row for row in found["arms"] if row["arm"] == PLAIN)
+    words = "tokens/s, planned", "tokens/s, measured (line: plain)"
+    options = {"guide": plain["tokens_per_s"]}
+    charts.lines(axes[1], arms, "predicted", "tokens_per_s", "arm", *words, **options)
+    return figure
