@@ -239,8 +239,9 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.cli.terminal import waiting
     from stree_jax.default_tree import spec_for
     from stree_jax.pair import load_pair
-    from stree_jax.server.fitting import fitted, smaller
-    from stree_jax.sizing.units import bytes_named
+    from stree_jax.server.fitting import ServeTask, smaller
+    from stree_jax.sizing.fit import fastest
+    from stree_jax.sizing.units import bytes_named, shown_bytes
 
     limit = None if args.memory is None else bytes_named(args.memory)
     if limit is not None:
@@ -255,10 +256,11 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     warn_of_drafter(model, drafter)
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), wish, None
-    asked = model, drafter, args.tree, args.rule
-    fit = fitted(limit, *asked, list(smaller(wish, named)))
-    say(str(fit))
-    return model, fit.way.spec, fit.sizes, fit.spare
+    task = ServeTask(model, drafter, args.tree, args.rule)
+    (found,) = fastest(task, smaller(wish, named), limit)
+    served = task.described(found.request, found.candidate)
+    say(f"{served}: {shown_bytes(found.size)} of {shown_bytes(limit)}")
+    return model, found.candidate.spec, found.request, limit - found.size
 
 
 def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
@@ -278,6 +280,7 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     from stree_jax.convert.store import weights_named
     from stree_jax.models.memory import size_of
     from stree_jax.pair import pair_configs
+    from stree_jax.sizing.fit import weights_too_large
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes
 
@@ -286,8 +289,7 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     size = size_of(abstract_model(replace(found.target, mtp=()), dtype))
     if size > limit:
         raise ValueError(
-            f"memory: {shown_bytes(limit)} are too few: the weights alone are "
-            f"{shown_bytes(size)}; take a smaller model or --dtype"
+            f"memory: {shown_bytes(limit)} are too few; {weights_too_large(size)}"
         )
 
 

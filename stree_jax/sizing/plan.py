@@ -7,7 +7,7 @@ looked at once. No limit is ever raised: what does not fit is refused, with what
 less of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from stree_jax.convert.store import weights_named
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.sizing.candidates import Candidate, by_speed, way
+from stree_jax.sizing.fit import Count, Number, Task, fastest, number_of
 from stree_jax.sizing.memory import (
     SCRATCH,
     Memory,
@@ -30,7 +31,7 @@ from stree_jax.sizing.memory import (
     compiled_bytes,
     memory_of,
 )
-from stree_jax.sizing.units import bytes_named, shown_bytes
+from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.loop import cache_capacity
@@ -197,19 +198,12 @@ def plan(
     drafter = named_drafter(drafter)
     if isinstance(drafter, models.Model | Heads):
         drafter = drafter.config
-    least: list[_Option] = []
-    for dtype in dtypes:
-        kept = weights_named(dtype)
-        options = _options(config, drafter, kept, request, acceptance)
-        (plain,) = (option for option in options if option.way.who == "none")
-        least.append(plain)
-        if plain.bytes_of(request) > limit:  # and whatever drafts takes more
-            continue
-        fitting = _fitting(options, request, limit, check)
-        if fitting:
-            return Planned(request, limit, fitting)
-    smallest = min(least, key=lambda option: option.bytes_of(request))
-    raise ValueError(_refusal(smallest, request, limit))
+    kept = map(weights_named, dtypes)
+    options = (_options(config, drafter, one, request, acceptance) for one in kept)
+    wishes = (_Wish(**asdict(request), options=some) for some in options)
+    found = fastest(_PlanTask(check), wishes, limit, 1 if check else KEPT)
+    choices = tuple(one.candidate.choice(request) for one in found)
+    return Planned(request, limit, choices)
 
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:
@@ -230,24 +224,9 @@ def _check_plan(dtypes: Any, acceptance: Any) -> None:
         )
 
 
-def _fitting(
-    options: "list[_Option]", request: Request, limit: int, check: bool
-) -> tuple[Choice, ...]:
-    """The first options that fit; to be checked by the compiler, one is enough."""
-    found: list[Choice] = []
-    for option in options:
-        choice = option.choice(request)
-        fits = choice.memory.promised <= limit
-        if fits and (not check or option.holds(request, limit)):
-            found.append(choice)
-        if len(found) == (1 if check else KEPT):
-            break
-    return tuple(found)
-
-
 @dataclass(frozen=True)
 class _Option:
-    """A candidate whose bytes are not known yet."""
+    """A candidate for a target in one dtype, both abstract."""
 
     way: Candidate
     target: models.Model
@@ -257,24 +236,63 @@ class _Option:
         way = self.way
         facts = way.tau, way.step_s, way.measured
         named = way.who, way.heads, way.tree, self.dtype.name
-        who = self._who(request)
-        return Choice(*named, *facts, who[-1].capacity, memory_of(*who))
+        program = self.program(request)
+        return Choice(*named, *facts, program[-1].capacity, memory_of(*program))
 
-    def bytes_of(self, request: Request) -> int:
-        return memory_of(*self._who(request)).promised
-
-    def holds(self, request: Request, limit: int) -> bool:
-        """Whether both programs fit by the compiler's own word."""
-        args = self._who(request)
-        reads = args[-1].capacity - args[-1].max_new_tokens
-        memory = memory_of(*args)
-        weights = memory.weights + memory.drafter_weights
-        most = weights + (limit - weights) / SCRATCH
-        return all(compiled_bytes(*args, reads=n).total <= most for n in (0, reads))
-
-    def _who(self, request: Request) -> tuple[models.Model, Any, str, Room]:
+    def program(self, request: Request) -> tuple[models.Model, Any, str, Room]:
+        """Returns the arguments of `memory_of` and `compiled_bytes`."""
         way = self.way
         return self.target, way.drafter, way.tree, request.room(way.topology.depth)
+
+
+@dataclass(frozen=True)
+class _Wish(Request):
+    """A request in one dtype, and its options, the fastest by expectation first."""
+
+    options: Sequence[_Option] = ()
+
+
+@dataclass(frozen=True)
+class _PlanTask(Task[_Wish, _Option]):
+    """A search among models that are not loaded.
+
+    Attributes:
+      check: whether the compiler has the last word; else predictions decide.
+    """
+
+    check: bool
+    tolerance = 1.0
+
+    def least(self, request: _Wish) -> _Option:
+        (plain,) = (one for one in request.options if one.way.who == "none")
+        return plain
+
+    def candidates(self, request: _Wish) -> Sequence[_Option]:
+        return request.options
+
+    def described(self, request: _Wish, candidate: _Option) -> str:
+        return str(candidate.choice(request))
+
+    def count(self, request: _Wish, candidate: _Option) -> Count:
+        memory = memory_of(*candidate.program(request))
+        weights, surely = memory.weights + memory.drafter_weights, memory.promised
+        return Count(weights, surely, surely, memory.parts)
+
+    def compiled(self, request: _Wish, candidate: _Option) -> Iterator[int]:
+        """Yields the bytes of the loop, and of prefill."""
+        if not self.check:
+            return
+        program = candidate.program(request)
+        weights = self.count(request, candidate).weights
+        room = program[-1]
+        for reads in (0, room.capacity - room.max_new_tokens):
+            need = compiled_bytes(*program, reads=reads).total - weights
+            yield weights + int(SCRATCH * need)
+
+    def numbers(self, request: _Wish) -> list[Number[_Wish]]:
+        shortest = request.max_new_tokens + 1
+        least = {"context": shortest, "queries": 1, "batch": 1}
+        return [number_of(request, name, n) for name, n in least.items()]
 
 
 def _options(
@@ -308,50 +326,6 @@ def _options(
     room = request.room(Auto().depth)
     ways = by_speed(target, drafting, room, acceptance)
     return [_Option(way, target, dtype) for way in ways]
-
-
-def _refusal(option: _Option, request: Request, limit: int) -> str:
-    """In one line: how far off the least is, its largest parts, what would fit."""
-    least = option.choice(request)
-    total = least.memory.promised
-    parts = sorted(least.memory.parts.items(), key=lambda item: -item[1])[:2]
-    largest = " and ".join(f"{name} {shown_bytes(size)}" for name, size in parts)
-    fits = [
-        f"{name} {value}"
-        for name in ("context", "queries", "batch")
-        if (value := _largest(name, option, request, limit)) is not None
-    ]
-    one = replace(request, batch=1, queries=1)
-    if not fits and (value := _largest("context", option, one, limit)) is not None:
-        fits = [f"batch 1, queries 1 and context {value}"]
-    short = replace(one, context=request.max_new_tokens + 1)
-    never = shown_bytes(option.bytes_of(short))
-    if fits:
-        advice = f"it fits with {', or '.join(fits)}"
-    elif option.bytes_of(one) <= limit:
-        advice = "it fits with batch 1 and queries 1"
-    else:
-        advice = f"the shortest request takes {never}: take a smaller model or more"
-    return (
-        f"memory: {shown_bytes(limit)} are {shown_bytes(max(total - limit, 0))} too "
-        f"few; the least, {least}, takes {shown_bytes(total)} ({largest}); {advice}"
-    )
-
-
-def _largest(name: str, option: _Option, request: Request, limit: int) -> int | None:
-    """The most of one of a request's numbers that fits, or None where not one does."""
-    low = 1 if name != "context" else request.max_new_tokens + 1
-    high = getattr(request, name)
-
-    def fits(value: int) -> bool:
-        return option.bytes_of(replace(request, **{name: value})) <= limit
-
-    if low >= high or fits(high) or not fits(low):
-        return None
-    while high - low > max(1, low // 64):  # two digits are enough to go by
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def specmemo_bytes(
