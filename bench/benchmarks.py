@@ -27,8 +27,8 @@ from stree_jax.bench.prompts import Prompt, read_prompts, read_turns
 from stree_jax.bench.shapes import config_of, random_model, random_pair, random_prompts
 from stree_jax.bench.speculation import PLAIN, measure_arms, parse_arm, workload
 from stree_jax.bench.widen import widened, widened_heads
-from stree_jax.checkpoints.checkpoint import Model, load
 from stree_jax.checkpoints.heads import load_heads
+from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.pair import load_pair
 from stree_jax.sizing.units import bytes_named

@@ -29,7 +29,7 @@ from stree_jax.bench.speculation import (
     workload,
 )
 from stree_jax.buckets import bucket
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import accuracy_of, tree_for
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads

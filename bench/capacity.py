@@ -17,7 +17,7 @@ from stree_jax.bench.peers import in_dtype
 from stree_jax.bench.shapes import NAMES, config_of, random_model
 from stree_jax.bench.tables import megabytes, shown, table, with_quartiles
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoints.checkpoint import Model, load
+from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import cache_rows, init_state, param_dtype
 from stree_jax.sizing.traffic import state_and_caches, weights_read
 

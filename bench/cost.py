@@ -27,7 +27,7 @@ from stree_jax.bench.speculation import (
     workload,
 )
 from stree_jax.bench.tables import table
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts
 from stree_jax.speculation.tree import Topology, Tree, resolve_tree
 

@@ -25,7 +25,7 @@ from stree_jax.bench.passes import (
 )
 from stree_jax.bench.shapes import config_of, random_model
 from stree_jax.bench.tables import megabytes, ratio, shown, table, with_quartiles
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import ModelConfig
 from stree_jax.models.memory import size_of
 from stree_jax.sizing.memory import abstract_model

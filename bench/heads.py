@@ -24,7 +24,7 @@ from stree_jax.bench.speculation import (
 )
 from stree_jax.bench.staged import bytes_a_token, records_of
 from stree_jax.bench.tables import shown, table
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model
 from stree_jax.models.heads import Heads

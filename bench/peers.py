@@ -34,7 +34,8 @@ from stree_jax.bench.speculation import (
 )
 from stree_jax.bench.tables import shown, table, with_quartiles
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoints.checkpoint import Model, load, save
+from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.save import save
 from stree_jax.convert import CheckpointError
 from stree_jax.generation import encode_prompts
 from stree_jax.models.memory import size_of

@@ -15,7 +15,7 @@ from stree_jax.bench.method import Run, measure
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.speculation import PLAIN, settings_of
 from stree_jax.bench.tables import table
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import begin
 from stree_jax.speculation import loop
 

@@ -23,7 +23,7 @@ from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.tables import megabytes, shown, table, with_quartiles
 from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts
 from stree_jax.models import State, chain_nodes, forward_tree, read_text
 from stree_jax.parity import Difference, quiet

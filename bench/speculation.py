@@ -21,7 +21,7 @@ from stree_jax.bench.method import (
 from stree_jax.bench.prompts import Prompt, rounds
 from stree_jax.bench.tables import shown, table
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import begin, encode_prompts
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads

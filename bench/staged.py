@@ -33,7 +33,7 @@ from stree_jax.bench.speculation import (
     workload,
 )
 from stree_jax.bench.tables import shown, table
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sizing.pass_time import MeasuredTime

@@ -37,7 +37,7 @@ from stree_jax.bench.tables import (
     with_quartiles,
 )
 from stree_jax.bench.unroll import Unrolled, is_leaf
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.result import Generation
 from stree_jax.speculation import loop
 from stree_jax.speculation.decoding import RUNNING, Decoding

@@ -1,6 +1,5 @@
 """Checkpoints of other libraries to ours, and back."""
 
-import math
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles as CheckpointFiles
 from stree_jax.convert.configs import Warn, check_mtp, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
@@ -78,6 +78,7 @@ class Found(NamedTuple):
       names: of its tensors.
     """
 
+    files: CheckpointFiles
     source: Source
     format: str
     names: Names
@@ -85,14 +86,14 @@ class Found(NamedTuple):
 
 
 def find(
-    path: Path,
+    files: CheckpointFiles,
     dt_floor: bool = False,
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> Found:
     """Reads the headers of a directory in another format than ours, or a GGUF file.
 
-    Of tensors that the config ties and the file has twice it reads the numbers, to see
+    If the config ties two tensors and the file has both, it reads their numbers, to see
     whether they are equal (`tensors.settle_names`).
 
     Args:
@@ -101,15 +102,15 @@ def find(
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if is_gguf(path):
-        source, name, architecture, config = open_gguf(path)
+    if files.is_gguf:
+        source, name, architecture, config = open_gguf(files)
         if mtp:
-            check_mtp(path, config)
-        return Found(source, f"gguf {name}", architecture.names, config)
-    source = logical(open_source(path))
-    format, config = read_config(path, source.tensors, dt_floor, warn, mtp)
+            check_mtp(files.path, config)
+        return Found(files, source, f"gguf {name}", architecture.names, config)
+    source = logical(open_source(files.path), files)
+    format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
     names, config = settle_names(source, NAMES[format], config, warn)
-    return Found(source, format, names, config)
+    return Found(files, source, format, names, config)
 
 
 @dataclass(frozen=True)
@@ -203,39 +204,43 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    directory: Path,
+    files: CheckpointFiles,
     dtype: Any = None,
     dt_floor: bool = False,
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> Checkpoint:
-    """Check every name, shape and dtype of a PyTorch or safetensors directory, or of
+    """Checks every name, shape and dtype of a PyTorch or safetensors directory, or of
     a GGUF file.
 
     Args:
-      dtype: to load the weights in; None: see `source_dtype`.
+      dtype: to keep the weights in. If None, see `source_dtype`.
       dt_floor, warn, mtp: see `configs.read_config`.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if not directory.is_dir() and not is_gguf(directory):
-        raise CheckpointError(f"{directory}: no such directory")
-    if is_ours(directory):
-        raise CheckpointError(f"{directory}: is in our format already")
-    source, _, names, config = find(directory, dt_floor, warn, mtp)
-    tokenizer_files(directory)
+    if not files.path.is_dir() and not files.is_gguf:
+        raise CheckpointError(f"{files.path}: no such directory")
+    if is_ours(files):
+        raise CheckpointError(f"{files.path}: is in our format already")
+    return checked(find(files, dt_floor, warn, mtp), dtype)
+
+
+def checked(found: Found, dtype: Any = None) -> Checkpoint:
+    """Checks every name, shape and dtype; see `open_checkpoint`."""
+    source, config = found.source, found.config
+    tokenizer_files(found.files.path)
     _check_layer_count(source, config)
-    rows = rows_of(names, config)
+    rows = rows_of(found.names, config)
     check_tensors(source, rows, config)
-    kept = source_dtype(source) if dtype is None else weights_named(dtype)
+    kept = weights_named(source_dtype(source) if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 
 
 def _nbytes(source: Source, row: Row) -> int:
-    """Bytes of a row's tensors, as they are stored."""
-    infos = [source.tensors[name] for name in row.sources]
-    return sum(math.prod(i.shape) * (4 if i.dtype == "float32" else 2) for i in infos)
+    """Returns the bytes of a row's tensors, as they are stored."""
+    return sum(map(source.nbytes, row.sources))
 
 
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
@@ -277,13 +282,14 @@ def convert_checkpoint(
     with atomic_directory(dst, warn) as temporary:
         if dtype is not None:
             dtype_named(dtype)
-        read_tokenizer(src, warn)  # a bad one is refused before the weights are read
-        checkpoint = open_checkpoint(src, dtype, dt_floor, warn, mtp=None)
+        files = CheckpointFiles(src)
+        read_tokenizer(files, warn)  # a bad one is refused before the weights are read
+        checkpoint = open_checkpoint(files, dtype, dt_floor, warn, mtp=None)
         config, kept = checkpoint.config, checkpoint.dtype
         check_space(dst, config, kept)
-        copy_tokenizer(src, temporary)  # before its checksum is taken
-        if is_gguf(src):
-            write_source_config(src, temporary / SOURCE_CONFIG)
+        copy_tokenizer(files, temporary)  # before its checksum is taken
+        if files.is_gguf:
+            write_source_config(files.header, temporary / SOURCE_CONFIG)
         else:
-            shutil.copyfile(src / "config.json", temporary / SOURCE_CONFIG)
+            shutil.copyfile(files.config_file, temporary / SOURCE_CONFIG)
         write_directory(temporary, config, kept, checkpoint.read(progress, warn))

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import (
     EXPORTERS,
@@ -49,7 +50,7 @@ def detect(fields: ConfigFields) -> str:
 
 
 def read_config(
-    directory: Path,
+    files: CheckpointFiles,
     tensors: Mapping[str, TensorInfo],
     dt_floor: bool = False,
     warn: Warn | None = None,
@@ -68,7 +69,7 @@ def read_config(
       mtp: whether to read the layers that predict further tokens; None: if there are
         some that can be read.
     """
-    fields = ConfigFields.read(directory / "config.json", tensors)
+    fields = files.fields(tensors=tensors)
     format = detect(fields)
     try:
         config = _parse(fields, format, mtp, warn)
@@ -82,17 +83,18 @@ def read_config(
         mamba = replace(config.mamba, dt_limit=(low, math.inf))
         config = replace(config, mamba=mamba)
     if warn is not None:
-        for line in _notes(fields, format):
+        for line in _notes(files, fields, format):
             warn(line)
     stops, file = config.stop_tokens, fields.file
-    if newer := _generation_stops(directory):
-        stops, file = newer, directory / GENERATION
+    generation = files.fields_if_any(GENERATION)
+    if newer := generation.token_ids("eos_token_id"):  # where they differ
+        stops, file = newer, generation.file
     # The ids in both files are often those of the base model, whose turns never end.
-    end = end_token(directory)
+    end = end_token(files)
     if end is not None and end < config.num_tokens and end not in stops:
         stops = (*stops, end)
     if not stops and format == "native":  # its config has no field for them
-        stops = end_of_text(directory)
+        stops = end_of_text(files)
     odd = [i for i in stops if i >= config.num_tokens]
     if odd and warn is not None:
         warn(
@@ -131,17 +133,11 @@ def check_mtp(directory: Path, config: ModelConfig) -> None:
         )
 
 
-def _notes(fields: ConfigFields, format: str) -> Iterator[str]:
+def _notes(files: CheckpointFiles, fields: ConfigFields, format: str) -> Iterator[str]:
     """Yields warnings about fields that are not followed."""
     yield from config_notes(fields, format)
-    if is_file(fields.file.with_name(GENERATION)):
-        yield from generation_notes(fields.beside(GENERATION))
-
-
-def _generation_stops(directory: Path) -> tuple[int, ...]:
-    """What generation_config.json says: where it differs, it is the newer truth."""
-    file = directory / GENERATION
-    return ConfigFields.read(file).token_ids("eos_token_id") if is_file(file) else ()
+    if files.has(GENERATION):
+        yield from generation_notes(files.fields(GENERATION))
 
 
 def export_format(config: ModelConfig) -> str:

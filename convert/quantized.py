@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.dequantize import Part, Scheme
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
@@ -23,7 +24,6 @@ from stree_jax.convert.source import (
     Quantized,
     Source,
     TensorInfo,
-    is_file,
 )
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
@@ -123,7 +123,7 @@ def _above(module: str) -> Iterator[str]:
         yield module
 
 
-def logical(source: Source) -> Source:
+def logical(source: Source, files: CheckpointFiles) -> Source:
     """The checkpoint with a float tensor for each that is quantized.
 
     The same where no config file speaks of quantization. Reads headers only.
@@ -132,7 +132,7 @@ def logical(source: Source) -> Source:
       CheckpointError: the method is not known, or a quantized tensor is not as its
         config and its shape want it; the tensor's name and file are in it.
     """
-    recipe = _recipe(source)
+    recipe = _recipe(source, files)
     if recipe is None:
         return source
     stored = source.tensors
@@ -243,13 +243,14 @@ def _check_part(
 # Config files
 
 
-def _recipe(source: Source) -> Recipe | None:
-    """What config.json says, or Model Optimizer's own file; None: nothing."""
-    config = ConfigFields.read(source.directory / "config.json", source.tensors)
+def _recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
+    """Reads the schemes from config.json, or from Model Optimizer's own file; None if
+    neither names any."""
+    config = files.fields(tensors=source.tensors)
     name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
     if config.get(name, None) is None:
-        file = source.directory / MODELOPT_FILE
-        return _modelopt(ConfigFields.read(file)) if is_file(file) else None
+        there = files.has(MODELOPT_FILE)
+        return _modelopt(files.fields(MODELOPT_FILE)) if there else None
     fields = config.object(name)
     method = fields.get("quant_method")
     match method:

@@ -98,6 +98,16 @@ class Source:
         """Whether what `read` gives may be pages of a file."""
         return self.tensors[name].file.suffix in PICKLED
 
+    def nbytes(self, name: str) -> int:
+        """Returns the bytes of a tensor in its file, its scales included."""
+        info = self.tensors[name]
+        if info.kind is not None:
+            return info.kind.nbytes(math.prod(info.shape))
+        stored = [info]
+        if name in self.quantized:
+            stored = [info for _, info in self.quantized[name].parts.values()]
+        return sum(math.prod(i.shape) * _itemsize(i.dtype) for i in stored)
+
     def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
         """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
 
@@ -139,6 +149,12 @@ class Source:
             return _read_slices(name, info, index)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
+
+
+def _itemsize(dtype: str) -> int:
+    """Returns the bytes of a number of a dtype such as "bfloat16" or "F8_E4M3"."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8
 
 
 def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:

@@ -27,7 +27,7 @@ from stree_jax.arguments import (
     warn_of_drafter,
 )
 from stree_jax.buckets import bucket
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.checks import (
     DEFAULT_NEW_TOKENS,
     check_not_forked,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import local_or_hub, resolve
+from stree_jax.checkpoints.resolve import local_or_hub, resolve
 from stree_jax.checks import as_path, with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.hub import HubName, repository

@@ -16,7 +16,7 @@ from stree_jax.options import add_pair_options
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from stree_jax.checkpoints.checkpoint import Model
+    from stree_jax.checkpoints.load import Model
     from stree_jax.server.batch import Sizes
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready
@@ -158,7 +158,8 @@ def check_model(args: argparse.Namespace) -> None:
     that does not exist, or is no model; a model without a tokenizer, or with fewer
     tokens than alternatives are offered; weights above --memory. Models of the hub are
     not fetched for it."""
-    from stree_jax.checkpoints.checkpoint import resolve
+    from stree_jax.checkpoints.resolve import resolve
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizer import has_tokenizer
     from stree_jax.pair import NO_DRAFTER, named_drafter, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
@@ -173,7 +174,7 @@ def check_model(args: argparse.Namespace) -> None:
         drafter = NO_DRAFTER
     config = pair_configs(args.model, drafter).target
     check_alternatives(args, config.num_tokens)
-    if not has_tokenizer(resolve(args.model)):
+    if not has_tokenizer(CheckpointFiles(resolve(args.model))):
         raise ValueError(NO_TOKENIZER)
     if limit is not None:
         check_weights(args, limit)
@@ -300,17 +301,18 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
       name: of the model, as of --model.
       template: to use in place of the model's.
     """
-    from stree_jax.checkpoints.checkpoint import resolve
+    from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.whole_texts import for_whole_texts
 
-    directory, tokenizer = resolve(name), model.tokenizer
+    files, tokenizer = CheckpointFiles(resolve(name)), model.tokenizer
     if template is None:
-        template = read_chat_template(directory)
+        template = read_chat_template(files)
     if template is None or tokenizer is None:
         return None
-    special = read_special_tokens(directory)
+    special = read_special_tokens(files)
 
     def spell(messages: Sequence[dict[str, str]], turn: "Turn") -> list[int]:
         said = cast(Sequence[Message], messages)

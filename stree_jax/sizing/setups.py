@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from stree_jax import models
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import spec_for
 from stree_jax.models.heads import Heads
 from stree_jax.models.memory import size_of

@@ -1,0 +1,102 @@
+"""Loading models."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import struct
+from jax.sharding import Mesh
+
+from stree_jax import models
+from stree_jax.checkpoints.opened import open_local
+from stree_jax.checkpoints.resolve import resolve
+from stree_jax.checks import check_not_forked, flag, shown, with_hints
+from stree_jax.convert import checked
+from stree_jax.convert.store import read_params, weights_named
+from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.cpu_kernels import level
+from stree_jax.cpu_kernels.pages import to_large_pages
+from stree_jax.models.sharding.placement import cut_for
+from stree_jax.models.sharding.shards import WHOLE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@struct.dataclass
+class Model(models.Model):
+    """A model and its tokenizer, as `load` returns it.
+
+    Attributes:
+      params: nested dictionary of arrays, the only leaves.
+      config: the architecture.
+      tokenizer: or None, where the checkpoint has none.
+    """
+
+    tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
+
+    __repr__ = models.Model.__repr__
+
+
+@with_hints
+def load(
+    path_or_hub_id: str | Path,
+    dtype: Any = None,
+    *,
+    dt_floor: bool = False,
+    mtp: bool = False,
+    mesh: Mesh | None = None,
+    whole: bool = False,
+) -> Model:
+    """Load a model from our own directory, a supported PyTorch/safetensors one, or a
+    GGUF file.
+
+    On a mesh the model is what `shard` makes of one, but each process reads, part by
+    part, only what its own devices hold, so that no memory needs room for all of it.
+    Tensors that are quantized or of a GGUF file are read whole, one at a time.
+
+    Args:
+      path_or_hub_id: a directory, a GGUF file or the first of its shards, a Hugging
+        Face hub id, or "demo" / "demo-drafter", the bundled pair.
+      dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
+        float32 always); None keeps bfloat16, makes it of quantized weights, and float32
+        of anything else. int8: the weights of products, rounded by groups of columns
+        one after another as they are read; all else is bfloat16 (`models.params`).
+      dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
+        `time_step_min`, as transformers 5.23 does; their authors' code does not.
+      mtp: whether to read the layers that predict further tokens, for drafter "mtp".
+      mesh, whole: see `shard`; None: on one device. All processes of a mesh load it at
+        the same time; of our own directories each checks all files.
+
+    Raises:
+      CheckpointError: one line saying what is wrong and where.
+      ValueError: as `shard`, or for a STREE_JAX_CPU_KERNELS that is none, before a
+        weight is read.
+    """
+    # Check STREE_JAX_CPU_KERNELS now: later, a bad value would be reported as the fault
+    # of a file.
+    level()
+    check_not_forked()
+    dt_floor, mtp = flag("dt_floor", dt_floor), flag("mtp", mtp)
+    whole = flag("whole", whole)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
+    if dtype is not None:
+        weights_named(dtype)
+    path, warn, cut = resolve(path_or_hub_id), warnings.warn, WHOLE
+    opened = open_local(path, dt_floor, warn, mtp)
+    kept = weights_named(opened.dtype if dtype is None else dtype)
+    config = opened.config if mtp else replace(opened.config, mtp=())
+    checkpoint = None if opened.found is None else checked(opened.found, kept)
+    if mesh is not None:
+        cut = cut_for(config, mesh, kept, whole)
+    if checkpoint is None:
+        params = read_params(opened.files, opened.config, kept, mtp, mesh, cut)
+    else:
+        params = checkpoint.read(mesh=mesh, cut=cut)
+    if mesh is None:
+        to_large_pages(jax.tree.leaves(params))
+    tokenizer = read_tokenizer(opened.files, warn)
+    return Model(params, config, tokenizer, mesh=mesh, cut=cut)
