@@ -4,7 +4,7 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +17,16 @@ from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.gguf.header import is_gguf
-from stree_jax.convert.quantized import logical
+from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
     DTYPES,
+    FORMAT,
     SOURCE_CONFIG,
     atomic_directory,
     check_space,
+    config_from_json,
     dtype_named,
     is_ours,
     weights_named,
@@ -70,47 +72,63 @@ def source_dtype(source: Source) -> np.dtype:
     return DTYPES["bfloat16" if matrices == {"bfloat16"} else "float32"]
 
 
-class Found(NamedTuple):
-    """What the headers and config of a checkpoint say.
+@dataclass(frozen=True)
+class Opened:
+    """A local checkpoint whose config and headers are read, but no weights.
 
     Attributes:
-      format: our name of its family, or of a GGUF file "gguf" and llama.cpp's name.
-      names: of its tensors.
+      files: its files, the tokenizer's among them.
+      format: our name of its family; "gguf" and llama.cpp's name; or "stree-jax".
+      config: the architecture.
+      dtype: of the weights as they are loaded if no dtype is given.
+      quantized: how the files store the weights, such as "nvfp4"; or None.
+      source: the tensors; None for a directory of our own format.
+      names: of the tensors.
     """
 
     files: CheckpointFiles
-    source: Source
     format: str
-    names: Names
     config: ModelConfig
+    dtype: np.dtype
+    quantized: str | None = None
+    source: Source | None = None
+    names: Names | None = None
 
 
-def find(
+def open_local(
     files: CheckpointFiles,
     dt_floor: bool = False,
     warn: Warn | None = None,
     mtp: bool | None = False,
-) -> Found:
-    """Reads the headers of a directory in another format than ours, or a GGUF file.
+) -> Opened:
+    """Reads the config and headers of a directory or a GGUF file.
 
     If the config ties two tensors and the file has both, it reads their numbers, to see
     whether they are equal (`tensors.settle_names`).
 
     Args:
-      dt_floor, warn, mtp: see `configs.read_config`.
+      dt_floor, warn, mtp: see `configs.read_config`. The config of a directory of our
+        own format has the MTP layers in any case.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if files.is_gguf:
-        source, name, architecture, config = open_gguf(files)
+    if is_ours(files):
+        config, dtype = config_from_json(files)
         if mtp:
             check_mtp(files.path, config)
-        return Found(files, source, f"gguf {name}", architecture.names, config)
-    source = logical(open_source(files.path), files)
-    format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
-    names, config = settle_names(source, NAMES[format], config, warn)
-    return Found(files, source, format, names, config)
+        return Opened(files, FORMAT, config, dtype)
+    if files.is_gguf:
+        source, name, architecture, config = open_gguf(files)
+        format, names = f"gguf {name}", architecture.names
+        if mtp:
+            check_mtp(files.path, config)
+    else:
+        source = logical(open_source(files.path), files)
+        format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
+        names, config = settle_names(source, NAMES[format], config, warn)
+    facts = source_dtype(source), scheme_names(source)
+    return Opened(files, format, config, *facts, source, names)
 
 
 @dataclass(frozen=True)
@@ -222,19 +240,19 @@ def open_checkpoint(
     """
     if not files.path.is_dir() and not files.is_gguf:
         raise CheckpointError(f"{files.path}: no such directory")
-    if is_ours(files):
-        raise CheckpointError(f"{files.path}: is in our format already")
-    return checked(find(files, dt_floor, warn, mtp), dtype)
+    return checked(open_local(files, dt_floor, warn, mtp), dtype)
 
 
-def checked(found: Found, dtype: Any = None) -> Checkpoint:
+def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     """Checks every name, shape and dtype; see `open_checkpoint`."""
-    source, config = found.source, found.config
-    tokenizer_files(found.files.path)
+    source, names, config = opened.source, opened.names, opened.config
+    if source is None or names is None:
+        raise CheckpointError(f"{opened.files.path}: is in our format already")
+    tokenizer_files(opened.files.path)
     _check_layer_count(source, config)
-    rows = rows_of(found.names, config)
+    rows = rows_of(names, config)
     check_tensors(source, rows, config)
-    kept = weights_named(source_dtype(source) if dtype is None else dtype)
+    kept = weights_named(opened.dtype if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 
 

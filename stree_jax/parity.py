@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from stree_jax.checkpoints.load import load
-from stree_jax.checkpoints.opened import open_local
+from stree_jax.convert import CheckpointFiles, open_local
 from stree_jax.convert.configs import hf_config
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.checkpoint import architecture_of
@@ -76,8 +76,8 @@ def check_verifiable(src: Path) -> str:
 def _check_directory(src: Path) -> str:
     if not src.is_dir():
         raise CheckpointError(f"{src}: no such directory")
-    opened = open_local(src, mtp=False)
-    if opened.found is None:
+    opened = open_local(CheckpointFiles(src))
+    if opened.source is None:
         raise CheckpointError(f"{src}: is in our format already")
     format = opened.format
     if opened.quantized:
@@ -128,7 +128,7 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
       CheckpointError: transformers cannot run src, or one of them cannot be loaded.
     """
     format = check_verifiable(src)
-    opened = open_local(dst)
+    opened = open_local(CheckpointFiles(dst))
     config, dtype = opened.config, opened.dtype
     tokens = np.random.default_rng(0).integers(0, config.num_tokens, (1, TOKENS))
     no_floor = format in ("nemotron_h", "zamba2") and not dt_floor
@@ -200,7 +200,7 @@ def _load_gguf(src: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    known = open_local(src, mtp=False).config
+    known = open_local(CheckpointFiles(src)).config
     ours = AutoConfig.for_model(**hf_config(known, "float32"))
     try:
         config = AutoConfig.from_pretrained(src.parent, gguf_file=src.name)

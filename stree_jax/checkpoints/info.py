@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax import models
-from stree_jax.checkpoints.opened import Opened, open_local
 from stree_jax.checkpoints.resolve import headers, local_or_hub
+from stree_jax.convert import CheckpointFiles, Opened, open_local
 from stree_jax.convert.hub import HubName
 from stree_jax.convert.store import check_config
 from stree_jax.convert.tokenizer import has_tokenizer
@@ -20,8 +20,8 @@ from stree_jax.models.memory import state_bytes, weight_bytes
 def described(path: Path) -> Opened:
     """Opens a local directory or GGUF file that is not loaded afterwards."""
     level()  # as in `load`
-    opened = open_local(path)
-    if opened.found is None:
+    opened = open_local(CheckpointFiles(path), mtp=None)
+    if opened.source is None:
         check_config(opened.files)
     return opened
 

@@ -10,10 +10,9 @@ from flax import struct
 from jax.sharding import Mesh
 
 from stree_jax import models
-from stree_jax.checkpoints.opened import open_local
 from stree_jax.checkpoints.resolve import resolve
 from stree_jax.checks import check_not_forked, flag, shown, with_hints
-from stree_jax.convert import checked
+from stree_jax.convert import CheckpointFiles, checked, open_local
 from stree_jax.convert.store import read_params, weights_named
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.cpu_kernels import level
@@ -85,18 +84,18 @@ def load(
         raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
     if dtype is not None:
         weights_named(dtype)
-    path, warn, cut = resolve(path_or_hub_id), warnings.warn, WHOLE
-    opened = open_local(path, dt_floor, warn, mtp)
+    files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
+    opened = open_local(files, dt_floor, warn, mtp)
     kept = weights_named(opened.dtype if dtype is None else dtype)
     config = opened.config if mtp else replace(opened.config, mtp=())
-    checkpoint = None if opened.found is None else checked(opened.found, kept)
+    checkpoint = None if opened.source is None else checked(opened, kept)
     if mesh is not None:
         cut = cut_for(config, mesh, kept, whole)
     if checkpoint is None:
-        params = read_params(opened.files, opened.config, kept, mtp, mesh, cut)
+        params = read_params(files, opened.config, kept, mtp, mesh, cut)
     else:
         params = checkpoint.read(mesh=mesh, cut=cut)
     if mesh is None:
         to_large_pages(jax.tree.leaves(params))
-    tokenizer = read_tokenizer(opened.files, warn)
+    tokenizer = read_tokenizer(files, warn)
     return Model(params, config, tokenizer, mesh=mesh, cut=cut)

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 import stree_jax
 from stree_jax.checkpoints.info import info
-from stree_jax.convert import convert_checkpoint, find, source
+from stree_jax.convert import convert_checkpoint, open_local, source
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.gguf import header
 from stree_jax.convert.source import open_files
@@ -91,7 +91,7 @@ def test_bytes_are_those_in_the_file(tmp_path):
 def test_bytes_of_quantized_weights_include_scales(tmp_path, spelling):
     quantized.MODELS["llama"]().save_pretrained(tmp_path / "plain")
     quantized.write(tmp_path / "plain", tmp_path / "in", spelling)
-    found = find(CheckpointFiles(tmp_path / "in")).source
+    found = open_local(CheckpointFiles(tmp_path / "in")).source
     down = "model.layers.0.mlp.down_proj"
     stored = open_files(tmp_path, [tmp_path / "in" / "model.safetensors"])
     parts = [name for name in stored.tensors if name.startswith(f"{down}.weight")]

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 import stree_jax
-from stree_jax.convert import CheckpointError, find, open_checkpoint
+from stree_jax.convert import CheckpointError, open_checkpoint, open_local
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.models.mixers.attention import rope_frequencies
 from tests.support.table_models import (
@@ -163,7 +163,7 @@ def gguf_file(path, keys):
 
 
 def rope_of(tmp_path, keys):
-    return find(
+    return open_local(
         CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))
     ).config.attention.rope
 
@@ -250,11 +250,11 @@ def test_keys_that_would_change_the_numbers(tmp_path, key):
     for value in REFUSED_KEYS[key]:
         file = gguf_file(tmp_path / "m.gguf", {key: value})
         with pytest.raises(CheckpointError, match=key.removeprefix("llama.")):
-            find(CheckpointFiles(file))
+            open_local(CheckpointFiles(file))
 
 
 def test_keys_that_change_nothing(tmp_path):
-    plain = find(CheckpointFiles(gguf_file(tmp_path / "m.gguf", {}))).config
+    plain = open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", {}))).config
     keys = {
         "general.quantization_version": 2,
         "general.file_type": 7,
@@ -265,4 +265,7 @@ def test_keys_that_change_nothing(tmp_path):
         "llama.attention.scale": 0.0,
         "llama.vocab_size": 272,
     }
-    assert find(CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))).config == plain
+    assert (
+        open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))).config
+        == plain
+    )
