@@ -27,11 +27,11 @@ def described(path: Path) -> Opened:
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
-    """Describes a checkpoint from its config and headers; no weights are read or, of a
-    name on the hub, fetched.
+    """Describes a checkpoint from its config and headers. No weights are read, or
+    fetched from the hub.
 
-    Parameters and bytes are those that `load` reads, but where they are called MTP's;
-    "quantized" is how the file stores them, such as "nvfp4", or None.
+    Parameters and bytes are those that `load` reads, without MTP layers unless the name
+    says so; "quantized" is how the file stores them, such as "nvfp4", or None.
     """
     return info_and_config(path_or_hub_id)[0]
 

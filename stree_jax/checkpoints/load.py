@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class Model(models.Model):
-    """A model and its tokenizer, as `load` returns it.
+    """A model and its tokenizer, as `load` returns them.
 
     Attributes:
       params: nested dictionary of arrays, the only leaves.
       config: the architecture.
-      tokenizer: or None, where the checkpoint has none.
+      tokenizer: of the checkpoint, or None.
     """
 
     tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
@@ -49,30 +49,31 @@ def load(
     mesh: Mesh | None = None,
     whole: bool = False,
 ) -> Model:
-    """Load a model from our own directory, a supported PyTorch/safetensors one, or a
-    GGUF file.
+    """Loads a model from a directory of our own format, a supported one of PyTorch or
+    safetensors files, or a GGUF file.
 
-    On a mesh the model is what `shard` makes of one, but each process reads, part by
-    part, only what its own devices hold, so that no memory needs room for all of it.
+    On a mesh the model is cut as `shard` cuts it. Each process reads, part by part,
+    only what its own devices hold, so that no memory needs room for the whole model.
     Tensors that are quantized or of a GGUF file are read whole, one at a time.
 
     Args:
       path_or_hub_id: a directory, a GGUF file or the first of its shards, a Hugging
         Face hub id, or "demo" / "demo-drafter", the bundled pair.
       dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
-        float32 always); None keeps bfloat16, makes it of quantized weights, and float32
-        of anything else. int8: the weights of products, rounded by groups of columns
-        one after another as they are read; all else is bfloat16 (`models.params`).
+        always float32). If None, bfloat16 weights stay, quantized ones become bfloat16,
+        and all others float32. With int8, the weights of products are rounded by groups
+        of columns as they are read, and all others are bfloat16 (`models.params`).
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
-      mesh, whole: see `shard`; None: on one device. All processes of a mesh load it at
-        the same time; of our own directories each checks all files.
+      mesh, whole: see `shard`. If mesh is None, the model is on one device. All
+        processes of a mesh load it at the same time; each checks all files of a
+        directory of our own format.
 
     Raises:
       CheckpointError: one line saying what is wrong and where.
-      ValueError: as `shard`, or for a STREE_JAX_CPU_KERNELS that is none, before a
-        weight is read.
+      ValueError: as `shard`, or if STREE_JAX_CPU_KERNELS has an unknown value, before
+        a weight is read.
     """
     # Check STREE_JAX_CPU_KERNELS now: later, a bad value would be reported as the fault
     # of a file.

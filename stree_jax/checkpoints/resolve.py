@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
+from os import PathLike
 from pathlib import Path
 
 from stree_jax.checks import as_path
@@ -22,7 +23,7 @@ _ADDRESS = re.compile(  # of a page on the hub
 
 def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
     """Finds the local directory or GGUF file of a model, and fetches it from the hub if
-    need be. Of a directory without other weights it is the only GGUF file.
+    need be. If a directory has one GGUF file and no other weights, it is that file.
 
     Args:
       path_or_hub_id: a path, a name of `BUNDLED`, or a name on the hub: OWNER/NAME,
@@ -38,8 +39,8 @@ def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
 
 @contextmanager
 def headers(path_or_hub_id: str | Path) -> Iterator[Path]:
-    """Gives a directory or GGUF file for `described`; like `resolve`, but of a model on
-    the hub that is not in the cache only the headers are fetched, into a temporary
+    """Yields a directory or GGUF file for `described`. Like `resolve`, but if a model
+    on the hub is not in the cache, only its headers are fetched, into a temporary
     folder."""
     found = local_or_hub(path_or_hub_id)
     if not isinstance(found, HubName):
@@ -49,15 +50,20 @@ def headers(path_or_hub_id: str | Path) -> Iterator[Path]:
         yield fetch_headers(found, Path(folder))
 
 
+def valid_path(name: str, path: str | PathLike[str]) -> Path:
+    """Returns the path; raises CheckpointError if no file system takes it."""
+    try:
+        return as_path(name, path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
     """Tells paths from names on the hub, and checks that a path is there."""
     name = str(path_or_hub_id)
     if name in BUNDLED:
         return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
-    try:
-        path = as_path("path_or_hub_id", path_or_hub_id)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    path = valid_path("path_or_hub_id", path_or_hub_id)
     try:
         there = path.exists()
     except OSError as error:  # a name that is too long

@@ -5,7 +5,8 @@ from os import PathLike
 
 from stree_jax import models
 from stree_jax.checkpoints.load import Model
-from stree_jax.checks import as_path, with_hints
+from stree_jax.checkpoints.resolve import valid_path
+from stree_jax.checks import with_hints
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.export import tokenizer_json
 from stree_jax.convert.special_tokens import SETTINGS
@@ -21,7 +22,10 @@ from stree_jax.models import weights_dtype
 
 @with_hints
 def save(model: models.Model, dst: str | PathLike[str]) -> None:
-    """Write a model as one of our directories, atomically; dst must not exist.
+    """Writes a model as a directory of our own format, atomically.
+
+    Args:
+      dst: must not exist.
 
     Raises:
       CheckpointError: one line saying what is wrong; dst is not made.
@@ -32,10 +36,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
         )
     if model.mesh is not None:
         raise CheckpointError("save: the model is cut over a mesh; load it without one")
-    try:
-        path = as_path("dst", dst)
-    except ValueError as error:
-        raise CheckpointError(f"save: {error}") from error
+    path = valid_path("save: dst", dst)
     dtype = dtype_named(weights_dtype(model.params))
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:

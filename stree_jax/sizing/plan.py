@@ -1,10 +1,9 @@
-"""Which tree, drafter and dtype decode fastest in a given number of bytes.
+"""The tree, drafter and dtype that decode fastest in a given number of bytes.
 
-SpecMemo (Yildirim and Chen 2025, Algorithm 1) made sound. As it is printed, its loop
-ends only when something fits: at two heads it neither lowers the precision nor stops.
-Here the candidates are a finite list, the fastest by expectation first, and each is
-looked at once. No limit is ever raised: what does not fit is refused, with what to ask
-less of.
+The search of SpecMemo (Yildirim and Chen 2025, Algorithm 1), corrected. As it is
+printed, its loop ends only when something fits: at two heads it neither lowers the
+precision nor stops. Here the candidates are a finite list in order of expected speed,
+and each is tried once (`fit`). If nothing fits, the error says what to lower.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,20 +37,20 @@ from stree_jax.speculation.loop import cache_capacity
 from stree_jax.speculation.specs import LOOKUP, MTP, named_drafter
 from stree_jax.speculation.tree import Auto
 
-KEPT = 5  # choices that fit, the fastest first
+KEPT = 5  # choices that are returned
 
 Drafting = ModelConfig | HeadsConfig | NGrams | str | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be served.
+    """A workload to plan for.
 
     Attributes:
       batch: rows decoded together.
       context: tokens of a query, its prompt and its answer.
-      queries: that a row's caches keep, one after another.
-      max_new_tokens: of an answer.
+      queries: how many successive queries the caches of a row hold.
+      max_new_tokens: most tokens of an answer.
     """
 
     batch: int = 1
@@ -72,8 +71,8 @@ class Request:
         check("max_new_tokens", 1, most, what)
 
     def room(self, depth: int) -> Room:
-        """The smallest caches that serve it with trees so deep, whether the text comes
-        at once or, told of as `capacity`, turn by turn."""
+        """Returns the smallest capacity that is enough for trees of this depth, whether
+        the text comes at once or, with that `capacity`, turn by turn."""
         answer = bucket(self.max_new_tokens)
         whole = cache_capacity(bucket(self.text) + 1, answer, depth)
         padded = -(-self.text // models.PREFILL_CHUNK) * models.PREFILL_CHUNK + 1
@@ -82,7 +81,7 @@ class Request:
 
     @property
     def text(self) -> int:
-        """Most tokens that the last answer follows."""
+        """The number of tokens before the last answer, at most."""
         return self.queries * self.context - self.max_new_tokens
 
 
@@ -92,14 +91,14 @@ class Choice:
 
     Attributes:
       drafter: "model", "heads", "lookup", "mtp", "n-grams" or "none".
-      heads: how many of them (`models.heads.first_heads`); 0 without.
+      heads: number of heads (`models.heads.first_heads`), or 0.
       tree: as `generate` takes it.
       dtype: of all weights.
-      tau: tokens that a step is expected to gain, by row.
-      step_s: seconds of a step.
-      measured: whether those come from steps timed on this machine (`stree_jax.tune`).
+      tau: expected acceptance length: tokens of a row per step.
+      step_s: expected seconds of a step.
+      measured: whether `step_s` comes from steps timed here (`stree_jax.tune`).
       capacity: of the caches, as `generate` takes it.
-      memory: its bytes.
+      memory: bytes by part.
     """
 
     drafter: str
@@ -113,7 +112,7 @@ class Choice:
     memory: Memory
 
     def tokens_per_s(self, batch: int) -> float:
-        """Of all rows together."""
+        """Returns the expected tokens per second of all rows together."""
         return batch * self.tau / self.step_s
 
     def __str__(self) -> str:
@@ -122,12 +121,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """What fits.
+    """The choices that fit.
 
     Attributes:
-      request: what was asked for.
-      limit: bytes that there are.
-      choices: the fastest by expectation first.
+      request: the workload.
+      limit: bytes.
+      choices: at least one, in order of expected speed.
     """
 
     request: Request
@@ -139,7 +138,7 @@ class Planned:
         return self.choices[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values of everything."""
+        """Returns everything as values that JSON can hold."""
 
         def one(choice: Choice) -> dict[str, Any]:
             names = ["drafter", "heads", "tree", "dtype", "tau", "step_s", "measured"]
@@ -168,25 +167,26 @@ def plan(
     acceptance: Acceptance | None = None,
     check: bool = False,
 ) -> Planned:
-    """What decodes a request fastest in so many bytes; nothing is allocated.
+    """Finds the setups that decode a workload fastest in so many bytes. Nothing is
+    allocated.
 
-    Tried are the drafter's trees, lookup's, and plain decoding; of heads, the first
-    ones alone, too. A lower dtype changes the text, and is tried only where nothing
-    fits in the one before it.
+    It tries the drafter's trees (and with heads also fewer of them), prompt lookup and
+    plain decoding. A lower dtype changes the text, and is tried only if nothing fits in
+    the one before it.
 
     Args:
-      model, drafter: or their configs; "lookup", "mtp" (layers of the config), `NGrams`
-        or None, as of `generate`.
+      model, drafter: as for `generate`, or their configs. The drafter may be "lookup",
+        "mtp" (layers of the config), `NGrams` or None.
       memory: bytes, see `bytes_named`.
       batch, context, queries, max_new_tokens: see `Request`.
-      dtypes: of all weights, in the order of preference; "int8" is one, too.
-      acceptance: of the drafter's guesses, see `cost`; None: the accuracies that come
-        with heads, and for others what is assumed.
-      check: whether to compile what fits, and to leave out what the compiler says does
-        not: seconds to a minute each.
+      dtypes: of all weights, in order of preference; "int8" is allowed.
+      acceptance: of the drafter's guesses, see `cost`. If None, the accuracies that
+        come with heads, or assumed ones.
+      check: whether the compiler has the last word. It compiles the fastest candidates,
+        seconds to a minute each, until one fits.
 
     Raises:
-      ValueError: wrong arguments; or that nothing fits, and what to ask less of.
+      ValueError: wrong arguments, or nothing fits; see `fit.refusal`.
     """
     limit = bytes_named(memory)
     request = Request(batch, context, queries, max_new_tokens)
@@ -207,7 +207,7 @@ def plan(
 
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:
-    """Raises ValueError for arguments of `plan` of a wrong type."""
+    """Raises ValueError for arguments of `plan` that have the wrong type."""
     if (
         isinstance(dtypes, str | bytes | bytearray)
         or not isinstance(dtypes, Sequence)
@@ -302,7 +302,7 @@ def _options(
     request: Request,
     acceptance: Acceptance | None,
 ) -> list[_Option]:
-    """All candidates of a dtype, the fastest by expectation first."""
+    """Returns all candidates in a dtype, in order of expected speed."""
     mtp = isinstance(drafter, str) and drafter == MTP
     own_layers = config.mtp if mtp else ()
     target = abstract_model(replace(config, mtp=own_layers), dtype)
