@@ -67,8 +67,8 @@ def child(case: Case) -> None:
     import stree_jax
     from stree_jax.pair import load_pair
     from stree_jax.sizing import budget
+    from stree_jax.sizing.budget import weights_given
     from stree_jax.sizing.memory import SCRATCH
-    from stree_jax.sizing.setups import weights_given
 
     said: list[int] = []
     real = budget.needs

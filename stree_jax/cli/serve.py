@@ -281,7 +281,6 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     from stree_jax.convert.store import weights_named
     from stree_jax.models.memory import size_of
     from stree_jax.pair import pair_configs
-    from stree_jax.sizing.fit import weights_too_large
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes
 
@@ -290,7 +289,8 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     size = size_of(abstract_model(replace(found.target, mtp=()), dtype))
     if size > limit:
         raise ValueError(
-            f"memory: {shown_bytes(limit)} are too few; {weights_too_large(size)}"
+            f"memory: {shown_bytes(limit)} are too few; the weights alone are "
+            f"{shown_bytes(size)}: take a smaller model or --dtype"
         )
 
 

@@ -19,9 +19,9 @@ from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling import logprobs
 from stree_jax.server.batch import GREEDY, Asked, Layout, Sizes, as_asked, requests_of
-from stree_jax.sizing.fit import Count, Number, number_of
+from stree_jax.sizing.budget import LoadedTask, Setup
+from stree_jax.sizing.fit import Count
 from stree_jax.sizing.memory import UNFORESEEN, Room, analysed, parts_of
-from stree_jax.sizing.setups import LoadedTask, Setup
 from stree_jax.sizing.temporaries import reading_at_most
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.loop import (
@@ -74,13 +74,13 @@ class ServeTask(LoadedTask[Sizes]):
         shapes = batch_shapes(self.model, spec, request)
         room = Room(request.rows, shapes.layout.capacity, shapes.layout.room)
         memory = parts_of(spec, as_asked(shapes.whole, False, None), room)
+        memory = replace(memory, reading=0)  # of all rows; one at a time is read
         held, steps = shapes.held(request), memory.temporaries.total
         read = reading_at_most(spec, 1, max(shapes.layout.widths))
         prefill = size_of(shapes.one) + read
         if jax.default_backend() != "cpu":  # temporaries are known for the CPU alone
-            return Count(self.weights, self.weights + held, self.weights + held, {})
+            return Count(self.weights + held, self.weights + held, memory.parts)
         return Count(
-            weights=self.weights,
             predicted=self.weights + held + steps,
             promised=self.weights + int(UNFORESEEN * (held + max(steps, prefill))),
             parts={
@@ -93,13 +93,9 @@ class ServeTask(LoadedTask[Sizes]):
     def compiled(self, request: Sizes, candidate: Setup) -> Iterator[int]:
         return map(self.at_most, needs(self.model, candidate.spec, request))
 
-    def numbers(self, request: Sizes) -> list[Number[Sizes]]:
-        return [
-            number_of(request, "context", SHORTEST, "--context"),
-            number_of(request, "rows", 1, "--rows"),
-            number_of(request, "prefixes", 0, "--prefixes"),
-            number_of(request, "top_logprobs", 0, "--logprobs"),
-        ]
+    def numbers(self, request: Sizes) -> dict[str, tuple[int, int]]:
+        least = {"context": SHORTEST, "rows": 1, "prefixes": 0}
+        return {name: (low, getattr(request, name)) for name, low in least.items()}
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,108 @@
-"""`generate` within a number of bytes: the fastest setup that fits, or a refusal before
-any token."""
+"""What loaded models can do within a number of bytes: the fastest setup that fits.
+
+`generate` searches among the setups here; the server does so with `LoadedTask`, too.
+"""
 
 import logging
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 
+from stree_jax import models
 from stree_jax.buckets import bucket
+from stree_jax.checkpoints.load import Model
+from stree_jax.default_tree import spec_for
+from stree_jax.models.heads import Heads
 from stree_jax.models.memory import size_of
-from stree_jax.sizing.fit import Count, Number, fastest, number_of
-from stree_jax.sizing.memory import Room, analysed, lowered_steps, parts_of
-from stree_jax.sizing.setups import LoadedTask, Setup
+from stree_jax.sizing.candidates import by_speed
+from stree_jax.sizing.fit import Asked, Count, Task, fastest
+from stree_jax.sizing.memory import SCRATCH, Room, analysed, lowered_steps, parts_of
 from stree_jax.sizing.units import shown_bytes
+from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import commit_jit, deepest
 from stree_jax.speculation.step import Spec
-from stree_jax.speculation.tree import Auto
+from stree_jax.speculation.tree import Auto, Topology
 from stree_jax.start import Start
 
 log = logging.getLogger(__name__)
+
+
+class Setup(NamedTuple):
+    """A way to decode: its name for messages, and what the loop takes."""
+
+    name: str
+    spec: Spec
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class LoadedTask(Task[Asked, Setup]):
+    """A search among the setups of loaded models. Everything that is loaded counts,
+    also a drafter that is not used.
+
+    Attributes:
+      model, drafter, tree, rule: as of `generate`; a tree that is named is the only
+        one that is tried.
+    """
+
+    model: Model
+    drafter: models.Model | Heads | Drafter | str | None
+    tree: Topology | str | Sequence[int] | None
+    rule: Rule | str | None
+
+    @abstractmethod
+    def buffers(self, request: Asked) -> Room:
+        """Returns the sizes whose measured step times order the candidates."""
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the model and the drafter."""
+        return weights_given(self.model, self.drafter)
+
+    @cached_property
+    def plainest(self) -> Setup:
+        """Plain decoding, or the tree that is named."""
+        if self.tree is None:
+            spec = spec_for(self.model, None, None, self.rule, None)
+            return Setup("plain decoding", spec)
+        spec = spec_for(self.model, self.drafter, self.tree, self.rule, None)
+        return Setup(f"tree {self.tree}", spec)
+
+    def least(self, request: Asked) -> Setup:
+        return self.plainest
+
+    def candidates(self, request: Asked) -> Iterator[Setup]:
+        if self.drafter is None or self.tree is not None:
+            yield self.plainest
+            return
+        target = models.Model(self.model.params, self.model.config)
+        for one in by_speed(target, self.drafter, self.buffers(request)):
+            try:
+                if one.who == "none":
+                    yield self.plainest
+                else:
+                    asked = self.model, one.drafter, one.tree, self.rule
+                    spec = spec_for(*asked, None)
+                    yield Setup(str(one), spec)
+            except ValueError:  # a rule that this tree does not go with
+                continue
+
+    def at_most(self, need: int) -> int:
+        """Returns the bytes while a program runs that needs `need` beside weights."""
+        return self.weights + int(SCRATCH * need)
+
+
+def weights_given(model: models.Model, drafter: object) -> int:
+    """Returns the bytes of all arrays of a target and its drafter, each once."""
+    leaves = jax.tree.leaves((model, drafter))
+    return size_of({id(x): x for x in leaves if hasattr(x, "dtype")})  # or it's a name
 
 
 @dataclass(frozen=True)
@@ -35,9 +118,6 @@ class GenerateTask(LoadedTask[Start]):
     def buffers(self, request: Start) -> Room:
         return Room(request.rows, request.caches(Auto().depth), request.room)
 
-    def described(self, request: Start, candidate: Setup) -> str:
-        return candidate.name
-
     def count(self, request: Start, candidate: Setup) -> Count:
         spec = candidate.spec
         room = Room(request.rows, request.caches(deepest(spec.policy)), request.room)
@@ -47,19 +127,34 @@ class GenerateTask(LoadedTask[Start]):
         steps, promised = memory.steps_total, memory.promised
         if jax.default_backend() != "cpu":  # temporaries are known for the CPU alone
             steps = promised = memory.held
-        return Count(self.weights, steps + more, promised + more, memory.parts)
+        parts = replace(memory, reading=0).parts  # as in `steps_total`
+        return Count(steps + more, promised + more, parts)
 
     def compiled(self, request: Start, candidate: Setup) -> Iterator[int]:
         return map(self.at_most, needs(candidate.spec, request, self.keep))
 
-    def numbers(self, request: Start) -> list[Number[Start]]:
-        prompts = Number("prompts", 1, len(request.text), _fewer_prompts)
-        return [
-            Number("max_new_tokens", 1, request.room, _shorter),
-            number_of(request, "capacity", 1),
-            *([prompts] if request.past is None else []),
-            Number("n", 1, request.samples, _fewer_samples),
-        ]
+    def numbers(self, request: Start) -> dict[str, tuple[int, int]]:
+        found = {
+            "max_new_tokens": (1, request.room),
+            "capacity": (1, request.capacity),
+            "prompts": (1, len(request.text)),
+            "n": (1, request.samples),
+        }
+        if request.past is not None:  # its rows are fixed
+            del found["prompts"]
+        return found
+
+    def lowered(self, request: Start, name: str, value: int) -> Start:
+        match name:
+            case "max_new_tokens":
+                return replace(request, room=bucket(value))
+            case "capacity":
+                return replace(request, capacity=value)
+            case "prompts":
+                rows = _rows(request, value * request.samples)
+                return replace(request, text=request.text[:value], requests=rows)
+        rows = _rows(request, len(request.text) * value)
+        return replace(request, samples=value, requests=rows)
 
 
 def fitted(task: GenerateTask, start: Start, limit: int) -> tuple[Spec, int]:
@@ -96,21 +191,6 @@ def _prefill(spec: Spec, start: Start) -> int:
     past = 0 if start.past is None else size_of(start.past)
     ids = 4 * len(start.text) * start.width(deepest(spec.policy))
     return past + size_of(start.requests) + ids + analysed(start.lowered(spec)).added
-
-
-def _shorter(start: Start, tokens: int) -> Start:
-    return replace(start, room=bucket(tokens))
-
-
-def _fewer_prompts(start: Start, prompts: int) -> Start:
-    requests = _rows(start, prompts * start.samples)
-    return replace(start, text=start.text[:prompts], requests=requests)
-
-
-def _fewer_samples(start: Start, samples: int) -> Start:
-    return replace(
-        start, samples=samples, requests=_rows(start, len(start.text) * samples)
-    )
 
 
 def _rows(start: Start, rows: int) -> Any:

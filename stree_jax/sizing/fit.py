@@ -8,9 +8,9 @@ that would run, and the compiler has the last word.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from stree_jax.sizing.units import shown_bytes
 
@@ -27,42 +27,14 @@ class Count:
     """Bytes of a candidate for a request.
 
     Attributes:
-      weights: of the models, which are the same for every request.
       predicted: of everything, as expected.
       promised: of everything, with a margin that surely suffices.
       parts: by name.
     """
 
-    weights: int
     predicted: int
     promised: int
     parts: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Number(Generic[Asked]):
-    """A number of a request that can be lowered to save memory.
-
-    Attributes:
-      name: as users spell it.
-      least: the lowest useful value.
-      value: of the request.
-      lowered: makes the request with another value.
-    """
-
-    name: str
-    least: int
-    value: int
-    lowered: Callable[[Asked, int], Asked]
-
-
-def number_of(request: Any, field: str, least: int, name: str = "") -> Number[Any]:
-    """Returns the `Number` that is a field of a request, a dataclass."""
-
-    def lowered(request: Any, value: int) -> Any:
-        return replace(request, **{field: value})
-
-    return Number(name or field, least, getattr(request, field), lowered)
 
 
 @dataclass(frozen=True)
@@ -102,12 +74,18 @@ class Task(ABC, Generic[Asked, Way]):
         yields nothing, the prediction decides."""
 
     @abstractmethod
-    def numbers(self, request: Asked) -> Sequence[Number[Asked]]:
-        """Returns the numbers that a refusal may advise to lower."""
+    def numbers(self, request: Asked) -> dict[str, tuple[int, int]]:
+        """Returns the numbers of a request that a refusal may advise to lower, by name:
+        the lowest useful value, and the request's."""
 
-    @abstractmethod
+    def lowered(self, request: Asked, name: str, value: int) -> Asked:
+        """Returns a request in which one of the `numbers` has another value."""
+        changed: Any = replace(cast(Any, request), **{name: value})
+        return changed
+
     def described(self, request: Asked, candidate: Way) -> str:
         """Names a candidate and what it decodes, in words for a message."""
+        return str(candidate)
 
 
 def fastest(
@@ -180,25 +158,14 @@ def refusal(task: Task[Asked, Way], least: Found[Asked, Way], limit: int) -> str
     Args:
       least: what takes least of all that was tried.
     """
-    counted = task.count(least.request, least.candidate)
-    two = sorted(counted.parts.items(), key=lambda item: -item[1])[:2]
+    parts = task.count(least.request, least.candidate).parts
+    two = sorted(parts.items(), key=lambda item: -item[1])[:2]
     largest_parts = " and ".join(f"{part} {shown_bytes(n)}" for part, n in two)
-    if counted.weights > limit:
-        advice = weights_too_large(counted.weights)
-    else:
-        advice = _advice(task, least.request, least.candidate, limit)
     return (
         f"memory: {shown_bytes(limit)} are {shown_bytes(least.size - limit)} too few "
         f"for {task.described(least.request, least.candidate)}, which takes "
-        f"{shown_bytes(least.size)} ({largest_parts}); {advice}"
-    )
-
-
-def weights_too_large(size: int) -> str:
-    """Advises what to do if not even the weights fit."""
-    return (
-        f"the weights alone are {shown_bytes(size)}: take a smaller model or a dtype "
-        "of fewer bytes"
+        f"{shown_bytes(least.size)} ({largest_parts}); "
+        + _advice(task, least.request, least.candidate, limit)
     )
 
 
@@ -209,27 +176,25 @@ def _advice(task: Task[Asked, Way], request: Asked, candidate: Way, limit: int) 
     def promised(changed: Asked) -> int:
         return task.count(changed, candidate).promised
 
-    def most(number: Number[Asked], request: Asked) -> int | None:
+    def most(name: str, request: Asked) -> int | None:
         def fits(value: int) -> bool:
-            return promised(number.lowered(request, value)) <= limit
+            return promised(task.lowered(request, name, value)) <= limit
 
-        return largest(number.least, number.value, fits)
+        return largest(*task.numbers(request)[name], fits)
 
-    numbers = [n for n in task.numbers(request) if n.value > n.least]
-    alone = [
-        f"{number.name} {value}"
-        for number in numbers
-        if (value := most(number, request)) is not None and value < number.value
-    ]
-    if alone:
-        return f"it fits with {', or '.join(alone)}"
+    numbers = task.numbers(request)
+    names = [name for name, (low, value) in numbers.items() if low < value]
+    alone = [(name, most(name, request)) for name in names]
+    advice = [f"{n} {to}" for n, to in alone if to is not None and to < numbers[n][1]]
+    if advice:
+        return f"it fits with {', or '.join(advice)}"
     together = []
-    for number in reversed(numbers):
-        if (value := most(number, request)) is not None:
-            together.append(f"{number.name} {value}")
+    for name in reversed(names):
+        value = most(name, request)
+        together.append(f"{name} {numbers[name][0] if value is None else value}")
+        if value is not None:
             return f"it fits with {' and '.join(together)}"
-        together.append(f"{number.name} {number.least}")
-        request = number.lowered(request, number.least)
+        request = task.lowered(request, name, numbers[name][0])
     size = shown_bytes(promised(request))
     return f"the shortest request takes {size}: take a smaller model or more memory"
 

@@ -7,7 +7,7 @@ and each is tried once (`fit`). If nothing fits, the error says what to lower.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from stree_jax.convert.store import weights_named
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.sizing.candidates import Candidate, by_speed, way
-from stree_jax.sizing.fit import Count, Number, Task, fastest, number_of
+from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
     SCRATCH,
     Memory,
@@ -198,11 +198,12 @@ def plan(
     drafter = named_drafter(drafter)
     if isinstance(drafter, models.Model | Heads):
         drafter = drafter.config
-    kept = map(weights_named, dtypes)
-    options = (_options(config, drafter, one, request, acceptance) for one in kept)
-    wishes = (_Wish(**asdict(request), options=some) for some in options)
+    wishes = (
+        _wish(config, drafter, weights_named(dtype), request, acceptance)
+        for dtype in dtypes
+    )
     found = fastest(_PlanTask(check), wishes, limit, 1 if check else KEPT)
-    choices = tuple(one.candidate.choice(request) for one in found)
+    choices = tuple(one.request.choice(one.candidate) for one in found)
     return Planned(request, limit, choices)
 
 
@@ -225,35 +226,32 @@ def _check_plan(dtypes: Any, acceptance: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Option:
-    """A candidate for a target in one dtype, both abstract."""
-
-    way: Candidate
-    target: models.Model
-    dtype: np.dtype
-
-    def choice(self, request: Request) -> Choice:
-        way = self.way
-        facts = way.tau, way.step_s, way.measured
-        named = way.who, way.heads, way.tree, self.dtype.name
-        program = self.program(request)
-        return Choice(*named, *facts, program[-1].capacity, memory_of(*program))
-
-    def program(self, request: Request) -> tuple[models.Model, Any, str, Room]:
-        """Returns the arguments of `memory_of` and `compiled_bytes`."""
-        way = self.way
-        return self.target, way.drafter, way.tree, request.room(way.topology.depth)
-
-
-@dataclass(frozen=True)
 class _Wish(Request):
-    """A request in one dtype, and its options, the fastest by expectation first."""
+    """A request in one dtype.
 
-    options: Sequence[_Option] = ()
+    Attributes:
+      target: abstract, in this dtype.
+      ways: the candidates, in order of expected speed.
+    """
+
+    _: KW_ONLY
+    target: models.Model
+    dtype: str
+    ways: Sequence[Candidate]
+
+    def program(self, way: Candidate) -> tuple[models.Model, Any, str, Room]:
+        """Returns the arguments of `memory_of` and `compiled_bytes`."""
+        return self.target, way.drafter, way.tree, self.room(way.topology.depth)
+
+    def choice(self, way: Candidate) -> Choice:
+        named = way.who, way.heads, way.tree, self.dtype
+        program = self.program(way)
+        facts = way.tau, way.step_s, way.measured, program[-1].capacity
+        return Choice(*named, *facts, memory_of(*program))
 
 
 @dataclass(frozen=True)
-class _PlanTask(Task[_Wish, _Option]):
+class _PlanTask(Task[_Wish, Candidate]):
     """A search among models that are not loaded.
 
     Attributes:
@@ -263,46 +261,42 @@ class _PlanTask(Task[_Wish, _Option]):
     check: bool
     tolerance = 1.0
 
-    def least(self, request: _Wish) -> _Option:
-        (plain,) = (one for one in request.options if one.way.who == "none")
+    def least(self, request: _Wish) -> Candidate:
+        (plain,) = (way for way in request.ways if way.who == "none")
         return plain
 
-    def candidates(self, request: _Wish) -> Sequence[_Option]:
-        return request.options
+    def candidates(self, request: _Wish) -> Sequence[Candidate]:
+        return request.ways
 
-    def described(self, request: _Wish, candidate: _Option) -> str:
-        return str(candidate.choice(request))
+    def described(self, request: _Wish, candidate: Candidate) -> str:
+        return f"{candidate} in {request.dtype}"
 
-    def count(self, request: _Wish, candidate: _Option) -> Count:
-        memory = memory_of(*candidate.program(request))
-        weights, surely = memory.weights + memory.drafter_weights, memory.promised
-        return Count(weights, surely, surely, memory.parts)
+    def count(self, request: _Wish, candidate: Candidate) -> Count:
+        memory = memory_of(*request.program(candidate))
+        return Count(memory.promised, memory.promised, memory.parts)
 
-    def compiled(self, request: _Wish, candidate: _Option) -> Iterator[int]:
+    def compiled(self, request: _Wish, candidate: Candidate) -> Iterator[int]:
         """Yields the bytes of the loop, and of prefill."""
-        if not self.check:
-            return
-        program = candidate.program(request)
-        weights = self.count(request, candidate).weights
-        room = program[-1]
-        for reads in (0, room.capacity - room.max_new_tokens):
+        program = request.program(candidate)
+        memory, room = memory_of(*program), program[-1]
+        weights = memory.weights + memory.drafter_weights
+        for reads in (0, room.capacity - room.max_new_tokens) if self.check else ():
             need = compiled_bytes(*program, reads=reads).total - weights
             yield weights + int(SCRATCH * need)
 
-    def numbers(self, request: _Wish) -> list[Number[_Wish]]:
-        shortest = request.max_new_tokens + 1
-        least = {"context": shortest, "queries": 1, "batch": 1}
-        return [number_of(request, name, n) for name, n in least.items()]
+    def numbers(self, request: _Wish) -> dict[str, tuple[int, int]]:
+        least = {"context": request.max_new_tokens + 1, "queries": 1, "batch": 1}
+        return {name: (low, getattr(request, name)) for name, low in least.items()}
 
 
-def _options(
+def _wish(
     config: ModelConfig,
     drafter: Drafting,
     dtype: np.dtype,
     request: Request,
     acceptance: Acceptance | None,
-) -> list[_Option]:
-    """Returns all candidates in a dtype, in order of expected speed."""
+) -> _Wish:
+    """Returns a request in a dtype."""
     mtp = isinstance(drafter, str) and drafter == MTP
     own_layers = config.mtp if mtp else ()
     target = abstract_model(replace(config, mtp=own_layers), dtype)
@@ -325,7 +319,7 @@ def _options(
             )
     room = request.room(Auto().depth)
     ways = by_speed(target, drafting, room, acceptance)
-    return [_Option(way, target, dtype) for way in ways]
+    return _Wish(**asdict(request), target=target, dtype=dtype.name, ways=ways)
 
 
 def specmemo_bytes(

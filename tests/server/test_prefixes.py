@@ -198,13 +198,12 @@ def test_the_advice_fits(model):
     """Each number by itself, by the compiler's word."""
     whole = Sizes(rows=3, context=1024, top_logprobs=2, prefixes=3)
     limit = fitted(10**9, [whole], model).size * 6 // 10
-    with pytest.raises(ValueError, match="it fits with --context") as error:
+    with pytest.raises(ValueError, match="it fits with context") as error:
         fitted(limit, [whole], model)
-    names = {"--context": "context", "--rows": "rows", "--prefixes": "prefixes"}
     for word in str(error.value).split("it fits with ")[1].split(", or "):
         name, value = word.split()
-        less = replace(whole, **{names[name]: int(value)})
-        assert getattr(less, names[name]) < getattr(whole, names[name])
+        less = replace(whole, **{name: int(value)})
+        assert getattr(less, name) < getattr(whole, name)
         assert fitted(limit, [less], model).size <= limit
 
 
