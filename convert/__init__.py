@@ -113,6 +113,8 @@ def open_local(
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
+    if not files.path.is_dir() and not files.is_gguf:
+        raise CheckpointError(f"{files.path}: no such directory")
     if is_ours(files):
         config, dtype = config_from_json(files)
         if mtp:
@@ -221,30 +223,16 @@ class Checkpoint:
         return lambda i: kept(taken(whole, param, part_indices(param, i, parts)))
 
 
-def open_checkpoint(
-    files: CheckpointFiles,
-    dtype: Any = None,
-    dt_floor: bool = False,
-    warn: Warn | None = None,
-    mtp: bool | None = False,
-) -> Checkpoint:
-    """Checks every name, shape and dtype of a PyTorch or safetensors directory, or of
-    a GGUF file.
+def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
+    """Checks every name, shape and dtype of a directory in another format than ours, or
+    of a GGUF file.
 
     Args:
-      dtype: to keep the weights in. If None, see `source_dtype`.
-      dt_floor, warn, mtp: see `configs.read_config`.
+      dtype: to keep the weights in. If None, that of `opened`.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if not files.path.is_dir() and not files.is_gguf:
-        raise CheckpointError(f"{files.path}: no such directory")
-    return checked(open_local(files, dt_floor, warn, mtp), dtype)
-
-
-def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
-    """Checks every name, shape and dtype; see `open_checkpoint`."""
     source, names, config = opened.source, opened.names, opened.config
     if source is None or names is None:
         raise CheckpointError(f"{opened.files.path}: is in our format already")
@@ -302,7 +290,7 @@ def convert_checkpoint(
             dtype_named(dtype)
         files = CheckpointFiles(src)
         read_tokenizer(files, warn)  # a bad one is refused before the weights are read
-        checkpoint = open_checkpoint(files, dtype, dt_floor, warn, mtp=None)
+        checkpoint = checked(open_local(files, dt_floor, warn, mtp=None), dtype)
         config, kept = checkpoint.config, checkpoint.dtype
         check_space(dst, config, kept)
         copy_tokenizer(files, temporary)  # before its checksum is taken

@@ -74,8 +74,6 @@ def check_verifiable(src: Path) -> str:
 
 
 def _check_directory(src: Path) -> str:
-    if not src.is_dir():
-        raise CheckpointError(f"{src}: no such directory")
     opened = open_local(CheckpointFiles(src))
     if opened.source is None:
         raise CheckpointError(f"{src}: is in our format already")

@@ -234,9 +234,8 @@ class Cases:
         save_file(tensors, file, metadata={"format": "pt"})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            checkpoint = stree_jax.convert.open_checkpoint(
-                CheckpointFiles(path), "float32"
-            )
+            opened = stree_jax.convert.open_local(CheckpointFiles(path))
+            checkpoint = stree_jax.convert.checked(opened, "float32")
             mesh = mesh_of(model=4)
             cut = stree_jax.models.sharding.placement.cut_for(
                 checkpoint.config, mesh, checkpoint.dtype

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file
 
 import stree_jax
-from stree_jax.convert import CheckpointError, open_checkpoint, open_local
+from stree_jax.convert import CheckpointError, checked, open_local
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.models.mixers.attention import rope_frequencies
 from tests.support.table_models import (
@@ -83,7 +83,7 @@ def test_other_quantizations_are_refused_with_a_way_on(tmp_path, method):
     config = {"quantization_config": {"quant_method": method, "bits": 4}}
     path = write_llama(tmp_path / "model", V, config=config)
     with pytest.raises(CheckpointError, match=rf"quant_method.*'{method}'.*GGUF file"):
-        open_checkpoint(CheckpointFiles(path))
+        checked(open_local(CheckpointFiles(path)))
 
 
 REFUSED_CONFIGS = {
@@ -103,7 +103,7 @@ REFUSED_CONFIGS = {
 def test_other_configs_are_refused(tmp_path, said):
     path = write_llama(tmp_path / "model", V, config=REFUSED_CONFIGS[said])
     with pytest.raises(CheckpointError, match=said):
-        open_checkpoint(CheckpointFiles(path))
+        checked(open_local(CheckpointFiles(path)))
 
 
 # Fields that change which token transformers' `generate` takes without sampling.
@@ -130,7 +130,7 @@ def test_generation_settings_that_are_not_followed_are_said(counting, name):
     file = counting / "generation_config.json"
     write_json(file, {"eos_token_id": 2, name: GENERATION[name]})
     said = []
-    open_checkpoint(CheckpointFiles(counting), warn=said.append)
+    checked(open_local(CheckpointFiles(counting), warn=said.append))
     assert len(said) == 1 and f"{name} {GENERATION[name]}"[:30] in said[0]
     option = "; Sampling(temperature=0, repetition_penalty=1.1) follows it"
     assert said[0].endswith(option) == (name == "repetition_penalty")
