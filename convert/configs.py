@@ -31,7 +31,7 @@ MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
 
 
 def detect(fields: ConfigFields) -> str:
-    """The format of a checkpoint directory, by its config files."""
+    """Returns the format of a checkpoint directory, by its config files."""
     if is_file(fields.file.with_name(mambainllama.FILE)):
         return "mambainllama"
     model_type = fields.get("model_type", None)
@@ -56,18 +56,18 @@ def read_config(
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> tuple[str, ModelConfig]:
-    """The format and architecture of a checkpoint directory.
+    """Returns the format and architecture of a checkpoint directory.
 
-    The embedding's rows win over `vocab_size`: the configs of different formats are not
-    consistent about it.
+    The number of rows of the embedding goes before `vocab_size`, because formats do not
+    agree about the latter.
 
     Args:
       dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
         transformers up to 5.23 does; their authors' code follows `time_step_limit`.
       warn: called with one line if a stop token is outside the vocabulary, MTP
         layers cannot be kept, or a field is not followed (`notes`).
-      mtp: whether to read the layers that predict further tokens; None: if there are
-        some that can be read.
+      mtp: whether to read the layers that predict further tokens. If None, they are
+        read if they can be.
     """
     fields = files.fields(tensors=tensors)
     format = detect(fields)
@@ -108,7 +108,8 @@ def read_config(
 def _parse(
     fields: ConfigFields, format: str, mtp: bool | None, warn: Warn | None
 ) -> ModelConfig:
-    """The architecture by the format's family; arguments as of `read_config`."""
+    """Returns the architecture, parsed by the format's family; arguments as for
+    `read_config`."""
     if mtp is False or format not in MTP_PARSERS:
         config = PARSERS[format](fields)
     else:
@@ -126,7 +127,7 @@ def _parse(
 
 
 def check_mtp(directory: Path, config: ModelConfig) -> None:
-    """Raises CheckpointError if there are no MTP layers, where they are asked for."""
+    """Raises CheckpointError if the model has no MTP layers."""
     if not config.mtp:
         raise CheckpointError(
             f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' want"

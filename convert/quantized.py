@@ -124,9 +124,9 @@ def _above(module: str) -> Iterator[str]:
 
 
 def logical(source: Source, files: CheckpointFiles) -> Source:
-    """The checkpoint with a float tensor for each that is quantized.
+    """Returns the checkpoint with a float tensor for each quantized one.
 
-    The same where no config file speaks of quantization. Reads headers only.
+    It is unchanged if no config file names quantization. Reads headers only.
 
     Raises:
       CheckpointError: the method is not known, or a quantized tensor is not as its

@@ -36,7 +36,7 @@ QUANTIZED = "bfloat16"  # what tensors of blocks are read in by default
 
 
 def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelConfig]:
-    """A file, or all shards of which it is the first; reads headers only.
+    """Opens a file, or all shards of which it is the first; reads headers only.
 
     Returns:
       its tensors, llama.cpp's name of the architecture, what that name means, and the

@@ -1,6 +1,7 @@
-"""What loaded models can do within a number of bytes: the fastest setup that fits.
+"""The fastest setup of loaded models that fits in a number of bytes.
 
-`generate` searches among the setups here; the server does so with `LoadedTask`, too.
+`generate(memory=)` is a `GenerateTask` of the search in `fit`; a server's task is in
+`server/fitting.py`, with the same setups.
 """
 
 import logging

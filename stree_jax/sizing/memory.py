@@ -243,7 +243,7 @@ class CompiledBytes:
 
     @property
     def added(self) -> int:
-        """What the program makes, and holds while it runs."""
+        """Bytes that running the program adds: outputs and temporaries."""
         return self.outputs + self.temporaries
 
     @property
