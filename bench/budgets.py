@@ -158,10 +158,10 @@ def ratios(subject: Subject, sizes: Sequence[int]) -> list[dict[str, Any]]:
     planner makes of the same queries in the same memory, and the most it can serve.
     """
     config = subject.target.config
-    layers = sum(kind in ("attention", "parallel") for kind in config.layers)
-    if config.attention is None or not layers:
+    layers = sum("attention" in config.mixer_names(block) for block in config.layers)
+    a = config.mixers.get("attention")
+    if a is None or not layers:
         raise ValueError("ratios: a model without attention has no caches to weigh")
-    a = config.attention
     sizes_of = layers, 1, a.num_kv_heads, QUERY, a.head_dim
     each = specmemo_cache_bytes(*sizes_of, param_dtype(subject.target.params).itemsize)
 

@@ -132,7 +132,7 @@ def summary(config: ModelConfig, dtype: str, units: dict[str, Any]) -> dict[str,
     """
     whole, read_bytes = bytes_of(config, dtype)
     rate, results = units.get("bandwidth"), rows_of(units)
-    degree = 1 if set(config.layers) <= {"mamba", "mlp", "moe"} else 2
+    degree = 1 if set(config.kinds) <= {"mamba", "mlp", "moe"} else 2
     return {
         "weight_bytes": whole,
         "read_bytes": read_bytes,

@@ -40,7 +40,6 @@ from stree_jax.models import (
     Rope,
     by_path,
 )
-from stree_jax.models.config import given
 from stree_jax.models.params import PRODUCTS
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # by dtype of ours
@@ -96,17 +95,17 @@ def arch_of(config: ModelConfig) -> str:
     Raises:
       ValueError: it has none for this one, or not with these options.
     """
-    kinds, others = set(config.layers[::2]), set(config.layers[1::2])
+    kinds, others = set(config.kinds[::2]), set(config.kinds[1::2])
     plain = (
         config.embedding_multiplier,
         config.residual_multiplier,
         config.logits_divisor,
     ) == (1, 1, 1)
     usual = config.norm == "rms" and config.mtp == ()
-    if set(config.layers) == {"mamba"}:
+    if set(config.kinds) == {"mamba"}:
         arch, known = "mamba2", plain and _usual_mixer(config)
     elif kinds == {"attention"}:
-        arch, c = "llama", config.attention
+        arch, c = "llama", config.mixers.get("attention")
         known = plain and c is not None and c.rope is not None and c.scale is None
         known &= others == {"mlp"} and _usual_attention(config)
     else:
@@ -122,7 +121,7 @@ def arch_of(config: ModelConfig) -> str:
 
 
 def _usual_mixer(config: ModelConfig) -> bool:
-    m = given(config.mamba)
+    m = config.mixers["mamba"]
     sizes = m.num_heads, m.head_dim, m.d_state, m.n_groups, m.d_conv
     usual = MambaConfig(*sizes, norm_groups=m.n_groups, norm_eps=config.norm_eps)
     return m == usual and m.d_inner == 2 * config.d_model
@@ -130,7 +129,7 @@ def _usual_mixer(config: ModelConfig) -> bool:
 
 def _usual_attention(config: ModelConfig) -> bool:
     """And the MLP."""
-    a, f = given(config.attention), given(config.mlp)
+    a, f = config.mixers["attention"], config.mixers["mlp"]
     heads = a.num_heads, a.num_kv_heads, a.head_dim
     rope = None if a.rope is None else Rope(a.rope.theta, a.head_dim)
     usual = AttentionConfig(*heads, rope=rope, scale=a.scale)
@@ -139,7 +138,11 @@ def _usual_attention(config: ModelConfig) -> bool:
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
     """What llama.cpp asks for beside the tensors, by key without the architecture."""
-    arch, m, a = arch_of(config), config.mamba, config.attention
+    arch, m, a = (
+        arch_of(config),
+        config.mixers.get("mamba"),
+        config.mixers.get("attention"),
+    )
     values: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": CONTEXT,
@@ -149,8 +152,8 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         values |= _fields(MAMBA, m) | {INNER: m.d_inner}
     if a is None:
         return values | {BLOCKS: len(config.layers), FEED_FORWARD: 0, HEADS.name: 0}
-    mixers = config.layers[::2]
-    values |= _fields((*ATTENTION, *MLP), a, given(config.mlp))
+    mixers = config.kinds[::2]
+    values |= _fields((*ATTENTION, *MLP), a, config.mixers["mlp"])
     values |= {BLOCKS: len(mixers), VALUE_LENGTH: a.head_dim, ROTATED: a.head_dim}
     if a.rope is not None:
         values[THETA] = a.rope.theta

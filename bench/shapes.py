@@ -14,7 +14,6 @@ from stree_jax.checkpoints.load import Model
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
     AttentionConfig,
-    LayerKind,
     MambaConfig,
     MLPConfig,
     ModelConfig,
@@ -22,6 +21,7 @@ from stree_jax.models import (
     Rope,
     init_params,
 )
+from stree_jax.models.config import blocks, named
 from stree_jax.models.keys import default_numbers, key_of
 
 MAMBA2_SIZES = {  # d_model, layers
@@ -46,22 +46,22 @@ NAMES = (
 
 def mamba2(d_model: int, n_layer: int) -> ModelConfig:
     """The architecture of the published Mamba2 models."""
-    kind: LayerKind = "mamba"
+    kind: str = "mamba"
     return ModelConfig(
         vocab_size=50288,
         num_tokens=50277,
         d_model=d_model,
-        layers=(kind,) * n_layer,
-        mamba=MambaConfig(num_heads=2 * d_model // 64, head_dim=64, d_state=128),
+        layers=blocks((kind,) * n_layer),
         tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=2 * d_model // 64, head_dim=64, d_state=128)
+        ),
     )
 
 
-def mixers(
-    count: int, attention: Collection[int], behind: LayerKind
-) -> tuple[LayerKind, ...]:
+def mixers(count: int, attention: Collection[int], behind: str) -> tuple[str, ...]:
     """Mamba2 layers, of attention at these places, and behind each another layer."""
-    layers: tuple[LayerKind, ...] = ()
+    layers: tuple[str, ...] = ()
     for i in range(count):
         layers += ("attention" if i in attention else "mamba", behind)
     return layers
@@ -75,18 +75,20 @@ def mambainllama(attention: int = 16) -> ModelConfig:
         vocab_size=128256,
         num_tokens=128256,
         d_model=4096,
-        layers=layers,
-        mamba=MambaConfig(
-            num_heads=32,
-            head_dim=128,
-            d_state=128,
-            n_groups=32,
-            norm_groups=32,
-            x_heads=8,
-        ),
-        attention=AttentionConfig(32, 8, 128, rope=Rope(theta=500000.0, dim=128)),
-        mlp=MLPConfig(14336),
+        layers=blocks(layers),
         tie_embeddings=False,
+        mixers=named(
+            mamba=MambaConfig(
+                num_heads=32,
+                head_dim=128,
+                d_state=128,
+                n_groups=32,
+                norm_groups=32,
+                x_heads=8,
+            ),
+            attention=AttentionConfig(32, 8, 128, rope=Rope(theta=500000.0, dim=128)),
+            mlp=MLPConfig(14336),
+        ),
     )
 
 
@@ -97,69 +99,79 @@ def granite_micro() -> ModelConfig:
         vocab_size=100352,
         num_tokens=100352,
         d_model=2048,
-        layers=layers,
-        mamba=MambaConfig(num_heads=64, head_dim=64, d_state=128),
-        attention=AttentionConfig(32, 8, 64),
-        mlp=MLPConfig(8192),
+        layers=blocks(layers),
         tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=64, head_dim=64, d_state=128),
+            attention=AttentionConfig(32, 8, 64),
+            mlp=MLPConfig(8192),
+        ),
     )
 
 
 def hybrid_130m() -> ModelConfig:
     """A hybrid as Granite 4 has them, of Mamba2-130M's widths: 8 Mamba2 layers and 4 of
     attention, an MLP behind each. Nobody published it."""
-    layers: tuple[LayerKind, ...] = ("mamba", "mlp", "mamba", "mlp", "attention", "mlp")
+    layers: tuple[str, ...] = ("mamba", "mlp", "mamba", "mlp", "attention", "mlp")
     return ModelConfig(
         vocab_size=49152,
         num_tokens=49152,
         d_model=768,
-        layers=4 * layers,
-        mamba=MambaConfig(num_heads=24, head_dim=64, d_state=128),
-        attention=AttentionConfig(12, 4, 64),
-        mlp=MLPConfig(2048),
+        layers=blocks(4 * layers),
         tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=24, head_dim=64, d_state=128),
+            attention=AttentionConfig(12, 4, 64),
+            mlp=MLPConfig(2048),
+        ),
     )
 
 
 def llama_135m() -> ModelConfig:
     """SmolLM-135M."""
-    layers: tuple[LayerKind, ...] = ("attention", "mlp")
+    layers: tuple[str, ...] = ("attention", "mlp")
     return ModelConfig(
         vocab_size=49152,
         num_tokens=49152,
         d_model=576,
-        layers=30 * layers,
-        attention=AttentionConfig(9, 3, 64, rope=Rope(theta=10000.0, dim=64)),
-        mlp=MLPConfig(1536),
+        layers=blocks(30 * layers),
         tie_embeddings=True,
+        mixers=named(
+            attention=AttentionConfig(9, 3, 64, rope=Rope(theta=10000.0, dim=64)),
+            mlp=MLPConfig(1536),
+        ),
     )
 
 
 def llama_7b() -> ModelConfig:
     """Llama-2-7B, and Vicuna-7B, which SpecMemo and Medusa measure."""
-    layers: tuple[LayerKind, ...] = ("attention", "mlp")
+    layers: tuple[str, ...] = ("attention", "mlp")
     return ModelConfig(
         vocab_size=32000,
         num_tokens=32000,
         d_model=4096,
-        layers=32 * layers,
-        attention=AttentionConfig(32, 32, 128, rope=Rope(theta=10000.0, dim=128)),
-        mlp=MLPConfig(11008),
+        layers=blocks(32 * layers),
         tie_embeddings=False,
+        mixers=named(
+            attention=AttentionConfig(32, 32, 128, rope=Rope(theta=10000.0, dim=128)),
+            mlp=MLPConfig(11008),
+        ),
     )
 
 
 def llama_70b() -> ModelConfig:
     """Llama-3-70B."""
-    layers: tuple[LayerKind, ...] = ("attention", "mlp")
+    layers: tuple[str, ...] = ("attention", "mlp")
     return ModelConfig(
         vocab_size=128256,
         num_tokens=128256,
         d_model=8192,
-        layers=80 * layers,
-        attention=AttentionConfig(64, 8, 128, rope=Rope(theta=500000.0, dim=128)),
-        mlp=MLPConfig(28672),
+        layers=blocks(80 * layers),
         tie_embeddings=False,
+        mixers=named(
+            attention=AttentionConfig(64, 8, 128, rope=Rope(theta=500000.0, dim=128)),
+            mlp=MLPConfig(28672),
+        ),
     )
 
 
@@ -170,11 +182,13 @@ def bamba_9b() -> ModelConfig:
         vocab_size=128256,
         num_tokens=128256,
         d_model=4096,
-        layers=layers,
-        mamba=MambaConfig(num_heads=128, head_dim=64, d_state=128),
-        attention=AttentionConfig(32, 8, 128, rope=Rope(theta=10000.0, dim=64)),
-        mlp=MLPConfig(14336),
+        layers=blocks(layers),
         tie_embeddings=False,
+        mixers=named(
+            mamba=MambaConfig(num_heads=128, head_dim=64, d_state=128),
+            attention=AttentionConfig(32, 8, 128, rope=Rope(theta=10000.0, dim=64)),
+            mlp=MLPConfig(14336),
+        ),
     )
 
 
@@ -186,11 +200,13 @@ def granite_small() -> ModelConfig:
         vocab_size=100352,
         num_tokens=100352,
         d_model=4096,
-        layers=layers,
-        mamba=MambaConfig(num_heads=128, head_dim=64, d_state=128),
-        attention=AttentionConfig(32, 8, 128),
-        moe=MoEConfig(72, 10, 768, shared=MLPConfig(1536)),
+        layers=blocks(layers),
         tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=128, head_dim=64, d_state=128),
+            attention=AttentionConfig(32, 8, 128),
+            moe=MoEConfig(72, 10, 768, shared=MLPConfig(1536)),
+        ),
     )
 
 
@@ -218,15 +234,17 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
 
     One layer of each kind is compiled, and drawn anew for every layer.
     """
-    kinds = tuple(dict.fromkeys(config.layers))
-    one = partial(init_params, replace(config, layers=kinds), dtype=jnp.dtype(dtype))
+    kinds = tuple(dict.fromkeys(config.kinds))
+    one = partial(
+        init_params, replace(config, layers=blocks(kinds)), dtype=jnp.dtype(dtype)
+    )
     names = [f"layers_{i}" for i in range(len(kinds))]
     layers = jax.jit(lambda key: [one(key)[name] for name in names])
     rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k not in names})
     with default_numbers():
         first, *keys = jax.random.split(key_of(seed), 1 + len(config.layers))
         params = rest(first)
-        for i, (kind, key) in enumerate(zip(config.layers, keys, strict=True)):
+        for i, (kind, key) in enumerate(zip(config.kinds, keys, strict=True)):
             params[f"layers_{i}"] = layers(key)[kinds.index(kind)]
     return as_loaded(Model(params=params, config=config))
 

@@ -114,8 +114,12 @@ def wide_config(config: ModelConfig, factor: int) -> ModelConfig:
     """`factor` times as wide; the epsilons as `widened` needs them."""
     if factor < 1 or 4 ** round(np.log2(factor) / 2) != factor:
         raise ValueError(f"--widen: want a power of four, got {factor}")
-    m, a, f = config.mamba, config.attention, config.mlp
-    wrong = not KINDS.issuperset(config.layers) or config.norm != "rms"
+    m, a, f = (
+        config.mixers.get("mamba"),
+        config.mixers.get("attention"),
+        config.mixers.get("mlp"),
+    )
+    wrong = not KINDS.issuperset(config.kinds) or config.norm != "rms"
     wrong |= config.mtp != ()
     if m is not None:
         wrong |= (m.n_groups, m.norm_groups, m.x_heads, m.d_mlp) != (1, 1, None, 0)
@@ -133,12 +137,18 @@ def wide_config(config: ModelConfig, factor: int) -> ModelConfig:
             "--widen: want a target of Mamba2 mixers with one group, attention and MLPs"
         )
     eps, width = config.norm_eps / factor, factor * config.d_model
-    return replace(config, mamba=m, attention=a, mlp=f, d_model=width, norm_eps=eps)
+    return replace(
+        config.with_mixers(mamba=m, attention=a, mlp=f), d_model=width, norm_eps=eps
+    )
 
 
 def parts(config: ModelConfig) -> dict[str, tuple[list[int], ...]]:
     """By parameter and axis, the sizes of the parts that are laid side by side."""
-    m, a, f = config.mamba, config.attention, config.mlp
+    m, a, f = (
+        config.mixers.get("mamba"),
+        config.mixers.get("attention"),
+        config.mixers.get("mlp"),
+    )
     width, table = [config.d_model], [config.vocab_size]
     axes: dict[str, tuple[list[int], ...]] = {
         "embedding": (table, width),

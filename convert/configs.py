@@ -23,7 +23,6 @@ from stree_jax.convert.source import TensorInfo, is_file
 from stree_jax.convert.supported import names
 from stree_jax.convert.tokenizer import end_of_text, end_token
 from stree_jax.models import AttentionConfig, ModelConfig, param_shapes
-from stree_jax.models.config import given
 
 GENERATION = "generation_config.json"
 Warn = Callable[[str], object]
@@ -78,10 +77,11 @@ def read_config(
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{fields.file}: {error}") from error
-    if dt_floor and format in ("nemotron_h", "zamba2") and config.mamba is not None:
+    mamba = config.mixers.get("mamba")
+    if dt_floor and format in ("nemotron_h", "zamba2") and mamba is not None:
         low = fields.positive("time_step_min", 0.001)
-        mamba = replace(config.mamba, dt_limit=(low, math.inf))
-        config = replace(config, mamba=mamba)
+        mamba = replace(mamba, dt_limit=(low, math.inf))
+        config = config.with_mixers(mamba=mamba)
     if warn is not None:
         for line in _notes(files, fields, format):
             warn(line)
@@ -142,31 +142,35 @@ def _notes(files: CheckpointFiles, fields: ConfigFields, format: str) -> Iterato
 
 
 def export_format(config: ModelConfig) -> str:
-    """The class that has these layers.
+    """Returns the Hugging Face class that has these layers.
 
-    mamba2: Mamba layers only; zamba2: shared layers, perhaps between Mamba layers;
-    falcon_h1: parallel layers; nemotron_h: MLPs or experts without gates, in any order;
-    all others want mixers and gated MLPs in turns: qwen3, qwen2 and llama attention and
-    no multipliers, with norms of q and k, with biases of q, k and v alone, and else;
-    bamba an MLP bias or a part of each head rotating; granitemoe attention and experts
-    without an MLP beside them; granitemoehybrid all others.
+    mamba2: Mamba2 layers only.
+    zamba2: layers with a shared block, perhaps between Mamba2 layers.
+    falcon_h1: layers that add Mamba2 and attention, and gated MLPs in turns.
+    nemotron_h: mixers and MLPs or experts without gates, in any order.
+    All others have mixers and gated MLPs in turns:
+    qwen3, qwen2, llama: attention alone and no multipliers; with norms of q and k, with
+      biases of q, k and v alone, and all else.
+    bamba: biases in the MLP, or heads of which a part rotates.
+    granitemoe: attention, and experts without an MLP beside them.
+    granitemoehybrid: the rest.
 
     Raises:
       CheckpointError: no class has them.
     """
-    layers, kinds = config.layers, set(config.layers + config.mtp)
+    layers, kinds = config.kinds, {str(x) for x in config.layers + config.mtp}
     second = set(layers[1::2])
     turns = len(layers) % 2 == 0 and len(second) == 1 and second <= {"mlp", "moe"}
     mixers = set(layers[::2])
-    mlp, c = config.mlp, config.attention
+    mlp, moe, c = (config.mixers.get(name) for name in ("mlp", "moe", "attention"))
     if kinds == {"mamba"}:
         return "mamba2"
-    if kinds <= {"mamba", "shared"}:
+    if kinds <= {"mamba", "mamba+shared"}:
         return "zamba2"
-    if turns and mixers == {"parallel"} and mlp is not None:
+    if turns and mixers == {"mamba+attention"} and mlp is not None:
         return "falcon_h1"
-    gates = [part.gated for part in (mlp, config.moe) if part is not None]
-    if not kinds & {"parallel", "shared"} and not any(gates):
+    gates = [part.gated for part in (mlp, moe) if part is not None]
+    if kinds <= {"mamba", "attention", "mlp", "moe"} and not any(gates):
         return "nemotron_h"
     if not turns or not mixers <= {"mamba", "attention"} or not all(gates):
         raise CheckpointError(
@@ -183,14 +187,14 @@ def export_format(config: ModelConfig) -> str:
             return _dense_format(config)
         if mlp.bias or _partial(c):
             return "bamba"
-    if config.moe is not None and config.moe.shared is None and "mamba" not in mixers:
+    if moe is not None and moe.shared is None and "mamba" not in mixers:
         return "granitemoe"
     return "granitemoehybrid"
 
 
 def _dense_format(config: ModelConfig) -> str:
     """The class of a model of attention and MLPs without multipliers."""
-    c = given(config.attention)
+    c = config.mixers["attention"]
     if c.qk_norm_eps is not None:
         return "qwen3"
     return "qwen2" if c.qkv_bias and not c.out_bias else "llama"

@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.models import (
     AttentionConfig,
-    LayerKind,
+    Block,
     MambaConfig,
     MLPConfig,
     ModelConfig,
-    MoEConfig,
 )
 from stree_jax.models.params import Path
+from stree_jax.models.state import token_mixers
 
 Index = tuple[slice, ...]  # places of a tensor, axis by axis; (): all of it
 How = Literal["copy", "concat", "swap", "conv", "stack", "halves", "shape", "decay"]
@@ -120,19 +120,19 @@ class Piece(NamedTuple):
 
 
 def can_be_cut(row: Row) -> bool:
-    """Whether places of the parameter are places of the sources, in the same order."""
+    """True if a slice of the parameter is one of the sources, in the same order."""
     return row.how not in ("halves", "shape", "decay") and not any(row.heads)
 
 
 def pieces(
     row: Row, shape: tuple[int, ...], axis: int, places: tuple[slice, ...]
 ) -> Iterator[Piece]:
-    """What a part of a parameter is made of: pieces, to stand one behind another.
+    """Yields the pieces that make one device's share of a parameter, in order.
 
     Args:
-      row: one that can be cut, if there are places.
-      shape: of the parameter.
-      axis, places: the part has these places along this axis; (): all of it.
+      row: one that `can_be_cut`, if there are places.
+      shape: shape of the parameter.
+      axis, places: the share has these slices of this axis. If (), it has all of it.
     """
     if not places:
         yield Piece(row, ((),) * len(row.sources))
@@ -242,40 +242,47 @@ def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """How a format names the tensors of one mixer.
+
+    Attributes:
+      module: its name within a layer; "" if `rows` continues the layer's prefix.
+      rows: its rows, from our path, the name of the module and the mixer's config.
+    """
+
+    module: str
+    rows: Callable[[Path, str, Any], Iterator[Row]]
+
+
+@dataclass(frozen=True)
 class Names:
     """How a format names the parts of a model; `{i}` is its layer number.
 
     Attributes:
       layer: prefix of a layer; the names below continue it.
-      mixer_norm, mlp_norm: block norms.
+      mixer_norm, mlp_norm: block norms, of layers with and without a token mixer.
       head: of the logits, where it is not the embedding.
-      mamba, attention, mlp: modules of each kind.
-      mamba_rows, attention_rows, mlp_rows: of such a module: our path, its name, its
-        options.
-      moe_rows: of a mixture of experts: our path, the layer's prefix, its options.
-      shared_rows: what layers of kind "shared" share.
-      mtp_rows: of the layers that predict further tokens.
-      one_each: an MLP is a layer of its own number, not part of its mixer's.
+      parts: the mixers by our names.
+      shared_rows: rows of the transformer blocks that layers share.
+      mtp_rows: rows of the layers that predict further tokens.
+      one_each: True if an MLP is a layer with a number of its own, not part of its
+        mixer's.
     """
 
     embedding: str
     norm: str
     layer: str
     mixer_norm: str
+    parts: Mapping[str, Part]
     mlp_norm: str = ""
-    mamba: str = ""
-    attention: str = ""
-    mlp: str = ""
     head: str = "lm_head"
-    mamba_rows: Callable[[Path, str, MambaConfig], Iterator[Row]] = mamba_rows
-    attention_rows: Callable[[Path, str, AttentionConfig], Iterator[Row]] = (
-        attention_rows
-    )
-    mlp_rows: Callable[[Path, str, MLPConfig], Iterator[Row]] = mlp_rows
-    moe_rows: Callable[[Path, str, MoEConfig], Iterator[Row]] | None = None
     shared_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     mtp_rows: Callable[["Names", ModelConfig], Iterator[Row]] | None = None
     one_each: bool = False
+
+    def with_parts(self, **parts: Part) -> "Names":
+        """Returns the names with other parts, or more of them."""
+        return replace(self, parts={**self.parts, **parts})
 
 
 def bare(names: Names) -> Names:
@@ -297,32 +304,26 @@ def candidates(names: Names, config: ModelConfig) -> Iterator[Row]:
     if names.mtp_rows is not None:
         yield from names.mtp_rows(names, config)
     number = -1
-    for j, kind in enumerate(config.layers):
+    for j, block in enumerate(config.layers):
         # An MLP without a number of its own belongs to its mixer's layer.
-        number += names.one_each or kind not in ("mlp", "moe")
+        number += names.one_each or bool(token_mixers(config, block))
         prefix = names.layer.format(i=number)
-        yield from layer_rows(names, config, (f"layers_{j}",), prefix, kind)
+        yield from layer_rows(names, config, (f"layers_{j}",), prefix, block)
 
 
 def layer_rows(
-    names: Names, config: ModelConfig, ours: Path, prefix: str, kind: LayerKind
+    names: Names, config: ModelConfig, ours: Path, prefix: str, block: Block
 ) -> Iterator[Row]:
-    """Rows of one residual layer, whose names begin with `prefix`."""
-    if kind == "shared":
+    """Yields the rows of one residual layer, whose names begin with `prefix`."""
+    if block.shared:
         yield Row((*ours, "linear"), (f"{prefix}linear.weight",))
         prefix += "mamba_decoder."
-    norm = names.mlp_norm if kind in ("mlp", "moe") else names.mixer_norm
+    mixes = token_mixers(config, block)
+    norm = names.mixer_norm if mixes else names.mlp_norm
     yield from norm_rows((*ours, "norm"), prefix + norm)
-    if kind in ("mamba", "parallel", "shared") and config.mamba is not None:
-        path, theirs = (*ours, "mamba"), prefix + names.mamba
-        yield from names.mamba_rows(path, theirs, config.mamba)
-    if kind in ("attention", "parallel") and config.attention is not None:
-        path, theirs = (*ours, "attention"), prefix + names.attention
-        yield from names.attention_rows(path, theirs, config.attention)
-    if kind == "mlp" and config.mlp is not None:
-        yield from names.mlp_rows((*ours, kind), prefix + names.mlp, config.mlp)
-    if kind == "moe" and config.moe is not None and names.moe_rows is not None:
-        yield from names.moe_rows((*ours, kind), prefix, config.moe)
+    for name in block.mixers:
+        part = names.parts[name]
+        yield from part.rows((*ours, name), prefix + part.module, config.mixers[name])
 
 
 def norm_rows(ours: Path, theirs: str) -> Iterator[Row]:

@@ -111,7 +111,7 @@ def settle_names(
             _warn_of_ties(source, HEAD, embedding, warn)
     for name, original in _shared_copies(source, config).items():
         if not _are_equal(source, name, original):
-            count = config.layers.count("shared")
+            count = sum(block.shared for block in config.layers)
             config = replace(config, shared=replace(given(config.shared), blocks=count))
             _warn_of_ties(source, name, original, warn)
             break
@@ -149,7 +149,7 @@ def _shared_copies(source: Source, config: ModelConfig) -> dict[str, str]:
     copies: dict[str, str] = {}
     if config.shared is None:
         return copies
-    layers = [i for i, kind in enumerate(config.layers) if kind == "shared"]
+    layers = [i for i, block in enumerate(config.layers) if block.shared]
     first = {j: layers[c % config.shared.blocks] for c, j in enumerate(layers)}
     for name in source.tensors:
         match = _SHARED_TENSOR.fullmatch(name)

@@ -6,15 +6,17 @@ H SSM heads, P head size, N state size, G groups, K conv taps, C conv channels; 
 query/KV heads, hd their size; E experts.
 """
 
-from stree_jax.models.config import AttentionConfig as AttentionConfig
-from stree_jax.models.config import LayerKind as LayerKind
-from stree_jax.models.config import MambaConfig as MambaConfig
-from stree_jax.models.config import MLPConfig as MLPConfig
+from stree_jax.models.config import Block as Block
 from stree_jax.models.config import ModelConfig as ModelConfig
-from stree_jax.models.config import MoEConfig as MoEConfig
-from stree_jax.models.config import Rope as Rope
 from stree_jax.models.config import SharedConfig as SharedConfig
+from stree_jax.models.config import blocks as blocks
+from stree_jax.models.config import named as named
 from stree_jax.models.export import register_for_export as register_for_export
+from stree_jax.models.mixer import written_over as written_over
+from stree_jax.models.mixers.attention import AttentionConfig as AttentionConfig
+from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
+from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig
+from stree_jax.models.mixers.moe import MoEConfig as MoEConfig
 from stree_jax.models.model import Model as Model
 from stree_jax.models.model import base_model as base_model
 from stree_jax.models.model import derived as derived
@@ -28,6 +30,7 @@ from stree_jax.models.mtp import without_mtp as without_mtp
 from stree_jax.models.nodes import Nodes as Nodes
 from stree_jax.models.nodes import chain_nodes as chain_nodes
 from stree_jax.models.nodes import tree_nodes as tree_nodes
+from stree_jax.models.param_table import param_shapes as param_shapes
 from stree_jax.models.params import FLOAT32_PARAMS as FLOAT32_PARAMS
 from stree_jax.models.params import by_path as by_path
 from stree_jax.models.params import cast_params as cast_params
@@ -42,9 +45,9 @@ from stree_jax.models.reading import prefill as prefill
 from stree_jax.models.reading import read_aloud as read_aloud
 from stree_jax.models.reading import read_text as read_text
 from stree_jax.models.reading import reading_chunk as reading_chunk
+from stree_jax.models.rope import Rope as Rope
 from stree_jax.models.shapes import abstract_params as abstract_params
 from stree_jax.models.shapes import init_params as init_params
-from stree_jax.models.shapes import param_shapes as param_shapes
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State
@@ -55,6 +58,5 @@ from stree_jax.models.state import init_records as init_records
 from stree_jax.models.state import init_state as init_state
 from stree_jax.models.state import shortened as shortened
 from stree_jax.models.state import whole_blocks as whole_blocks
-from stree_jax.models.state import written_over as written_over
 from stree_jax.models.weights.int8 import INT8 as INT8
 from stree_jax.models.weights.int8 import Quantized as Quantized

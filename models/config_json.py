@@ -3,82 +3,118 @@
 import dataclasses
 import math
 import reprlib
+from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from stree_jax.models.config import AttentionConfig, ModelConfig, Rope
+from stree_jax.models.config import Block, ModelConfig
+from stree_jax.models.mixers import MIXERS, mixer_of
 
 MAX_SIZE = 1 << 24  # no width, count or vocabulary of a real model is above this
 MAX_LAYERS = 1024
 MAX_ITEMS = 2 * MAX_LAYERS  # of a list; a layer is a mixer and an MLP
 MAX_TAPS = 64  # of the convolution, which is unrolled
+KIND = "kind"  # of a mixer, beside its fields
 MAX_NUMBER = 1e30  # room to multiply in float32
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """Fields by name; tuples are lists, and infinity is "inf"."""
+    """Returns the fields by name; tuples are lists, infinity is "inf", a block is its
+    text, and each mixer has its kind beside its fields."""
+    values = {
+        field.name: _plain(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+    }
+    mixers = {
+        name: {KIND: mixer_of(c).kind, **_plain(c)} for name, c in config.mixers.items()
+    }
+    layers, mtp = (list(map(str, blocks)) for blocks in (config.layers, config.mtp))
+    return {**values, "layers": layers, "mtp": mtp, "mixers": mixers}
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, tuple):
-            return [plain(v) for v in value]
-        return "inf" if value == math.inf else value
 
-    return plain(dataclasses.asdict(config))
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return "inf" if value == math.inf else value
 
 
 def from_json(values: Any) -> ModelConfig:
-    """The config that `to_json` wrote.
+    """Returns the config that `to_json`, also of an earlier version, wrote.
 
     Raises:
-      ValueError, TypeError, ArithmeticError: a field is unknown, missing or of no use.
+      ValueError, TypeError, ArithmeticError: a field is unknown, missing or impossible.
     """
+    if isinstance(values, dict) and "mixers" not in values:
+        values = _in_blocks(values)
     config = _typed(ModelConfig, values, "model")
     _check_numbers(config)
-    if config.conv_taps > MAX_TAPS:
-        raise ValueError(f"model.mamba.d_conv: {config.conv_taps} does not fit")
+    for name, c in config.mixers.items():
+        mixer = mixer_of(c)
+        mixer.check(c, f"model.mixers.{name}")
+        if mixer.conv_taps(c) > MAX_TAPS:
+            raise ValueError(f"model.mixers.{name}.d_conv: {c.d_conv} does not fit")
     return config
 
 
+# What versions before 0.7 wrote: one config for each kind, and kinds of layers that
+# stand for two mixers or for a shared block.
+EARLIER_KINDS = {
+    "mamba": "mamba2",
+    "attention": "attention",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+EARLIER_LAYERS = {"parallel": "mamba+attention", "shared": "mamba+shared"}
+
+
+def _in_blocks(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config of an earlier version in the form of this one."""
+    values, mixers = dict(values), {}
+    for name, kind in EARLIER_KINDS.items():
+        options = values.pop(name, None)
+        if isinstance(options, dict):
+            mixers[name] = {KIND: kind, **options}
+        elif options is not None:
+            raise ValueError(f"model.{name}: {reprlib.repr(options)} does not fit")
+    for field in ("layers", "mtp"):
+        kinds = values.get(field)
+        if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+            values[field] = [EARLIER_LAYERS.get(kind, kind) for kind in kinds]
+    return {**values, "mixers": mixers}
+
+
 def _check_numbers(config: ModelConfig) -> None:
-    """Sizes and scales that no parameter's shape shows; raises ValueError."""
+    """Raises ValueError for sizes and scales that are in no parameter's shape."""
     if not 0 < config.num_tokens <= config.vocab_size:
         raise ValueError(f"model.num_tokens: want 1..{config.vocab_size}")
     if not 0 < config.norm_eps < math.inf:
         raise ValueError(f"model.norm_eps: {config.norm_eps} does not fit")
     if not 0 < abs(config.logits_divisor) < math.inf:
         raise ValueError(f"model.logits_divisor: {config.logits_divisor} does not fit")
-    if config.attention is not None:
-        _check_attention(config.attention)
-    low, high = config.mamba.dt_limit if config.mamba else (0.0, math.inf)
-    if not 0 <= low <= high:
-        raise ValueError(f"model.mamba.dt_limit: want 0 <= low <= high: {low}, {high}")
 
 
-def _check_attention(c: AttentionConfig) -> None:
-    eps = c.qk_norm_eps
-    if eps is not None and not 0 < eps < math.inf:
-        raise ValueError(f"model.attention.qk_norm_eps: {eps} does not fit")
-    if c.rope is not None:
-        _check_rope(c.rope)
-
-
-def _check_rope(rope: Rope) -> None:
-    """Raises ValueError if a frequency would be divided by zero."""
-    if not 0 < rope.linear < math.inf:
-        raise ValueError(f"model.attention.rope.linear: {rope.linear} does not fit")
-    if (yarn := rope.yarn) is None:
-        return
-    numbers = (yarn.factor, yarn.original_length, yarn.beta_fast, yarn.beta_slow)
-    if rope.theta in (0.0, 1.0) or not all(0 < n < math.inf for n in numbers):
-        raise ValueError(f"model.attention.rope.yarn: {yarn} does not fit")
+def _mixer(value: Any, name: str) -> Any:
+    """Returns the config of a mixer, which says its kind."""
+    if not isinstance(value, dict) or value.get(KIND) not in MIXERS:
+        kind = value.get(KIND) if isinstance(value, dict) else value
+        known = ", ".join(MIXERS)
+        raise ValueError(f"{name}.{KIND}: {reprlib.repr(kind)}; known: {known}")
+    options = {k: v for k, v in value.items() if k != KIND}
+    return _typed(MIXERS[value[KIND]].Config, options, name)
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
-    """A JSON value as the type of a config's field; raises ValueError, naming it."""
+    """Converts a JSON value to the type of a config's field; raises ValueError."""
     origin, args = get_origin(hint), get_args(hint)
     if type(None) in args:
         return None if value is None else _typed(args[0], value, name)
+    if hint is Block and isinstance(value, str):
+        return Block.parse(value)
+    if origin is Mapping and isinstance(value, dict) and len(value) <= MAX_ITEMS:
+        return {k: _mixer(v, f"{name}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = get_type_hints(hint)
         if unknown := value.keys() - hints.keys():
@@ -99,8 +135,8 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
         return float(value)
     if hint is int and type(value) is int and 0 <= value <= MAX_SIZE:
         return value
-    if (hint is bool and isinstance(value, bool)) or (
-        origin is Literal and value in args
-    ):
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    if origin is Literal and value in args:
         return value
     raise ValueError(f"{name}: {reprlib.repr(value)} does not fit")

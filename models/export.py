@@ -9,18 +9,10 @@ from jax import export
 
 from stree_jax.models.config_json import from_json, to_json
 from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.mixers import MIXERS
 from stree_jax.models.model import Model
 from stree_jax.models.nodes import Nodes
-from stree_jax.models.state import (
-    AttentionRecord,
-    AttentionState,
-    MambaRecord,
-    MambaState,
-    ParallelRecord,
-    ParallelState,
-    Pending,
-    State,
-)
+from stree_jax.models.state import Pending, State
 from stree_jax.models.weights.int8 import Quantized
 
 
@@ -57,7 +49,7 @@ register_for_export(
 )
 register_for_export(Quantized)
 register_for_export(Nodes)  # its `scan` is a string
-_NODES: list[type] = [State, MambaState, AttentionState, ParallelState]
-_NODES += [Pending, MambaRecord, AttentionRecord, ParallelRecord]
+_NODES = [State, Pending]
+_NODES += [n for m in MIXERS.values() for n in (m.State, m.Record) if n is not None]
 for node in _NODES:
     register_for_export(node)

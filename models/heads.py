@@ -103,12 +103,12 @@ def first_heads(heads: Heads, count: int) -> Heads:
 
 def block_params(c: HeadsConfig) -> Table:
     """Zeros: a head begins as what the model itself says next."""
-    table = {"weight": Param((c.d_model, c.d_model), ZEROS)}
+    table = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
     return table | ({"bias": Param((c.d_model,), ZEROS)} if c.bias else {})
 
 
 def output_params(c: HeadsConfig) -> Table:
-    return {"weight": Param((c.vocab_size, c.d_model))}
+    return {"weight": Param((c.vocab_size, c.d_model), quantizable=True)}
 
 
 class _Part(nn.Module):

@@ -12,17 +12,17 @@ from stree_jax.models.state import init_state
 
 
 def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """Of all parameters of a model in `dtype`, scales of int8 included."""
+    """Returns the bytes of a model's parameters in `dtype`, int8 scales included."""
     return size_of(abstract_params(config, dtype))
 
 
 def size_of(tree: Any) -> int:
-    """Of a pytree of arrays, or of `jax.ShapeDtypeStruct` that stand for them."""
+    """Returns the bytes of a pytree of arrays or `jax.ShapeDtypeStruct`."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def state_bytes(config: ModelConfig, batch: int, capacity: int, dtype: np.dtype) -> int:
-    """Of the state that decoding keeps.
+    """Returns the bytes of the state that decoding keeps.
 
     Args:
       batch: B, rows.

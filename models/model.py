@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,8 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.cpu_kernels import table_rows
-from stree_jax.models.config import LayerKind, ModelConfig, given
-from stree_jax.models.mixers.attention import Attention
-from stree_jax.models.mixers.mamba2 import Mamba2Mixer
-from stree_jax.models.mixers.mlp import MLP
-from stree_jax.models.mixers.moe import MoE
+from stree_jax.models.config import Block, ModelConfig, given
+from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
 from stree_jax.models.params import (
@@ -29,13 +25,20 @@ from stree_jax.models.params import (
     parameter_count,
     shared_params,
 )
-from stree_jax.models.sharding.shards import WHOLE, Cut, gathered, own, own_rows, total
+from stree_jax.models.sharding.shards import (
+    VOCAB,
+    WHOLE,
+    WIDTH,
+    Cut,
+    gathered,
+    own,
+    own_rows,
+    total,
+)
 from stree_jax.models.shared import Adapters, SharedBlock
 from stree_jax.models.state import (
     LayerRecord,
     LayerState,
-    ParallelRecord,
-    ParallelState,
     Pending,
     Records,
     State,
@@ -92,15 +95,15 @@ def base_model(model: Model) -> Model:
     return derived(model, model.params, model.config)
 
 
-LayerInput = tuple[jax.Array, Pass[Any], Any, Any]  # h, pass_, state, record
+LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
 LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
 
 
 class ResidualLayer(nn.Module):
-    """One pre-norm residual layer, h + f(norm(h)), f chosen by `kind`."""
+    """One residual layer, h + sum of mixers(norm(h)); see `Block`."""
 
     config: ModelConfig
-    kind: LayerKind
+    block: Block
     dtype: Any
     cut: Cut = WHOLE
 
@@ -109,69 +112,51 @@ class ResidualLayer(nn.Module):
         self,
         h: jax.Array,
         pass_: Pass[Any],
-        state: Any,  # LayerState and LayerRecord of this kind
-        record: Any,
+        state: LayerState,
+        record: LayerRecord | None,
         shared: tuple[SharedBlock, jax.Array] | None,
     ) -> LayerOutput:
-        """As all mixers, of the residual stream h [B, Tq, d].
+        """Runs the layer on the residual stream h [B, Tq, d]; see `Pass`.
 
         Args:
-          shared: a shared layer's block, and the tokens' embedding [B, Tq, d].
+          state, record: of the layer's token mixers, by name.
+          shared: the layer's shared transformer block and the tokens' embedding
+            [B, Tq, d]; None if the layer uses no such block.
         """
-        c, read, both = self.config, h, self.kind in ("parallel", "shared")
-        if both:
-            for_mamba = _part("mamba", pass_, state, record)
-            for_attention = _part("attention", pass_, state, record)
+        c, read = self.config, h
+        states: LayerState = {}
+        records: LayerRecord = {}
         if shared is not None:
             block, embedding = shared
+            name = given(c.shared).attention
             adapters = Adapters(c, self.dtype, name="adapters")
             u = jnp.concatenate([h, embedding], axis=-1)
-            f, a_record, a_state = block(u, adapters, *for_attention)
-            n = self.cut.width
+            args = _of_mixer(name, pass_, state, record)
+            f, records[name], states[name] = block(u, adapters, *args)
+            n = self.cut.of(WIDTH)
             p = declare(self, shared_params(c.d_model, n), self.dtype)
             read = h + total(linear(own(f, n), p["linear"]), n)
-        live = pass_.live
-        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read, live)
-        match self.kind:
-            case "mamba":
-                out, record, state = self._mamba(u, pass_, state, record)
-            case "attention":
-                out, record, state = self._attention(u, pass_, state, record)
-            case "parallel":
-                out, m_record, m_state = self._mamba(u, *for_mamba)
-                more, a_record, a_state = self._attention(u, *for_attention)
-                out = out + more
-            case "shared":
-                out, m_record, m_state = self._mamba(u, *for_mamba)
-            case "mlp":
-                out = MLP(given(c.mlp), self.dtype, self.cut.mlp, name="mlp")(
-                    u, live=live
-                )
-            case "moe":
-                out = MoE(given(c.moe), self.dtype, self.cut.moe, name="moe")(u)
-        if both:
-            record = ParallelRecord(m_record, a_record)
-            state = ParallelState(m_state, a_state)
-        return h + c.residual_multiplier * out, record, state
-
-    def _mamba(self, *args: Any) -> tuple[jax.Array, Any, Any]:
-        options, parts = given(self.config.mamba), (self.cut.mamba, self.cut.norm)
-        return Mamba2Mixer(options, self.dtype, *parts, name="mamba")(*args)
-
-    def _attention(self, *args: Any) -> tuple[jax.Array, Any, Any]:
-        options, parts = given(self.config.attention), self.cut.attention
-        return Attention(options, self.dtype, parts, name="attention")(*args)
+        u = Norm(c.norm, c.norm_eps, self.dtype, name="norm")(read, pass_.live)
+        outs = []
+        for name in self.block.mixers:
+            config, n = c.mixers[name], self.cut.of(name)
+            module = mixer_of(config).Module(config, self.dtype, n, name=name)
+            out, new, after = module(u, *_of_mixer(name, pass_, state, record))
+            outs.append(out)
+            if new is not None:
+                records[name], states[name] = new, after
+        return h + c.residual_multiplier * sum(outs[1:], outs[0]), records, states
 
 
-def _part(
-    mixer: Literal["mamba", "attention"], pass_: Pass[Any], state: Any, record: Any
+def _of_mixer(
+    name: str, pass_: Pass[Any], state: LayerState, record: LayerRecord | None
 ) -> tuple[Pass[Any], Any, Any]:
-    """Pass, state and record, of a layer with both mixers, that one is given."""
-    of, pending = attrgetter(mixer), pass_.pending
+    """Returns the pass, state and record that one mixer of a layer gets."""
+    pending = pass_.pending
     if pending is not None:
-        pending = replace(pending, record=of(pending.record))
-    own_record = None if record is None else of(record)
-    return replace(pass_, pending=pending), of(state), own_record
+        pending = replace(pending, record=pending.record.get(name))
+    own_record = None if record is None else record.get(name)
+    return replace(pass_, pending=pending), state.get(name), own_record
 
 
 @struct.dataclass
@@ -252,9 +237,9 @@ class MTPLayers(nn.Module):
         norm = partial(Norm, c.norm, c.norm_eps, self.dtype)
         self.enorm = norm()
         self.hnorm = norm()
-        table = mtp_params(c.d_model, self.cut.width)
+        table = mtp_params(c.d_model, self.cut.of(WIDTH))
         self.eh_proj = declare(self, table, self.dtype)["eh_proj"]
-        self.layers = [ResidualLayer(c, kind, self.dtype, self.cut) for kind in c.mtp]
+        self.layers = [ResidualLayer(c, block, self.dtype, self.cut) for block in c.mtp]
         self.norm = norm()
 
     def __call__(
@@ -269,7 +254,7 @@ class MTPLayers(nn.Module):
     ) -> tuple[jax.Array, Records, State]:
         """As `forward_hidden`, of embeddings and hidden states [B, Tq, d] float32."""
         both = [self.enorm(embedding), self.hnorm(previous)]
-        n = self.cut.width
+        n = self.cut.of(WIDTH)
         h = total(linear(own(jnp.concatenate(both, axis=-1), n), self.eh_proj), n)
         blocks = [None] * len(self.layers)
         args = (nodes, state, records, rows, pending)
@@ -286,13 +271,15 @@ class LanguageModel(nn.Module):
 
     def setup(self):
         c = self.config
-        p = declare(self, model_params(c), self.dtype)
+        table = model_params(c.vocab_size, c.d_model, c.tie_embeddings)
+        p = declare(self, table, self.dtype)
         self.embedding = p["embedding"]
         self.head_weight = p["embedding" if c.tie_embeddings else "lm_head"]
-        kinds, shared = c.layers, c.shared
-        self.layers = [ResidualLayer(c, kind, self.dtype, self.cut) for kind in kinds]
-        blocks = 0 if shared is None else shared.blocks
-        self.shared = [SharedBlock(c, self.dtype, self.cut) for _ in range(blocks)]
+        self.layers = [
+            ResidualLayer(c, block, self.dtype, self.cut) for block in c.layers
+        ]
+        count = 0 if c.shared is None else c.shared.blocks
+        self.shared = [SharedBlock(c, self.dtype, self.cut) for _ in range(count)]
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
         if c.mtp:
             self.mtp = MTPLayers(c, self.dtype, self.cut)
@@ -302,7 +289,7 @@ class LanguageModel(nn.Module):
         # XLA:CPU looks nothing up in 16 bits. It makes the rows float32; where it may,
         # the whole table, before a loop, and keeps that.
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
-        n = self.cut.vocab
+        n = self.cut.of(VOCAB)
         ids, here = own_rows(tokens, table.shape[0], n)
         if isinstance(table, Quantized):
             h = table.rows(ids)
@@ -325,7 +312,7 @@ class LanguageModel(nn.Module):
         """As `forward_hidden`."""
         in_turn = cycle(self.shared)
         blocks = [
-            next(in_turn) if kind == "shared" else None for kind in self.config.layers
+            next(in_turn) if block.shared else None for block in self.config.layers
         ]
         live = nodes.count if rows is None else live
         args = (nodes, state, records, rows, pending, live)
@@ -342,7 +329,7 @@ class LanguageModel(nn.Module):
         """As `logits_of`."""
         with jax.named_scope("head"):
             own = linear(hidden, self.head_weight, live=live)
-            logits = gathered(own, self.cut.vocab)
+            logits = gathered(own, self.cut.of(VOCAB))
             return logits / self.config.logits_divisor
 
     def init_all(self, tokens: jax.Array, nodes: Nodes, state: State) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layers of a model that draft for it, as a model."""
+"""Multi-token prediction (MTP): the layers of a model that draft for it."""
 
 from dataclasses import replace
 
@@ -8,16 +8,16 @@ PARAMS = ("embedding", "lm_head", "mtp")  # the first two are the target's own a
 
 
 def mtp_model(target: Model) -> Model:
-    """The MTP layers of a target, with its embedding and its head.
+    """Returns the MTP layers of a target as a model, with its embedding and its head.
 
-    Its state, records and commits are those of any model with these layers. Its passes
-    (`forward_hidden`, `extend`) read `previous` beside the tokens: at a token of the
-    text, the target's hidden state that chose it; at a token that was drafted, its own
-    hidden state that did. Positions are counted from the first token that it reads,
+    State, records and commits are those of any model with these layers. Its passes
+    (`forward_hidden`, `extend`) take `previous` beside the tokens: for a token of the
+    text the target's hidden state that predicted it, for a draft token the MTP layers'
+    own hidden state that did. Positions count from the first token that they read,
     which is the second of the text.
 
     Raises:
-      ValueError: the target has none.
+      ValueError: the target has no MTP layers.
     """
     config = target.config
     if not config.mtp:
@@ -27,6 +27,6 @@ def mtp_model(target: Model) -> Model:
 
 
 def without_mtp(model: Model) -> Model:
-    """The model that the MTP layers draft for; its arrays are not copied."""
+    """Returns the model without its MTP layers; arrays are not copied."""
     params = {name: leaf for name, leaf in model.params.items() if name != "mtp"}
     return derived(model, params, replace(model.config, mtp=()))

@@ -1,8 +1,8 @@
-"""The tables derived from a tree's `parents`, and what a pass over them consists of.
+"""The tables derived from a tree's `parents`, and the input of a mixer's pass.
 
-`parents` [B, T] int32 lists each node's parent row, parents before children; -1 marks
-a child of the committed context (one for a tree, several for a forest), and `NO_NODE`
-a row that is none: a smaller tree in the room of a larger one.
+`parents` [B, T] int32 lists each node's parent row, parents before children. -1 marks a
+child of the committed context (one for a tree, several for a forest), and `NO_NODE`
+padding: rows of a smaller tree in arrays made for a larger one.
 """
 
 from functools import cache, partial
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.models.state import LayerPending, Record
+from stree_jax.models.mixer import MixerPending, Record
 
-# How SSM layers go through nodes: "tree", any mask, at once; "chain", one chain in row
-# order, by chunks once it is long. The others are baselines, for chains: "chunk", by
-# chunks whatever the length; "step", token by token.
+# How SSM layers go through nodes: "tree", any mask, all nodes at once; "chain", one
+# chain in row order, by chunks once it is long. The others are baselines for chains:
+# "chunk", by chunks whatever the length; "step", token by token.
 Scan = Literal["tree", "chain", "chunk", "step"]
 
 NO_NODE = -2  # as a parent
@@ -25,16 +25,16 @@ NO_NODE = -2  # as a parent
 
 @struct.dataclass
 class Nodes:
-    """T tokens to be run in one pass and how they descend from each other.
+    """The topology of the T tokens of one pass.
 
     Attributes:
       mask: [B, T, T] bool, `mask[b, t, s]` iff s is t or an ancestor of t (L).
       depth: [B, T] int32, edges from the first uncommitted ancestor.
       window: [B, T, K] int32, rows of concat(conv window [K-1], nodes [T]) under the
         taps of a K-tap convolution ending in each node.
-      count: [B] int32, how many rows, the first ones, are nodes; None: all. Others
-        descend from nobody, not from themselves, and what a pass makes of them means
-        nothing: kernels that can leave them out.
+      count: [B] int32. Rows [:count] are nodes; the rest is padding, whose mask rows
+        are empty (not even the diagonal) and whose outputs are unspecified, so that
+        kernels may skip it. If None, there is no padding.
       scan: how SSM layers go through the nodes.
     """
 
@@ -45,38 +45,41 @@ class Nodes:
     scan: Scan = struct.field(pytree_node=False, default="tree")
 
     def taps(self, conv_taps: int) -> jax.Array:
-        """`window` of a convolution with fewer taps, and so fewer committed rows."""
+        """Returns `window` for a convolution with fewer taps than the longest."""
         fewer = self.window.shape[2] - conv_taps
         return self.window[:, :, fewer:] - fewer
 
 
 @struct.dataclass
 class Pass(Generic[Record]):
-    """A pass over nodes, as one mixer is told of it.
+    """One pass over the nodes of a tree, as each mixer gets it.
 
-    All mixers have one signature, `mixer(u, pass_, state, record)`: the inputs u
-    [B, Tq, d] of the queried nodes, the layer's committed state, and its record of the
-    nodes so far (None: all are queried now). They return their output [B, Tq, d]
-    float32, the record of all T nodes, and the state after `pending`; the record may be
-    that of `pending`, if it is of more nodes, with the first T written over.
+    All mixers have one signature, `mixer(u, pass_, state, record)`. u [B, Tq, d] is the
+    input at the queried nodes, `state` the mixer's committed state, and `record` its
+    record of the nodes that earlier passes have added (None if this pass queries all
+    nodes). They return the output [B, Tq, d] float32, the record of all T nodes, and
+    the state after `pending`. The returned record may be that of `pending`, if it is of
+    more nodes, with the first T rows written over. A channel mixer gets and returns
+    None for record and state.
 
     Attributes:
       nodes: topology of all T nodes.
-      rows: [Tq] int32, which of them are queried (>= T: none is); None for all, Tq = T.
-      pending: what the mixer has to replay first, or None.
-      length: [B] int32, committed tokens, those of `pending` among them.
-      live: [B] int32, how many of the queried nodes, the first ones, there are; None:
-        all. What is made of others means nothing.
+      rows: [Tq] int32, rows of the queried nodes; rows >= T are dropped. If None, all
+        nodes are queried, and Tq = T.
+      pending: the accepted path that the mixer has to replay first, or None.
+      length: [B] int32, committed tokens, those of `pending` included.
+      live: [B] int32. Queried nodes [:live] are wanted; outputs of the others are
+        unspecified. If None, all are wanted.
     """
 
     nodes: Nodes
     rows: jax.Array | None
-    pending: LayerPending[Record] | None
+    pending: MixerPending[Record] | None
     length: jax.Array
     live: jax.Array | None = None
 
     def nodes_only(self, x: jax.Array) -> jax.Array:
-        """x [B, Tq, ...] with 0 for what is no node, before rows are mixed."""
+        """Returns x [B, Tq, ...] with 0 in place of padding, before rows are mixed."""
         if self.live is None:
             return x
         place = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -84,11 +87,11 @@ class Pass(Generic[Record]):
         return jnp.where(is_node.reshape(*is_node.shape, *[1] * (x.ndim - 2)), x, 0)
 
     def of_queries(self, table: jax.Array) -> jax.Array:
-        """The queried nodes' rows [B, Tq, ...] of a table [B, T, ...]."""
+        """Returns the queried nodes' rows [B, Tq, ...] of a table [B, T, ...]."""
         return table if self.rows is None else table[:, self.rows]
 
     def merged(self, record: Any, new: Any) -> Any:
-        """The queried nodes' arrays [B, Tq, ...], written over those of all nodes."""
+        """Writes the queried nodes' arrays [B, Tq, ...] over those of all nodes."""
         if self.rows is None:
             return new
 
@@ -99,7 +102,7 @@ class Pass(Generic[Record]):
 
 
 def ancestors(parents: jax.Array, count: int) -> jax.Array:
-    """The `count` nearest ancestors of each node, itself first, -1 past the root.
+    """Returns each node's `count` nearest ancestors, itself first, -1 past the root.
 
     Args:
       parents: [B, T] int32.
@@ -119,12 +122,12 @@ def ancestors(parents: jax.Array, count: int) -> jax.Array:
 
 
 def tree_nodes(parents: jax.Array, conv_taps: int, *, partly: bool = False) -> Nodes:
-    """Mask, depth and convolution windows of a tree or forest.
+    """Returns mask, depth and convolution windows of a tree or forest.
 
     Args:
       parents: [B, T] int32, see the module's docstring.
       conv_taps: K.
-      partly: whether rows behind the others may be no nodes.
+      partly: True if the last rows may be padding.
     """
     tables = cpu_kernels.tree_nodes(parents, conv_taps, _tables(conv_taps))
     mask, depth, window = tables
@@ -140,7 +143,7 @@ def _tables(conv_taps: int) -> Any:
 def _tree_tables(
     parents: jax.Array, conv_taps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mask, depth and window of `tree_nodes`."""
+    """Returns mask, depth and window of `tree_nodes`."""
     T, none = parents.shape[1], (parents == NO_NODE)[..., None]
     lineage = jnp.where(none, -1, ancestors(parents, T))  # [B, T, T]
     rows = jnp.arange(T, dtype=jnp.int32).reshape(1, 1, 1, T)
@@ -162,10 +165,11 @@ def chain_nodes(
     scan: Scan = "chain",
     length: jax.Array | None = None,
 ) -> Nodes:
-    """`tree_nodes` of one chain in row order, and known as such.
+    """Returns the tables of one chain in row order.
 
     Args:
-      length: [B] int32, how many of the rows are nodes; None: all.
+      length: [B] int32, number of nodes; the other rows are padding. If None, all rows
+        are nodes.
     """
     row = jnp.arange(T, dtype=jnp.int32)
     mask = row.reshape(1, T, 1) >= row.reshape(1, 1, T)

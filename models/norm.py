@@ -8,17 +8,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
-from stree_jax.models.config import MambaConfig
 from stree_jax.models.params import declare, norm_params
 from stree_jax.models.sharding.shards import mean_of_neighbours
 from stree_jax.models.weights.linear import as_row
 
 
 def rms_norm(x: jax.Array, eps: float, groups: int = 1, parts: int = 1) -> jax.Array:
-    """x / rms(x) over each of `groups` equal parts of the last axis, in float32.
+    """Returns x / rms(x) in float32, over each of `groups` parts of the last axis.
 
     Args:
-      parts: over how many parts of a model a group reaches, see `Cut.norm`.
+      parts: devices that one group spans.
     """
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     mean = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
@@ -31,7 +30,7 @@ class ScaledNorm:
     """x / rms(x) * scale of x [..., d] and a scale [d], in float32.
 
     Attributes:
-      eps, groups, parts: as of `rms_norm`.
+      eps, groups, parts: as in `rms_norm`.
     """
 
     eps: float
@@ -46,10 +45,10 @@ class ScaledNorm:
 def scaled_rms_norm(
     x: jax.Array, scale: jax.Array, norm: ScaledNorm, live: jax.Array | None = None
 ) -> jax.Array:
-    """norm(x, scale), on a CPU by the compiled kernel, which takes whole rows.
+    """Returns norm(x, scale), on a CPU from the kernel, which takes whole rows.
 
     Args:
-      live: as of `linear`.
+      live: as in `linear`.
     """
     whole = norm.groups == norm.parts == 1
     if whole and norm_unsupported(x, scale) is None:
@@ -61,23 +60,21 @@ def gated_norm(
     y: jax.Array,
     z: jax.Array,
     scale: jax.Array | None,
-    config: MambaConfig,
-    parts: int = 1,
+    norm: ScaledNorm,
+    gate_first: bool,
 ) -> jax.Array:
-    """The mixer's output y gated by silu(z), normed before or after, or not at all.
+    """Gates a mixer's output y by silu(z), before or after the norm.
 
     Args:
-      y, z: [B, T, H * P] float32.
-      scale: [H * P] of the norm, or None for no norm.
-      parts: as of `rms_norm`.
+      y, z: [B, T, d] float32.
+      scale: [d] of the norm; if None, there is no norm.
+      gate_first: True for norm(y * silu(z)), False for norm(y) * silu(z).
     """
     gate = jax.nn.silu(z)
     if scale is None:
         return y * gate
-    y = y * gate if config.norm == "gate_first" else y
-    norm = ScaledNorm(config.norm_eps, config.norm_groups, parts)
-    y = scaled_rms_norm(y, scale, norm)
-    return y * gate if config.norm == "norm_first" else y
+    y = scaled_rms_norm(y * gate if gate_first else y, scale, norm)
+    return y if gate_first else y * gate
 
 
 class Norm(nn.Module):

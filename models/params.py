@@ -15,14 +15,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 
-from stree_jax.models.config import (
-    AttentionConfig,
-    MambaConfig,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-    given,
-)
 from stree_jax.models.sharding.shards import Run, run_width
 from stree_jax.models.weights.int8 import INT8, Quantized, quantize
 
@@ -46,16 +38,6 @@ NORMAL = nn.initializers.normal(0.02)
 ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 
 
-def _init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
-
-
-def _init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Inverse softplus of steps drawn log-uniformly from 0.001 to 0.1 (Mamba2)."""
-    dt = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1)))
-    return dt + jnp.log(-jnp.expm1(-dt))
-
-
 class Param(NamedTuple):
     """A parameter.
 
@@ -64,139 +46,36 @@ class Param(NamedTuple):
       init: its initialiser.
       runs: what the axis consists of along which it is cut; (): every part has it all.
       axis: which one that is.
+      float32: True if it stays float32 whatever the format of the weights is.
+      quantizable: True if it is a matrix that only products and row lookups read, so
+        that a weight format may store it in fewer bits.
     """
 
     shape: tuple[int, ...]
     init: Init = NORMAL
     runs: tuple[Run, ...] = ()
     axis: int = 0
+    float32: bool = False
+    quantizable: bool = False
 
 
-Table = dict[str, Param]  # by name, in the order in which they are drawn
+Table = dict[str, Any]  # Param, or the Table of a module inside, by name
 
 
-def _taps(count: int) -> Init:
-    """How a convolution of this many taps begins, as PyTorch's."""
+def conv_init(count: int) -> Init:
+    """Returns PyTorch's initialiser of a convolution with this many taps."""
     return nn.initializers.uniform(2 / math.sqrt(count))
 
 
-def mamba_runs(c: MambaConfig) -> dict[str, tuple[Run, ...]]:
-    """What the channels of a mixer consist of: "inner" of y, "heads", "xBC"; "first" of
-    the MLP inside."""
-    H, inside = c.num_heads, (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
-    x, B, C = c.widths
-    grouped = c.x_heads is not None
-    own = c.x_heads or H
-    return {
-        "first": inside,
-        "inner": (Run(c.d_inner, H),),
-        "heads": (Run(H, H),),
-        "xBC": (
-            Run(x, own, grouped),
-            Run(B, own if grouped else c.n_groups, True),
-            Run(C, c.n_groups, True),
-        ),
-    }
-
-
-def mamba_params(c: MambaConfig, d_model: int) -> Table:
-    parts = mamba_runs(c)
-    first, inner, heads, xBC = (parts[k] for k in ("first", "inner", "heads", "xBC"))
-    into = 2 * first + inner + xBC + heads
-    table = {
-        "in_proj": Param((c.d_in_proj, d_model), runs=into),
-        "conv_weight": Param((c.d_xBC, c.d_conv), _taps(c.d_conv), xBC),
-        "dt_bias": Param((c.num_heads,), _init_dt_bias, heads),
-        "A_log": Param((c.num_heads,), _init_A_log, heads),
-        "D": Param((c.d_inner,), ONES, inner)
-        if c.D_per_channel
-        else Param((c.num_heads,), ONES, heads),
-        "out_proj": Param((d_model, c.d_inner + c.d_mlp), runs=first + inner, axis=1),
-    }
-    if c.proj_in_bias:
-        table["in_proj_bias"] = Param((c.d_in_proj,), ZEROS, into)
-    if c.conv_bias:
-        table["conv_bias"] = Param((c.d_xBC,), ZEROS, xBC)
-    if c.proj_out_bias:
-        table["out_proj_bias"] = Param((d_model,), ZEROS)
-    if c.norm is not None:
-        table["norm"] = Param((c.d_inner,), ONES, inner)
-    return table
-
-
-def attention_runs(c: AttentionConfig) -> tuple[Run, Run, Run]:
-    """What the channels of q, k and v consist of."""
-    kv = Run(c.num_kv_heads * c.head_dim, c.num_kv_heads, True)
-    return Run(c.num_heads * c.head_dim, c.num_heads), kv, kv
-
-
-def attention_params(c: AttentionConfig, d_model: int) -> Table:
-    d_in, d_out = c.d_qkv + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
-    width, heads = c.d_out or d_model, attention_runs(c)
-    inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
-    into = (*heads, *2 * inside)
-    table = {
-        "qkv": Param((d_in, d_model), runs=into),
-        "out": Param((width, d_out), runs=(heads[0], *inside), axis=1),
-    }
-    if c.qkv_bias:
-        table["qkv_bias"] = Param((d_in,), ZEROS, into)
-    if c.out_bias:
-        table["out_bias"] = Param((width,), ZEROS)
-    if c.d_conv:
-        table["conv_weight"] = Param((c.d_qkv, c.d_conv), _taps(c.d_conv), heads)
-        table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
-    if c.qk_norm_eps is not None:  # one scale for all heads, so every part has it
-        table["q_norm"] = Param((c.head_dim,), ONES)
-        table["k_norm"] = Param((c.head_dim,), ONES)
-    return table
-
-
-def _hidden_runs(c: MLPConfig | MoEConfig) -> tuple[Run, ...]:
-    """What the rows of an MLP's first product consist of."""
-    return (Run(c.d_hidden, c.d_hidden),) * (2 if c.gated else 1)
-
-
-def mlp_params(c: MLPConfig, d_model: int) -> Table:
-    """`gate_up` holds the rows [gate; up]; without a gate there is `up`."""
-    first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
-    into = _hidden_runs(c)
-    table = {
-        first: Param((rows, d_model), runs=into),
-        "down": Param((d_model, c.d_hidden), runs=into[:1], axis=1),
-    }
-    if c.bias:
-        table[f"{first}_bias"] = Param((rows,), ZEROS, into)
-        table["down_bias"] = Param((d_model,), ZEROS)
-    return table
-
-
-def moe_params(c: MoEConfig, d_model: int) -> Table:
-    """Of E experts: `into` holds the rows [gate; up] of each if they are gated.
-
-    Every part has some channels of every expert, so that parts have equal work whatever
-    is chosen.
-    """
-    E, width, into = c.num_experts, c.d_latent or d_model, _hidden_runs(c)
-    rows = c.d_hidden * (2 if c.gated else 1)
-    table = {
-        "router": Param((E, d_model)),
-        "into": Param((E, rows, width), runs=into, axis=1),
-        "down": Param((E, width, c.d_hidden), runs=into[:1], axis=2),
-    }
-    if c.router == "sigmoid":
-        table["router_bias"] = Param((E,), ZEROS)
-    if c.d_latent:
-        table["latent_in"] = Param((c.d_latent, d_model))
-        table["latent_out"] = Param((d_model, c.d_latent))
-    return table
-
-
 def mtp_params(d_model: int, n: int = 1) -> Table:
-    """What makes one width of two, a token's embedding and a hidden state; or a part
-    of n."""
+    """Returns the product that reads a token's embedding and a hidden state, or one
+    device's share of it."""
     both = 2 * d_model // n
-    return {"eh_proj": Param((d_model, both), runs=(Run(both, both),), axis=1)}
+    return {
+        "eh_proj": Param(
+            (d_model, both), runs=(Run(both, both),), axis=1, quantizable=True
+        )
+    }
 
 
 def norm_params(kind: str, width: int) -> Table:
@@ -206,37 +85,37 @@ def norm_params(kind: str, width: int) -> Table:
 
 def low_rank_params(rank: int, d_in: int, runs: tuple[Run, ...]) -> Table:
     """An adapter that adds to the rows `runs` of a product."""
-    up = Param((run_width(runs), rank), runs=runs)
-    return {"down": Param((rank, d_in)), "up": up}
-
-
-def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
-    """The rows that each adapter of a shared layer adds to."""
-    runs = {"gate_up": _hidden_runs(given(c.mlp))}
-    if given(c.shared).attention_adapter:
-        qkv = attention_runs(given(c.attention))
-        runs |= {name: (run,) for name, run in zip("qkv", qkv, strict=True)}
-    return runs
+    up = Param((run_width(runs), rank), runs=runs, quantizable=True)
+    return {"down": Param((rank, d_in), quantizable=True), "up": up}
 
 
 def shared_params(d_model: int, n: int = 1) -> Table:
-    """Of a shared layer, beside its mixer, adapters and norm; or a part of n."""
+    """Returns the product that reads a shared transformer block, or one device's share
+    of it."""
     width = d_model // n
-    return {"linear": Param((d_model, width), runs=(Run(width, width),), axis=1)}
+    return {
+        "linear": Param(
+            (d_model, width), runs=(Run(width, width),), axis=1, quantizable=True
+        )
+    }
 
 
-def model_params(c: ModelConfig) -> Table:
-    """What belongs to no layer, but for the last norm and the shared blocks."""
-    shape, ids = (c.vocab_size, c.d_model), (Run(c.vocab_size, c.vocab_size),)
-    names = ["embedding"] if c.tie_embeddings else ["embedding", "lm_head"]
-    return {name: Param(shape, runs=ids) for name in names}
+def model_params(vocab_size: int, d_model: int, tied: bool) -> Table:
+    """Returns the embedding, and the head unless it is tied to the embedding."""
+    shape, ids = (vocab_size, d_model), (Run(vocab_size, vocab_size),)
+    names = ["embedding"] if tied else ["embedding", "lm_head"]
+    return {name: Param(shape, runs=ids, quantizable=True) for name in names}
 
 
 def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, jax.Array]:
-    """A layer's parameters by name, in `dtype` or, of FLOAT32_PARAMS, in float32."""
+    """Declares a module's own parameters: in `dtype`, or float32 if they stay that.
+
+    Tables inside belong to modules inside, which declare them.
+    """
     return {
         name: module.param(name, p.init, p.shape, stored_dtype(name, dtype))
         for name, p in table.items()
+        if isinstance(p, Param)
     }
 
 

@@ -9,6 +9,7 @@ from jax import lax
 
 from stree_jax import cpu_kernels
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.mixers import mixer_of
 from stree_jax.models.model import Model, forward_hidden, param_dtype
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.state import (
@@ -33,10 +34,10 @@ def chunk_of(width: int) -> int:
 
 
 def reading_chunk(config: ModelConfig, width: int) -> int:
-    """`chunk_of` without scans, which gain nothing by longer passes and hold what all
-    of their tokens bring."""
-    scans = set(config.layers) & {"mamba", "parallel", "shared"}
-    return PREFILL_CHUNK if scans else chunk_of(width)
+    """Returns `chunk_of(width)`, or PREFILL_CHUNK if a mixer gains nothing from longer
+    passes, as scans do, whose temporaries grow with the tokens of a pass."""
+    mixers = (mixer_of(c) for c in config.mixers.values())
+    return chunk_of(width) if all(m.long_chunks for m in mixers) else PREFILL_CHUNK
 
 
 Hear = Callable[[Any, jax.Array, jax.Array, jax.Array], Any]

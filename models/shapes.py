@@ -1,23 +1,18 @@
-"""The table of a model's parameters, and fresh ones."""
+"""Fresh parameters of a model, and their shapes in a format."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from stree_jax.models.config import LayerKind, ModelConfig
-from stree_jax.models.keys import key_of
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import LanguageModel
 from stree_jax.models.nodes import chain_nodes
-from stree_jax.models.params import Params, Path, by_path, cast_params, nest, stored
+from stree_jax.models.param_table import param_shapes
+from stree_jax.models.params import Params, cast_params, nest, stored
 from stree_jax.models.state import init_state
 from stree_jax.models.weights.int8 import INT8
-
-MAX_WIDTH = 1 << 27  # of a layer: no real model's is above this
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
@@ -34,31 +29,6 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     return model.init(key, tokens, nodes, state, method="init_all")["params"]
 
 
-@cache
-def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Shape of every parameter, by path: what `init_params` would make.
-
-    Layers of a kind are alike, so one of each is traced, however deep the model is.
-    """
-    _check_widths(config)
-    one = replace(config, layers=_kinds(config.layers), mtp=_kinds(config.mtp))
-    tree = jax.eval_shape(lambda: init_params(one, key_of(0), jnp.float32))
-    flat = {path: leaf.shape for path, leaf in by_path(tree).items()}
-    shapes = {
-        path: shape
-        for path, shape in flat.items()
-        if not any(name.startswith("layers_") for name in path)
-    }
-    if config.shared is not None:  # one layer traces one of the shared blocks
-        used = min(config.shared.blocks, config.layers.count("shared"))
-        block = {path[1:]: shapes[path] for path in flat if path[0] == "shared_0"}
-        for b in range(used):
-            shapes |= {(f"shared_{b}", *path): shape for path, shape in block.items()}
-    for within, layers in (((), config.layers), (("mtp",), config.mtp)):
-        shapes |= _all_layers(flat, within, layers)
-    return MappingProxyType(shapes)
-
-
 def abstract_params(config: ModelConfig, dtype: Any) -> Params:
     """`jax.ShapeDtypeStruct` of every parameter in `dtype`, int8 weights too."""
     flat = {
@@ -72,30 +42,3 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
 def _abstract(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     weight = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.eval_shape(lambda weight: stored(name, weight, dtype), weight)
-
-
-def _kinds(layers: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """One layer of each kind, in order."""
-    return tuple(dict.fromkeys(layers))
-
-
-def _all_layers(
-    flat: Mapping[Path, tuple[int, ...]], within: Path, layers: Sequence[LayerKind]
-) -> dict[Path, tuple[int, ...]]:
-    """Shapes of all layers at a path, from those `flat` of one of each kind."""
-    kinds, n = _kinds(layers), len(within)
-    return {
-        (*within, f"layers_{j}", *path[n + 1 :]): shape
-        for j, kind in enumerate(layers)
-        for path, shape in flat.items()
-        if path[: n + 1] == (*within, f"layers_{kinds.index(kind)}")
-    }
-
-
-def _check_widths(config: ModelConfig) -> None:
-    """Products of sizes that JAX could not even trace; raises ValueError."""
-    wide = config.mamba.d_in_proj if config.mamba else 0
-    if config.attention is not None:
-        wide = max(wide, config.attention.num_heads * config.attention.head_dim)
-    if wide > MAX_WIDTH:
-        raise ValueError(f"{wide} channels of a layer are more than {MAX_WIDTH}")

@@ -7,18 +7,49 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax.models.config import ModelConfig, given
-from stree_jax.models.mixers.attention import Attention
-from stree_jax.models.mixers.mlp import MLP
+from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import Norm
-from stree_jax.models.params import adapter_runs, declare, low_rank_params
+from stree_jax.models.params import Table, declare, low_rank_params, norm_params
 from stree_jax.models.sharding.shards import WHOLE, Cut, Run
-from stree_jax.models.state import AttentionRecord, AttentionState
 from stree_jax.models.weights.linear import linear
 
 
+def adapter_runs(c: ModelConfig) -> dict[str, tuple[Run, ...]]:
+    """Returns the rows that each adapter of a layer adds to, by the adapter's name."""
+    shared = given(c.shared)
+    mlp, attention = c.mixers[shared.mlp], c.mixers[shared.attention]
+    runs = {"gate_up": mixer_of(mlp).params(mlp, c.d_model)["gate_up"].runs}
+    if shared.attention_adapter:
+        qkv = mixer_of(attention).params(attention, c.d_model)["qkv"].runs
+        runs |= {name: (run,) for name, run in zip("qkv", qkv[:3], strict=True)}
+    return runs
+
+
+def adapter_params(c: ModelConfig) -> Table:
+    """Returns the parameters of a layer's adapters."""
+    rank = given(c.shared).adapter_rank
+    widths = {"gate_up": c.d_model, **dict.fromkeys("qkv", 2 * c.d_model)}
+    return {
+        name: low_rank_params(rank, widths[name], runs)
+        for name, runs in adapter_runs(c).items()
+    }
+
+
+def shared_block_params(c: ModelConfig) -> Table:
+    """Returns the parameters of one shared transformer block."""
+    shared, d = given(c.shared), c.d_model
+    attention, mlp = c.mixers[shared.attention], c.mixers[shared.mlp]
+    return {
+        "norm": norm_params(c.norm, 2 * d),
+        "attention": mixer_of(attention).params(attention, 2 * d),
+        "mlp_norm": norm_params(c.norm, d),
+        "mlp": mixer_of(mlp).params(mlp, d),
+    }
+
+
 class LowRank(nn.Module):
-    """up(down(x)), a correction of few parameters."""
+    """up(down(x)), a correction with few parameters."""
 
     rank: int
     runs: tuple[Run, ...]
@@ -32,7 +63,7 @@ class LowRank(nn.Module):
 
 
 class Adapters(nn.Module):
-    """A layer's own corrections of the block it shares."""
+    """A layer's own corrections of the block that it shares."""
 
     config: ModelConfig
     dtype: Any
@@ -46,13 +77,15 @@ class Adapters(nn.Module):
             )
 
     def of_attention(self, u: jax.Array) -> jax.Array | None:
-        """[B, Tq, d_qkv] of u [B, Tq, 2 d], or None."""
+        """Returns what is added to q, k and v [B, Tq, d_qkv], from u [B, Tq, 2 d]; None
+        if there is no such adapter."""
         if not given(self.config.shared).attention_adapter:
             return None
         return jnp.concatenate([self.q(u), self.k(u), self.v(u)], axis=-1)
 
     def of_mlp(self, u: jax.Array) -> jax.Array:
-        """[B, Tq, 2 d_hidden] of u [B, Tq, d]."""
+        """Returns what is added to gate and up [B, Tq, 2 d_hidden], from u
+        [B, Tq, d]."""
         return self.gate_up(u)
 
 
@@ -64,21 +97,25 @@ class SharedBlock(nn.Module):
     cut: Cut = WHOLE
 
     def setup(self):
-        c, cut = self.config, self.cut
+        c, shared = self.config, given(self.config.shared)
         self.norm = Norm(c.norm, c.norm_eps, self.dtype)
-        self.attention = Attention(given(c.attention), self.dtype, cut.attention)
+        self.attention = self._mixer(shared.attention)
         self.mlp_norm = Norm(c.norm, c.norm_eps, self.dtype)
-        self.mlp = MLP(given(c.mlp), self.dtype, cut.mlp)
+        self.mlp = self._mixer(shared.mlp)
+
+    def _mixer(self, name: str) -> Any:
+        config = self.config.mixers[name]
+        return mixer_of(config).Module(config, self.dtype, self.cut.of(name))
 
     def __call__(
         self,
         both: jax.Array,
         adapters: Adapters,
-        pass_: Pass[AttentionRecord],
-        state: AttentionState,
-        record: AttentionRecord | None,
-    ) -> tuple[jax.Array, AttentionRecord, AttentionState]:
-        """As all mixers; `both` [B, Tq, 2 d] is the residual stream and the embedding.
+        pass_: Pass[Any],
+        state: Any,
+        record: Any,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Runs the block on [h, embedding] [B, Tq, 2 d]; see `Pass` for the contract.
 
         Record and state are those of the block's attention in this layer.
         """
@@ -86,4 +123,4 @@ class SharedBlock(nn.Module):
         adapter = adapters.of_attention(u)
         a, record, state = self.attention(u, pass_, state, record, adapter)
         u = self.mlp_norm(a)
-        return self.mlp(u, adapters.of_mlp(u)), record, state
+        return self.mlp(u, adapter=adapters.of_mlp(u))[0], record, state

@@ -1,4 +1,4 @@
-"""Tracing what all layers of a kind do once, not once a layer."""
+"""Traces work that layers of a kind share once instead of once per layer."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -10,10 +10,10 @@ R = TypeVar("R")
 
 
 def traced_once(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of pytrees that JAX traces once for arguments of the same shapes.
+    """Makes JAX trace a function of pytrees once for arguments of the same shapes.
 
-    Beside compiling it is tracing that a deep model's first call waits for. The trace
-    is put in line wherever it is called, so that programs and the scopes of their
-    operations are those of the function itself.
+    Tracing is what the first call of a deep model waits for, beside compiling. The
+    trace is inlined at every call, so that programs and the scopes of their operations
+    are those of the function itself.
     """
     return jax.jit(function, inline=True)

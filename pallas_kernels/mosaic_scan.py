@@ -66,7 +66,7 @@ def _smem_bytes(x: Any, B: Any, T: int, M: int, parts: int) -> int:
 
 
 def _part_count(x: Any, B: Any, T: int, M: int) -> int:
-    """Of float32 operands, 0 if no number of parts fits."""
+    """Returns the number of parts for float32 operands; 0 if no number fits."""
     both_bfloat16 = x.dtype == B.dtype == jnp.bfloat16
     choice = (2,) if both_bfloat16 else (3, 2)
     return next((n for n in choice if _smem_bytes(x, B, T, M, n) <= _SMEM), 0)

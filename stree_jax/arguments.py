@@ -15,10 +15,10 @@ from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.models import ModelConfig, init_state
 from stree_jax.models.heads import Heads
+from stree_jax.models.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.parts import part_config
 from stree_jax.models.sharding.placement import axis_size
 from stree_jax.models.sharding.shards import MODEL
-from stree_jax.models.state import over_parts
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import encode_continuation
 from stree_jax.speculation.drafters.medusa import LastHidden
@@ -329,24 +329,29 @@ def _check_state(name: str, model: models.Model, state: Any, batch: int) -> None
     """A state has the layers and sizes of a model's, whatever the caches' capacity."""
 
     def sizes(state: Any) -> Any:
-        leaves, kind = jax.tree.flatten(state)
-        # Axis 2 of a cache [B, Hk, S, hd] is its capacity, and differs.
-        big = [(x.dtype, x.shape[:2], x.shape[3:] or x.shape[2:]) for x in leaves]
-        return kind, big
+        found = []
+
+        def visit(x: Any, facts: Leaf) -> Any:
+            axes = (i for i in range(x.ndim) if i != facts.capacity_axis)
+            found.append((x.dtype, tuple(x.shape[i] for i in axes)))
+            return x
+
+        map_leaves(visit, state)
+        return jax.tree.structure(state), found
 
     dtype, parts = models.param_dtype(model.params), 1
     if model.mesh is not None:
         parts = axis_size(model.mesh, MODEL)
 
-    def whole(part: Any, axis: int | None) -> Any:
+    def whole(part: Any, facts: Leaf) -> Any:
         shape = list(part.shape)
-        if axis is not None:
-            shape[axis] *= parts
+        if facts.part_axis is not None:
+            shape[facts.part_axis] *= parts
         return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
 
     config = part_config(model.config, model.cut)
     own = jax.eval_shape(lambda: init_state(config, batch, 1, dtype))
-    if sizes(over_parts(whole, own)) != sizes(state):
+    if sizes(map_leaves(whole, own)) != sizes(state):
         raise ValueError(f"{name}: its state does not fit this model")
 
 

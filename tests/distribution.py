@@ -19,6 +19,7 @@ from scipy import stats
 import stree_jax
 from stree_jax import Sampling, sampling_rows
 from stree_jax.models import MambaConfig, ModelConfig, init_params
+from stree_jax.models.config import named
 from stree_jax.sampling.distribution import ACCEPT, DRAFT, Distribution
 from stree_jax.sampling.settings import SamplingRows
 from stree_jax.speculation import accept
@@ -64,8 +65,8 @@ def model(seed: int, d_model: int) -> stree_jax.Model:
         num_tokens=VOCAB,
         d_model=d_model,
         layers=("mamba",),
-        mamba=MambaConfig(2, 8, 8),
         tie_embeddings=True,
+        mixers=named(mamba=MambaConfig(2, 8, 8)),
     )
     params = perturbed(
         init_params(config, jax.random.key(seed), jnp.float32), 0.3, seed

@@ -20,6 +20,7 @@ from stree_jax.models import (
     ModelConfig,
     Rope,
 )
+from stree_jax.models.config import named
 from stree_jax.sizing.memory import Room, abstract_model, compiled_bytes, memory_of
 
 LIMIT = 0.03
@@ -78,10 +79,12 @@ def model_of(case: Case, layers: tuple, width: int) -> Model:
         num_tokens=case.vocab,
         d_model=width,
         layers=layers,
-        mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
-        attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
-        mlp=MLPConfig(2 * width),
         tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
+            attention=AttentionConfig(width // 32, width // 64, 32, rope=Rope(1e4, 32)),
+            mlp=MLPConfig(2 * width),
+        ),
     )
     return abstract_model(config, np.dtype(case.dtype))
 

@@ -43,7 +43,7 @@ def check_family(name, meshes, text=True):
         share = away / np.abs(logits).max()
         same = written(cut) == tokens
         well &= bool(same and share < TOLERANCE)
-        parts = {k: n for k, n in vars(cut.cut).items() if n > 1}
+        parts = dict(cut.cut.parts)
         print(f"{name:13} {mesh} {share:.1e} {same} {parts}", flush=True)
     return well
 

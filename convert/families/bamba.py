@@ -7,15 +7,17 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama
 from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Part, mamba_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import Rope, given
+from stree_jax.models.config import blocks, given, named
+from stree_jax.models.rope import Rope
 
 NAMES = replace(
-    llama.NAMES,
+    llama.NAMES.with_parts(
+        mlp=Part("feed_forward", mlp_rows), mamba=Part("mamba", mamba_rows)
+    ),
     norm="model.final_layernorm",
     mlp_norm="pre_ff_layernorm",
-    mlp="feed_forward",
-    mamba="mamba",
 )
 ROTATING = 0.5  # of a head, if the config does not say
 
@@ -42,29 +44,29 @@ def parse(fields: ConfigFields) -> ModelConfig:
         mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
     return ModelConfig(
         **model,
-        layers=hf.with_mlps(mixers),
-        mamba=mamba,
-        attention=attention,
-        mlp=MLPConfig(**read_fields(MLP, fields)),
+        layers=blocks(hf.with_mlps(mixers)),
+        mixers=named(
+            mamba=mamba, attention=attention, mlp=MLPConfig(**read_fields(MLP, fields))
+        ),
     )
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    mixers, c = config.layers[::2], config.attention
+    mixers, c = config.kinds[::2], config.mixers.get("attention")
     values: dict[str, Any] = {
         "architectures": ["BambaForCausalLM"],
         **hf.write_model("bamba", MODEL, config),
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": [i for i, k in enumerate(mixers) if k == "attention"],
-        **write_fields("bamba", MLP, config.mlp),
+        **write_fields("bamba", MLP, config.mixers.get("mlp")),
         "num_attention_heads": 1,  # any valid value, where a mixer does not occur
     }
     if c is not None:
         hf.check_width("bamba", config, c)
         values |= write_fields("bamba", ATTENTION, c, ("rope",))
         values["rope_parameters"] = _rope_parameters(c.rope, c.head_dim)
-    if config.mamba is not None:
-        values |= hf.write_mamba("bamba", MAMBA, config.mamba, config.norm_eps)
+    if (mamba := config.mixers.get("mamba")) is not None:
+        values |= hf.write_mamba("bamba", MAMBA, mamba, config.norm_eps)
         values["mamba_expand"] = hf.expand("bamba", config)
     return values
 

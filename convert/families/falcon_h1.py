@@ -8,7 +8,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import LayerKind, given
+from stree_jax.models.config import blocks, named
 
 NAMES = bamba.NAMES
 ALL_PARTS = (1.0,) * 5  # z, x, B, C and dt
@@ -64,20 +64,22 @@ def parse(fields: ConfigFields) -> ModelConfig:
     hf.check_silu(fields)
     gate, down = fields.multipliers("mlp_multipliers", 2)
     mlp = MLPConfig(**read_fields(MLP, fields))
-    block: tuple[LayerKind, ...] = ("parallel", "mlp")
+    block: tuple[str, ...] = ("mamba+attention", "mlp")
     return ModelConfig(
         **model,
-        layers=block * fields.size("num_hidden_layers", 32),
-        mamba=mamba,
-        attention=replace(attention, rope=hf.rope(fields, attention.head_dim)),
-        mlp=replace(mlp, gate_multiplier=gate, down_multiplier=down),
+        layers=blocks(block * fields.size("num_hidden_layers", 32)),
+        mixers=named(
+            mamba=mamba,
+            attention=replace(attention, rope=hf.rope(fields, attention.head_dim)),
+            mlp=replace(mlp, gate_multiplier=gate, down_multiplier=down),
+        ),
     )
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
     format = "falcon_h1"
-    m, c = given(config.mamba), given(config.attention)
-    mlp = given(config.mlp)
+    m, c = config.mixers["mamba"], config.mixers["attention"]
+    mlp = config.mixers["mlp"]
     require(format, {"lack of rotary": c.rope is not None})
     return {
         "architectures": ["FalconH1ForCausalLM"],

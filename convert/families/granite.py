@@ -8,9 +8,9 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Path, Row, module_rows
+from stree_jax.convert.rows import Part, Path, Row, mamba_rows, module_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import LayerKind
+from stree_jax.models.config import blocks, named
 
 FORMAT = "granitemoehybrid"
 
@@ -31,12 +31,10 @@ def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
     yield Row((*ours, "down"), (f"{theirs}.output_linear.weight",))
 
 
-NAMES = replace(
-    llama.NAMES,
-    mamba="mamba",
-    mlp="shared_mlp",
-    mlp_rows=mlp_rows,
-    moe_rows=moe_rows,
+NAMES = llama.NAMES.with_parts(
+    mamba=Part("mamba", mamba_rows),
+    mlp=Part("shared_mlp", mlp_rows),
+    moe=Part("", moe_rows),
 )
 
 MODEL = (
@@ -77,7 +75,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
             attention = replace(attention, rope=hf.rope(fields, attention.head_dim))
     if "mamba" in mixers:
         mamba = hf.read_mamba(MAMBA, fields, model["norm_eps"])
-    second: LayerKind = "mlp"
+    second: str = "mlp"
     mlp: MLPConfig | None = MLPConfig(**read_fields(MLP, fields))
     moe = None
     if fields.size("num_local_experts", 8, low=0):
@@ -85,17 +83,18 @@ def parse(fields: ConfigFields) -> ModelConfig:
         second = "moe"
     return ModelConfig(
         **model,
-        layers=hf.with_mlps(mixers, second),
-        mamba=mamba,
-        attention=attention,
-        mlp=mlp,
-        moe=moe,
+        layers=blocks(hf.with_mlps(mixers, second)),
+        mixers=named(mamba=mamba, attention=attention, mlp=mlp, moe=moe),
     )
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    mixers, moe, c = config.layers[::2], config.moe, config.attention
-    mlp = config.mlp if moe is None else moe.shared
+    mixers, moe, c = (
+        config.kinds[::2],
+        config.mixers.get("moe"),
+        config.mixers.get("attention"),
+    )
+    mlp = config.mixers.get("mlp") if moe is None else moe.shared
     require(FORMAT, {"lack of a shared MLP": mlp is not None})
     values: dict[str, Any] = {
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -120,7 +119,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
         values |= write_fields(FORMAT, ATTENTION, scaled, ("rope",))
         values |= hf.rope_fields(FORMAT, c)
         values["position_embedding_type"] = "nope" if c.rope is None else "rope"
-    if config.mamba is not None:
-        values |= hf.write_mamba(FORMAT, MAMBA, config.mamba, config.norm_eps)
+    if (mamba := config.mixers.get("mamba")) is not None:
+        values |= hf.write_mamba(FORMAT, MAMBA, mamba, config.norm_eps)
         values["mamba_expand"] = hf.expand(FORMAT, config)
     return values

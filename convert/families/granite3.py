@@ -11,6 +11,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import read_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
+from stree_jax.models.config import blocks, named
 
 NAMES = llama.NAMES
 ATTENTION = (*granite.ATTENTION, hf.HEAD_DIM)
@@ -21,9 +22,10 @@ def parse(fields: ConfigFields) -> ModelConfig:
     hf.check_silu(fields)
     return ModelConfig(
         **hf.read_model(granite.MODEL, fields, NAMES),
-        layers=("attention", "mlp") * fields.size("num_hidden_layers", 32),
-        attention=attention,
-        mlp=MLPConfig(**read_fields(llama.MLP, fields)),
+        layers=blocks(("attention", "mlp") * fields.size("num_hidden_layers", 32)),
+        mixers=named(
+            attention=attention, mlp=MLPConfig(**read_fields(llama.MLP, fields))
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import given
+from stree_jax.models.config import blocks, named
 
 FORMAT = "granitemoe"
 NAMES = granite.NAMES
@@ -22,15 +22,17 @@ def parse(fields: ConfigFields) -> ModelConfig:
     shared = MLPConfig(width) if width else None
     return ModelConfig(
         **hf.read_model(granite.MODEL, fields, NAMES),
-        layers=("attention", "moe") * fields.size("num_hidden_layers", 32),
-        attention=attention,
-        moe=MoEConfig(**read_fields(granite.MOE, fields), shared=shared),
+        layers=blocks(("attention", "moe") * fields.size("num_hidden_layers", 32)),
+        mixers=named(
+            attention=attention,
+            moe=MoEConfig(**read_fields(granite.MOE, fields), shared=shared),
+        ),
     )
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
     """Writes a model without an MLP beside its experts."""
-    c, moe = given(config.attention), given(config.moe)
+    c, moe = config.mixers["attention"], config.mixers["moe"]
     require(FORMAT, {"lack of rotary": c.rope is not None})
     hf.check_width(FORMAT, config, c)
     c = replace(c, scale=c.head_dim**-0.5 if c.scale is None else c.scale)

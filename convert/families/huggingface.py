@@ -12,17 +12,19 @@ from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Names, bare
 from stree_jax.convert.source import OWN_FORMAT
 from stree_jax.models import AttentionConfig, MambaConfig, ModelConfig
-from stree_jax.models.config import LayerKind, Rope, Yarn, given
 from stree_jax.models.config_json import MAX_LAYERS, MAX_SIZE
+from stree_jax.models.rope import Rope, Yarn
 
-Layers = tuple[LayerKind, ...]
-MIXERS: dict[str, LayerKind] = {
+Layers = tuple[str, ...]
+# Layer types of the families whose linear attention is Mamba2. (Elsewhere the same
+# word names other mixers: Qwen's "linear_attention" is a delta rule.)
+MAMBA_TYPES: dict[str, str] = {
     "mamba": "mamba",
     "linear_attention": "mamba",
     "attention": "attention",
     "full_attention": "attention",
 }
-PARTS = ("vocab_size", "num_tokens", "mamba", "attention", "mlp", "moe", "shared")
+PARTS = ("vocab_size", "num_tokens", "mixers", "shared")
 
 # transformers 5.23 takes the logarithm of `time_step_min`, so that it cannot be 0.
 NO_FLOOR = 1e-30
@@ -55,7 +57,7 @@ def read_model(
     Args:
       names: of the family, one of which is the checkpoint's.
     """
-    check_unread(source, attends=any(n.attention for n in names))
+    check_unread(source, attends=any("attention" in n.parts for n in names))
     rows, _ = vocabulary(source, *names)
     return {"vocab_size": rows, "num_tokens": rows, **read_fields(table, source)}
 
@@ -109,13 +111,13 @@ def check_unread(source: ConfigFields, attends: bool) -> None:
 # Layers
 
 
-def with_mlps(mixers: Layers, second: LayerKind = "mlp") -> Layers:
+def with_mlps(mixers: Layers, second: str = "mlp") -> Layers:
     """An MLP, or experts, after every mixer."""
     return tuple(kind for mixer in mixers for kind in (mixer, second))
 
 
 def named_layers(
-    source: ConfigFields, name: str, kinds: Mapping[str, LayerKind], plan: Any
+    source: ConfigFields, name: str, kinds: Mapping[str, str], plan: Any
 ) -> Layers:
     """Kinds of layers by their names in a family.
 
@@ -130,9 +132,7 @@ def named_layers(
     return tuple(kinds[kind] for kind in plan)
 
 
-def layers_field(
-    source: ConfigFields, kinds: Mapping[str, LayerKind], *names: str
-) -> str:
+def layers_field(source: ConfigFields, kinds: Mapping[str, str], *names: str) -> str:
     """Returns the first of these fields that the config has, or the first name.
 
     transformers takes one for another name of the other, so that a config may have
@@ -153,7 +153,7 @@ def layers_field(
 def counted_layers(
     source: ConfigFields,
     name: str,
-    kinds: Mapping[str, LayerKind],
+    kinds: Mapping[str, str],
     count: int,
     *default: list[str],
 ) -> Layers:
@@ -166,8 +166,8 @@ def counted_layers(
 
 def mixers(source: ConfigFields, count: int, default: list[str]) -> Layers:
     """From `layer_types` or its older name `layers_block_type`."""
-    name = layers_field(source, MIXERS, "layer_types", "layers_block_type")
-    return counted_layers(source, name, MIXERS, count, default)
+    name = layers_field(source, MAMBA_TYPES, "layer_types", "layers_block_type")
+    return counted_layers(source, name, MAMBA_TYPES, count, default)
 
 
 def chosen_mixers(source: ConfigFields, name: str, count: int) -> Layers:
@@ -411,7 +411,7 @@ def expanded(source: ConfigFields) -> int:
 
 def expand(format: str, config: ModelConfig) -> int:
     """The multiple that `expanded` reads."""
-    d_inner = given(config.mamba).d_inner
+    d_inner = config.mixers["mamba"].d_inner
     require(format, {"d_inner": d_inner % config.d_model == 0})
     return d_inner // config.d_model
 

@@ -8,18 +8,20 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.families.windows import check_llama_windows
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Names
+from stree_jax.convert.rows import Names, Part, attention_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import given
+from stree_jax.models.config import blocks, named
 
 NAMES = Names(
     embedding="model.embed_tokens",
     norm="model.norm",
     layer="model.layers.{i}.",
     mixer_norm="input_layernorm",
-    attention="self_attn",
     mlp_norm="post_attention_layernorm",
-    mlp="mlp",
+    parts={
+        "attention": Part("self_attn", attention_rows),
+        "mlp": Part("mlp", mlp_rows),
+    },
 )
 
 MODEL = hf.model_table("rms_norm_eps", 1e-6)
@@ -44,9 +46,11 @@ def parse_dense(
     hf.check_silu(fields)
     return ModelConfig(
         **hf.read_model(MODEL, fields, NAMES),
-        layers=("attention", "mlp") * fields.size("num_hidden_layers", 32),
-        attention=replace(c, rope=hf.rope(fields, c.head_dim)),
-        mlp=MLPConfig(**read_fields(mlp, fields)),
+        layers=blocks(("attention", "mlp") * fields.size("num_hidden_layers", 32)),
+        mixers=named(
+            attention=replace(c, rope=hf.rope(fields, c.head_dim)),
+            mlp=MLPConfig(**read_fields(mlp, fields)),
+        ),
     )
 
 
@@ -67,13 +71,13 @@ def export_dense(
     Args:
       elsewhere: attributes of `AttentionConfig` that the family checks by itself.
     """
-    c = given(config.attention)
+    c = config.mixers["attention"]
     require(format, {"lack of rotary": c.rope is not None})
     return {
         **hf.write_model(format, MODEL, config),
         "num_hidden_layers": len(config.layers) // 2,
         **write_fields(format, attention, c, ("rope", *elsewhere)),
         **hf.rope_fields(format, c),
-        **write_fields(format, mlp, config.mlp),
+        **write_fields(format, mlp, config.mixers.get("mlp")),
         "hidden_act": "silu",
     }

@@ -7,16 +7,16 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Names
+from stree_jax.convert.rows import Names, Part, mamba_rows
 from stree_jax.models import ModelConfig
-from stree_jax.models.config import LayerKind, given
+from stree_jax.models.config import blocks, named
 
 NAMES = Names(
     embedding="backbone.embeddings",
     norm="backbone.norm_f",
     layer="backbone.layers.{i}.",
     mixer_norm="norm",
-    mamba="mixer",
+    parts={"mamba": Part("mixer", mamba_rows)},
 )
 SINGULAR = replace(NAMES, embedding="backbone.embedding")
 
@@ -42,13 +42,17 @@ def parse(fields: ConfigFields) -> ModelConfig:
         sizes = f"{mamba.num_heads} * head_dim {mamba.head_dim}"
         raise fields.error("num_heads", f"{sizes} is not expand * hidden_size")
     hf.check_silu(fields)
-    mixer: tuple[LayerKind, ...] = ("mamba",)
+    mixer: tuple[str, ...] = ("mamba",)
     layers = mixer * fields.size("num_hidden_layers", 64)
-    return ModelConfig(**model, layers=layers, mamba=mamba)
+    return ModelConfig(
+        **model,
+        layers=blocks(layers),
+        mixers=named(mamba=mamba),
+    )
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    mamba = given(config.mamba)
+    mamba = config.mixers["mamba"]
     return {
         "architectures": ["Mamba2ForCausalLM"],
         **hf.write_model("mamba2", MODEL, config),

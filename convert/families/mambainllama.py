@@ -11,10 +11,12 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import llama, native, read
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
+from stree_jax.convert.rows import Part, mamba_rows
 from stree_jax.models import MambaConfig, ModelConfig
+from stree_jax.models.config import blocks
 
 FILE = "mamba_config.json"
-NAMES = replace(llama.NAMES, mamba="mamba")
+NAMES = llama.NAMES.with_parts(mamba=Part("mamba", mamba_rows))
 
 MAMBA = (
     Field("ngroups", "num_heads", read.size),
@@ -58,7 +60,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
         norm_groups=heads,
         x_heads=x_heads,
     )
-    return replace(teacher, layers=hf.with_mlps(mixers), mamba=mamba)
+    return replace(
+        teacher.with_mixers(mamba=mamba), layers=blocks(hf.with_mlps(mixers))
+    )
 
 
 def _check_alike(teacher: ConfigFields, mixer: ConfigFields) -> None:

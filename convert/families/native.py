@@ -9,8 +9,9 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import mamba2, read
 from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Path, Row, conv_rows, module_rows
+from stree_jax.convert.rows import Part, Path, Row, conv_rows, module_rows
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig, Rope
+from stree_jax.models.config import blocks, named
 
 
 def attention_rows(ours: Path, theirs: str, c: AttentionConfig) -> Iterator[Row]:
@@ -26,12 +27,10 @@ def mlp_rows(ours: Path, theirs: str, c: MLPConfig) -> Iterator[Row]:
 
 
 NAMES = replace(
-    mamba2.SINGULAR,
-    attention="mixer",
-    attention_rows=attention_rows,
+    mamba2.SINGULAR.with_parts(
+        attention=Part("mixer", attention_rows), mlp=Part("mlp", mlp_rows)
+    ),
     mlp_norm="norm2",
-    mlp="mlp",
-    mlp_rows=mlp_rows,
 )
 
 MODEL = (
@@ -76,11 +75,13 @@ def parse(fields: ConfigFields) -> ModelConfig:
         **model,
         vocab_size=rows,
         num_tokens=real,
-        layers=hf.with_mlps(mixers) if d_mlp else mixers,
-        mamba=_mamba(fields, model["d_model"], f"layers.{ours}."),
-        attention=attention,
-        mlp=MLPConfig(d_mlp) if d_mlp else None,
+        layers=blocks(hf.with_mlps(mixers) if d_mlp else mixers),
         norm="rms" if fields.flag("rms_norm", True) else "layer",
+        mixers=named(
+            mamba=_mamba(fields, model["d_model"], f"layers.{ours}."),
+            attention=attention,
+            mlp=MLPConfig(d_mlp) if d_mlp else None,
+        ),
     )
 
 

@@ -20,14 +20,16 @@ from stree_jax.convert.families.table import (
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import (
     Names,
+    Part,
     Path,
     Row,
+    attention_rows,
     layer_rows,
     module_rows,
     norm_rows,
 )
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig, MoEConfig
-from stree_jax.models.config import LayerKind
+from stree_jax.models.config import blocks, named
 
 FORMAT = "nemotron_h"
 MTP = "mtp."  # of the names of MTP tensors
@@ -56,7 +58,8 @@ def moe_rows(ours: Path, prefix: str, c: MoEConfig) -> Iterator[Row]:
 
 
 def mtp_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
-    """What is before the first layer is stored with it, and the norm with the last."""
+    """Yields the rows of the MTP layers. The first layer holds the tensors before them,
+    the last one their final norm."""
     if not config.mtp:
         return
     prefixes = [f"{MTP}layers.{i}." for i in range(len(config.mtp))]
@@ -64,22 +67,22 @@ def mtp_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
         yield from norm_rows(("mtp", norm), prefixes[0] + norm)
     yield Row(("mtp", "eh_proj"), (f"{prefixes[0]}eh_proj.weight",))
     yield from norm_rows(("mtp", "norm"), f"{prefixes[-1]}final_layernorm")
-    for i, (kind, prefix) in enumerate(zip(config.mtp, prefixes, strict=True)):
-        yield from layer_rows(names, config, ("mtp", f"layers_{i}"), prefix, kind)
+    for i, (block, prefix) in enumerate(zip(config.mtp, prefixes, strict=True)):
+        yield from layer_rows(names, config, ("mtp", f"layers_{i}"), prefix, block)
 
 
 NAMES = replace(
-    mamba2.NAMES,
-    attention="mixer",
+    mamba2.NAMES.with_parts(
+        attention=Part("mixer", attention_rows),
+        mlp=Part("mixer", mlp_rows),
+        moe=Part("", moe_rows),
+    ),
     mlp_norm="norm",
-    mlp="mixer",
-    mlp_rows=mlp_rows,
-    moe_rows=moe_rows,
     mtp_rows=mtp_rows,
     one_each=True,
 )
-LETTERS: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-KINDS: dict[str, LayerKind] = {**LETTERS, **hf.MIXERS, "mlp": "mlp", "moe": "moe"}
+LETTERS: dict[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+KINDS: dict[str, str] = {**LETTERS, **hf.MAMBA_TYPES, "mlp": "mlp", "moe": "moe"}
 
 
 def _or(alias: str, read: Read) -> Read:
@@ -182,12 +185,9 @@ def _parse(fields: ConfigFields, mtp: hf.Layers) -> ModelConfig:
         moe = MoEConfig(**options, shared=shared, router="sigmoid", **form)
     return ModelConfig(
         **model,
-        layers=layers,
-        mamba=mamba,
-        attention=attention,
-        mlp=mlp,
-        moe=moe,
-        mtp=mtp,
+        layers=blocks(layers),
+        mtp=blocks(mtp),
+        mixers=named(mamba=mamba, attention=attention, mlp=mlp, moe=moe),
     )
 
 
@@ -202,7 +202,12 @@ def _layers(fields: ConfigFields, names: Sequence[str], *default: Any) -> hf.Lay
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    m, c, mlp, moe = config.mamba, config.attention, config.mlp, config.moe
+    m, c, mlp, moe = (
+        config.mixers.get("mamba"),
+        config.mixers.get("attention"),
+        config.mixers.get("mlp"),
+        config.mixers.get("moe"),
+    )
     parts = [p for p in (mlp, moe, moe and moe.shared) if p is not None]
     acts = {part.activation for part in parts} or {"relu2"}
     ungated = not any(part.gated for part in parts)
@@ -210,12 +215,12 @@ def export(config: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM"],
         **hf.write_model(FORMAT, MODEL, replace(config, mtp=())),
-        "layers_block_type": list(config.layers),
+        "layers_block_type": list(config.kinds),
         "num_hidden_layers": len(config.layers),
         "mlp_hidden_act": acts.pop(),
     }
     if config.mtp:
-        values |= {MTP_COUNT: 1, MTP_LAYERS[0]: list(config.mtp)}
+        values |= {MTP_COUNT: 1, MTP_LAYERS[0]: list(map(str, config.mtp))}
     if mlp is not None:
         values |= write_fields(FORMAT, MLP, mlp, FORM)
     if c is not None:

@@ -9,7 +9,6 @@ from stree_jax.convert.families.table import Field, require
 from stree_jax.convert.families.windows import check_qwen_windows
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.models import ModelConfig
-from stree_jax.models.config import given
 
 FORMAT = "qwen3"
 NAMES = llama.NAMES
@@ -20,12 +19,12 @@ MLP = (Field("intermediate_size", "d_hidden", read.size, 22016),)
 def parse(fields: ConfigFields) -> ModelConfig:
     config = llama.parse_dense(fields, ATTENTION, MLP)
     check_qwen_windows(fields, len(config.layers) // 2)
-    attention = replace(given(config.attention), qk_norm_eps=config.norm_eps)
-    return replace(config, attention=attention)
+    attention = replace(config.mixers["attention"], qk_norm_eps=config.norm_eps)
+    return config.with_mixers(attention=attention)
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    eps = given(config.attention).qk_norm_eps
+    eps = config.mixers["attention"].qk_norm_eps
     require(FORMAT, {"attention norms of q and k": eps == config.norm_eps})
     values = llama.export_dense(FORMAT, config, ATTENTION, MLP, ("qk_norm_eps",))
     return {

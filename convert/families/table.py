@@ -94,7 +94,7 @@ def require(format: str, facts: Mapping[str, bool]) -> None:
 
 
 def _word(part: Any, attribute: str) -> str:
-    """What a message calls an attribute."""
+    """Returns the words for an attribute in messages."""
     ending = attribute[max(attribute.rfind("_"), 0) :]
     word = _LABELS.get(type(part), "") + _PLURALS.get(ending, attribute)
     return _WORDS.get((type(part), attribute), word)

@@ -2,11 +2,10 @@
 
 from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.models.config import LayerKind
 
 WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SLIDES = "sliding_attention"
-KINDS: dict[str, LayerKind] = {"full_attention": "attention", SLIDES: "attention"}
+KINDS: dict[str, str] = {"full_attention": "attention", SLIDES: "attention"}
 
 
 def window_of(fields: ConfigFields, default: int | None) -> int | None:

@@ -9,9 +9,16 @@ from stree_jax.convert.families import huggingface as hf
 from stree_jax.convert.families import read
 from stree_jax.convert.families.table import Field, read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.rows import Names, Row, attention_rows, module_rows
+from stree_jax.convert.rows import (
+    Names,
+    Part,
+    Row,
+    attention_rows,
+    mamba_rows,
+    module_rows,
+)
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import LayerKind, SharedConfig, given
+from stree_jax.models.config import SharedConfig, blocks, given, named
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
@@ -20,8 +27,8 @@ def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
     A block is stored once, under the first layer that uses it, and so are the adapters
     of all layers that use it, numbered by their place among the shared layers.
     """
-    layers = [i for i, kind in enumerate(config.layers) if kind == "shared"]
-    if config.shared is None or config.attention is None:
+    layers = [i for i, block in enumerate(config.layers) if block.shared]
+    if config.shared is None:
         return
     adapters = {"gate_up": "feed_forward.gate_up_proj"}
     adapters |= {letter: f"self_attn.linear_{letter}" for letter in "qkv"}
@@ -39,7 +46,9 @@ def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
         yield Row((block, "norm", "scale"), (f"{theirs}.input_layernorm.weight",))
         yield Row((block, "mlp_norm", "scale"), (f"{theirs}.pre_ff_layernorm.weight",))
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.feed_forward"
-        yield from attention_rows((block, "attention"), attention, config.attention)
+        yield from attention_rows(
+            (block, "attention"), attention, config.mixers["attention"]
+        )
         modules = {"gate_up": "gate_up_proj", "down": "down_proj"}
         yield from module_rows((block, "mlp"), mlp, modules)
 
@@ -49,13 +58,14 @@ NAMES = Names(
     norm="model.final_layernorm",
     layer="model.layers.{i}.",
     mixer_norm="input_layernorm",
-    mamba="mamba",
+    parts={"mamba": Part("mamba", mamba_rows)},
     shared_rows=shared_rows,
 )
-KINDS: dict[str, LayerKind] = {
+HYBRID = "mamba+shared"
+KINDS: dict[str, str] = {
     "mamba": "mamba",
     "linear_attention": "mamba",
-    "hybrid": "shared",
+    "hybrid": HYBRID,
 }
 IDS = "hybrid_layer_ids"
 NORM_EPS = 1e-5  # of the mixers, whatever rms_norm_eps says
@@ -113,11 +123,11 @@ SHARED = (
 def parse(fields: ConfigFields) -> ModelConfig:
     model = hf.read_model(MODEL, fields, NAMES)
     count = fields.size("num_hidden_layers", 54)
-    named = hf.layers_field(fields, KINDS, "layers_block_type", "layer_types")
-    layers = hf.counted_layers(fields, named, KINDS, count)
+    field = hf.layers_field(fields, KINDS, "layers_block_type", "layer_types")
+    layers = hf.counted_layers(fields, field, KINDS, count)
     attention = mlp = shared = None
     _check_hybrid_ids(fields, layers)
-    if "shared" in layers:
+    if HYBRID in layers:
         options = read_fields(ATTENTION, fields)
         head_dim = options["head_dim"]
         turns = fields.flag("use_mem_rope", False)
@@ -128,39 +138,39 @@ def parse(fields: ConfigFields) -> ModelConfig:
             d_out=model["d_model"],
         )
         mlp = MLPConfig(**read_fields(MLP, fields))
-        blocks = _blocks(fields, layers)
-        shared = SharedConfig(**read_fields(SHARED, fields), blocks=blocks)
+        count = _blocks(fields, layers)
+        shared = SharedConfig(**read_fields(SHARED, fields), blocks=count)
     return ModelConfig(
         **model,
-        layers=layers,
-        mamba=hf.read_mamba(MAMBA, fields, NORM_EPS),
-        attention=attention,
-        mlp=mlp,
+        layers=blocks(layers),
         shared=shared,
+        mixers=named(
+            mamba=hf.read_mamba(MAMBA, fields, NORM_EPS), attention=attention, mlp=mlp
+        ),
     )
 
 
 def _check_hybrid_ids(fields: ConfigFields, layers: hf.Layers) -> None:
     """Refuses a second list of the shared layers that differs from the first, because
     transformers numbers the blocks by it."""
-    used = [i for i, kind in enumerate(layers) if kind == "shared"]
+    used = [i for i, kind in enumerate(layers) if kind == HYBRID]
     if fields.get(IDS, used) != used:
         problem = f"want {reprlib.repr(used)}, the hybrids of layers_block_type"
         raise fields.error(IDS, problem)
 
 
 def _scale(head_dim: int) -> float:
-    """Of half a head."""
+    """Returns the scale of the scores, which goes by half a head."""
     return (head_dim / 2) ** -0.5
 
 
 def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
-    """How many distinct blocks there are.
+    """Returns the number of distinct shared blocks.
 
     transformers 5.23 ties them only where it ties the embeddings; otherwise it saves
     and runs a block of its own in every shared layer.
     """
-    used = [i for i, kind in enumerate(layers) if kind == "shared"]
+    used = [i for i, kind in enumerate(layers) if kind == HYBRID]
     own = f"model.layers.{used[-1]}.shared_transformer.input_layernorm.weight"
     if own in fields.tensors and not fields.flag("tie_word_embeddings", True):
         return len(used)
@@ -168,15 +178,15 @@ def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
 
 
 def export(config: ModelConfig) -> dict[str, Any]:
-    m, c = given(config.mamba), given(config.attention)
-    mlp = given(config.mlp)
-    shared, names = given(config.shared), {"mamba": "mamba", "shared": "hybrid"}
+    m, c = config.mixers["mamba"], config.mixers["attention"]
+    mlp = config.mixers["mlp"]
+    shared, names = given(config.shared), {"mamba": "mamba", HYBRID: "hybrid"}
     _check(config, m, c, mlp)
     return {
         "architectures": ["Zamba2ForCausalLM"],
         **hf.write_model("zamba2", MODEL, config),
         "num_hidden_layers": len(config.layers),
-        "layers_block_type": [names[kind] for kind in config.layers],
+        "layers_block_type": [names[kind] for kind in config.kinds],
         **hf.write_mamba("zamba2", MAMBA, m, NORM_EPS),
         "mamba_expand": hf.expand("zamba2", config),
         **hf.floor_field(m),
@@ -192,9 +202,9 @@ def export(config: ModelConfig) -> dict[str, Any]:
 def _check(
     config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
 ) -> None:
-    """What transformers 5.23 builds, whatever a config says."""
+    """Refuses a model that transformers 5.23 would build otherwise."""
     shared = given(config.shared)
-    own = shared.blocks >= config.layers.count("shared")
+    own = shared.blocks >= config.kinds.count(HYBRID)
     ungrouped = c.num_kv_heads == c.num_heads
     facts = {
         "lack of a convolution bias": m.conv_bias,

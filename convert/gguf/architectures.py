@@ -22,7 +22,7 @@ from stree_jax.convert.families.table import Field, read_fields
 from stree_jax.convert.fields import MAX_EXPERTS, ConfigFields
 from stree_jax.convert.gguf.blocks import without_ones
 from stree_jax.convert.gguf.rotary import rope
-from stree_jax.convert.rows import ENDINGS, Names, Path, Row
+from stree_jax.convert.rows import ENDINGS, Names, Part, Path, Row
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,
@@ -30,7 +30,7 @@ from stree_jax.models import (
     ModelConfig,
     MoEConfig,
 )
-from stree_jax.models.config import LayerKind, given
+from stree_jax.models.config import blocks, named
 from stree_jax.models.config_json import MAX_LAYERS
 
 EMBEDDING, HEAD = "token_embd", "output"
@@ -112,7 +112,7 @@ def attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
 
 
 def paired_attention_rows(ours: Path, block: str, c: AttentionConfig) -> Iterator[Row]:
-    """Of architectures whose rotary embedding turns neighbours."""
+    """Yields rows for architectures whose rotary embedding turns neighbours."""
     for row in attention_rows(ours, block, c):
         heads = (c.num_heads, c.num_kv_heads, 0) if row.how == "concat" else ()
         yield replace(row, heads=heads)
@@ -151,12 +151,14 @@ HALVES = Names(  # rotary embedding turns channels half a head apart, as ours do
     layer="blk.{i}.",
     mixer_norm="attn_norm",
     mlp_norm="ffn_norm",
-    mamba_rows=mamba_rows,
-    attention_rows=attention_rows,
-    mlp_rows=mlp_rows,
-    moe_rows=moe_rows,
+    parts={
+        "mamba": Part("", mamba_rows),
+        "attention": Part("", attention_rows),
+        "mlp": Part("", mlp_rows),
+        "moe": Part("", moe_rows),
+    },
 )
-PAIRS = replace(HALVES, attention_rows=paired_attention_rows)
+PAIRS = HALVES.with_parts(attention=Part("", paired_attention_rows))
 # Nemotron-H's mixers, MLPs and experts are layers alike.
 ALIKE = replace(PAIRS, mlp_norm="attn_norm", one_each=True)
 
@@ -184,12 +186,12 @@ def _one_size(fields: ConfigFields, name: str, default: Any) -> int:
 
 
 def layer_count(fields: ConfigFields) -> int:
-    """Of the model and, after them, those that predict further tokens."""
+    """Returns the number of layers, those that predict further tokens included."""
     return fields.size(BLOCKS, top=MAX_LAYERS)
 
 
 def further_count(fields: ConfigFields) -> int:
-    """Of layers that predict further tokens."""
+    """Returns the number of layers that predict further tokens."""
     name, count = "nextn_predict_layers", layer_count(fields)
     return fields.size(name, 0, low=0, top=count - 1)
 
@@ -288,8 +290,8 @@ SIGMOID_MOE = (
 
 
 def _model(fields: ConfigFields, *more: Field) -> dict[str, Any]:
-    """What belongs to no layer. Keys that no table of this file reads must say nothing
-    that would change the numbers."""
+    """Reads the options that belong to no layer. Keys that no table of this file reads
+    must not change the numbers."""
     shape = fields.tensors[f"{EMBEDDING}.weight"].shape
     return {
         "vocab_size": shape[0],
@@ -324,7 +326,7 @@ def _mlp(fields: ConfigFields) -> MLPConfig:
     return MLPConfig(**read_fields(MLP, fields))
 
 
-def _all(fields: ConfigFields, kind: LayerKind) -> Layers:
+def _all(fields: ConfigFields, kind: str) -> Layers:
     return (kind,) * layer_count(fields)
 
 
@@ -333,31 +335,37 @@ def _llama(fields: ConfigFields) -> ModelConfig:
     mixers = _all(fields, "attention")
     return ModelConfig(
         **_model(fields),
-        layers=with_mlps(mixers),
-        attention=replace(attention, rope=rope(fields, attention.head_dim)),
-        mlp=_mlp(fields),
+        layers=blocks(with_mlps(mixers)),
+        mixers=named(
+            attention=replace(attention, rope=rope(fields, attention.head_dim)),
+            mlp=_mlp(fields),
+        ),
     )
 
 
 def _qwen3(fields: ConfigFields) -> ModelConfig:
     """A llama with norms of q and k."""
     config = _llama(fields)
-    attention = replace(given(config.attention), qk_norm_eps=config.norm_eps)
-    return replace(config, attention=attention)
+    attention = replace(config.mixers["attention"], qk_norm_eps=config.norm_eps)
+    return config.with_mixers(attention=attention)
 
 
 def _mamba2(fields: ConfigFields) -> ModelConfig:
     model = _model(fields)
     mamba = _mamba(fields, model["norm_eps"])
     layers = _all(fields, "mamba")
-    return ModelConfig(**model, layers=layers, mamba=mamba)
+    return ModelConfig(
+        **model,
+        layers=blocks(layers),
+        mixers=named(mamba=mamba),
+    )
 
 
 def _granite(fields: ConfigFields) -> ModelConfig:
     """With SSM layers, which have no heads of keys, or none; with experts or none."""
     model = _model(fields, *SCALES)
     heads = _per_layer(fields, KV_HEADS, HEADS.value(fields))
-    kinds: list[LayerKind] = ["attention" if n else "mamba" for n in heads]
+    kinds: list[str] = ["attention" if n else "mamba" for n in heads]
     mixers = tuple(kinds)
     attention = mamba = mlp = moe = None
     if "attention" in mixers:
@@ -375,11 +383,8 @@ def _granite(fields: ConfigFields) -> ModelConfig:
         mlp = _mlp(fields)
     return ModelConfig(
         **model,
-        layers=with_mlps(mixers, "mlp" if moe is None else "moe"),
-        mamba=mamba,
-        attention=attention,
-        mlp=mlp,
-        moe=moe,
+        layers=blocks(with_mlps(mixers, "mlp" if moe is None else "moe")),
+        mixers=named(mamba=mamba, attention=attention, mlp=mlp, moe=moe),
     )
 
 
@@ -388,13 +393,15 @@ def _falcon_h1(fields: ConfigFields) -> ModelConfig:
     mamba = _mamba(fields, model["norm_eps"])
     if not fields.has_tensor("ssm_norm.weight"):
         mamba = replace(mamba, norm=None)
-    mixers = _all(fields, "parallel")
+    mixers = _all(fields, "mamba+attention")
     return ModelConfig(
         **model,
-        layers=with_mlps(mixers),
-        mamba=mamba,
-        attention=replace(attention, rope=rope(fields, attention.head_dim)),
-        mlp=_mlp(fields),
+        layers=blocks(with_mlps(mixers)),
+        mixers=named(
+            mamba=mamba,
+            attention=replace(attention, rope=rope(fields, attention.head_dim)),
+            mlp=_mlp(fields),
+        ),
     )
 
 
@@ -403,13 +410,13 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
     their width, else Mamba2. Its attention does not rotate."""
     model = _model(fields)
     experts = fields.size("expert_count", 0, low=0) > 0
-    second: LayerKind = "moe" if experts else "mlp"
+    second: str = "moe" if experts else "mlp"
     sizes = zip(
         _per_layer(fields, KV_HEADS, 0),
         _per_layer(fields, FEED_FORWARD, 0),
         strict=True,
     )
-    kinds: list[LayerKind] = [
+    kinds: list[str] = [
         "attention" if heads else second if width else "mamba" for heads, width in sizes
     ]
     layers = tuple(kinds[: len(kinds) - further_count(fields)])
@@ -426,11 +433,13 @@ def _nemotron_h(fields: ConfigFields) -> ModelConfig:
     mamba = _mamba(fields, model["norm_eps"]) if "mamba" in layers else None
     return ModelConfig(
         **model,
-        layers=layers,
-        mamba=mamba,
-        attention=_attention(fields) if "attention" in layers else None,
-        mlp=replace(_mlp(fields), **form) if "mlp" in layers else None,
-        moe=moe,
+        layers=blocks(layers),
+        mixers=named(
+            mamba=mamba,
+            attention=_attention(fields) if "attention" in layers else None,
+            mlp=replace(_mlp(fields), **form) if "mlp" in layers else None,
+            moe=moe,
+        ),
     )
 
 

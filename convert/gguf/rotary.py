@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.models.config import Rope, Yarn
-from stree_jax.models.mixers.attention import rope_frequencies
+from stree_jax.models.rope import Rope, Yarn, rope_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by
 ROTATED, THETA = "rope.dimension_count", "rope.freq_base"

@@ -1,1 +1,29 @@
-"""Mixers, one per file: config, parameters, state and forward pass."""
+"""Mixers, one per file: config, parameters, state, record, commit, module and bytes.
+
+A new mixer is one file here and one entry of `MIXERS`.
+"""
+
+from typing import Any
+
+from stree_jax.models.mixer import Mixer
+from stree_jax.models.mixers.attention import ATTENTION
+from stree_jax.models.mixers.mamba2 import MAMBA2
+from stree_jax.models.mixers.mlp import MLP_MIXER
+from stree_jax.models.mixers.moe import MOE
+
+MIXERS: dict[str, Mixer[Any]] = {
+    mixer.kind: mixer for mixer in (MAMBA2, ATTENTION, MLP_MIXER, MOE)
+}
+
+
+def mixer_of(config: Any) -> Mixer[Any]:
+    """Returns the mixer that a config is of.
+
+    Raises:
+      ValueError: the config is of no mixer in `MIXERS`.
+    """
+    for mixer in MIXERS.values():
+        if type(config) is mixer.Config:
+            return mixer
+    known = ", ".join(mixer.Config.__name__ for mixer in MIXERS.values())
+    raise ValueError(f"mixers: want a config of {known}, got {type(config).__name__}")

@@ -1,6 +1,5 @@
 """Attention of tree nodes to the committed tokens and to their ancestors."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,77 +7,181 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import HeadOptions, turned_heads
-from stree_jax.models.config import AttentionConfig, Rope, Yarn, given
+from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
-from stree_jax.models.params import attention_params, declare
-from stree_jax.models.state import AttentionRecord, AttentionState, commit_attention
+from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
+from stree_jax.models.rope import Rope, angles, check_rope, rotated
+from stree_jax.models.sharding.shards import Run
+from stree_jax.models.tracing import traced_once
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
-from stree_jax.pallas_kernels import rounded_to, tree_attention, tree_conv
+from stree_jax.pallas_kernels import (
+    ATTENTION_BLOCK,
+    as_bits,
+    commit_window,
+    rounded_to,
+    tree_attention,
+    tree_conv,
+)
 
 
-def rope_frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position of each rotated pair, [dim / 2] float32."""
-    powers = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    f = 1.0 / np.float32(rope.theta) ** powers / np.float32(rope.linear)
-    if rope.yarn is not None:
-        share = _yarn_shares(rope, rope.yarn)
-        return (f / rope.yarn.factor * share + f * (1 - share)).astype(np.float32)
-    if rope.llama3 is None:
-        return f.astype(np.float32)
-    factor, low, high, old = rope.llama3
-    wavelength = 2 * np.pi / f
-    s = (old / wavelength - low) / (high - low)
-    f = np.where(
-        wavelength > old / low,
-        f / factor,
-        np.where(wavelength < old / high, f, f * ((1 - s) / factor + s)),
-    )
-    return f.astype(np.float32)
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Grouped-query attention.
 
-
-def _yarn_shares(rope: Rope, yarn: Yarn) -> np.ndarray:
-    """Returns how much of each pair's frequency is divided by `yarn.factor`: [dim / 2],
-    from 0 for the fastest pairs to 1 for the slowest."""
-
-    def pair(turns: float) -> float:
-        wavelength = yarn.original_length / turns
-        return (
-            rope.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
-        )
-
-    first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)
-    if yarn.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rope.dim - 1)
-    width = last - first or 0.001  # as transformers and llama.cpp avoid dividing by 0
-    pairs = np.arange(rope.dim // 2, dtype=np.float32)
-    return np.clip((pairs - np.float32(first)) / np.float32(width), 0, 1)
-
-
-def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines [B, T, half] of the angles at positions [B, T].
-
-    Both are multiplied by the attention factor of YaRN, if the embedding has one.
+    Attributes:
+      num_heads, num_kv_heads, head_dim: Hq, Hk, hd.
+      rope: rotary embedding, or None for none.
+      scale: softmax scale; None: head_dim ** -0.5.
+      qkv_bias, out_bias: which biases exist.
+      in_multiplier, key_multiplier, out_multiplier: scales of the input, of the keys
+        (before they rotate) and of the output.
+      d_conv: taps of a depthwise convolution over q, k and v, before they rotate
+        (native mamba2attn); 0: none.
+      d_mlp: width of a parallel gated MLP inside the projections (native), or 0.
+      d_out: width of the output; 0: that of the input.
+      qk_norm_eps: epsilon of an RMSNorm of each head of q and of k, before they rotate
+        (Qwen3). If None, there is no such norm.
     """
-    half = 0 if rope is None else rope.dim // 2
-    f = np.zeros(0, np.float32) if rope is None else rope_frequencies(rope)
-    frequencies = jnp.asarray(f).reshape(1, 1, half)
-    angle = positions.astype(jnp.float32)[..., None] * frequencies
-    factor = 1.0 if rope is None or rope.yarn is None else rope.yarn.attention_factor
-    return scaled(jnp.cos(angle), factor), scaled(jnp.sin(angle), factor)
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = None
+    scale: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    in_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+    d_conv: int = 0
+    d_mlp: int = 0
+    d_out: int = 0
+    qk_norm_eps: float | None = None
+
+    @property
+    def d_qkv(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Pairs (i, i + half) of x [B, T, heads, hd], turned by angles [B, T, half]."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate(
-        [left * cos - right * sin, right * cos + left * sin, rest], axis=-1
-    )
+@struct.dataclass
+class AttentionState:
+    """The caches of an attention mixer.
+
+    Attributes:
+      k, v: [B, Hk, S, hd]; rows below the committed length are valid. 16-bit numbers
+        are kept `as_bits`, to be viewed as numbers where they are read.
+      conv: [B, K-1, C], the last inputs of the convolution over q, k and v, or None.
+    """
+
+    k: jax.Array = leaf("cache", part_axis=1, capacity_axis=2)
+    v: jax.Array = leaf("cache", part_axis=1, capacity_axis=2)
+    conv: jax.Array | None = leaf("window", part_axis=2, default=None)
+
+    def commit(
+        self, pending: "MixerPending[AttentionRecord]", start: jax.Array
+    ) -> "AttentionState":
+        """Returns the state after an accepted path; see `mixer.MixerState`."""
+        return commit_attention(self, pending, start)
+
+
+@struct.dataclass
+class AttentionRecord:
+    """Keys and values of T tokens.
+
+    Attributes:
+      k, v: [B, T, Hk, hd]; k is rotated.
+      qkv: [B, T, C], the inputs of the convolution over q, k and v, or None.
+    """
+
+    k: jax.Array = leaf("record", part_axis=2)
+    v: jax.Array = leaf("record", part_axis=2)
+    qkv: jax.Array | None = leaf("record", part_axis=2, default=None)
+
+
+def append_rows(
+    cache: jax.Array, rows: jax.Array, path: jax.Array, start: jax.Array
+) -> jax.Array:
+    """Write the path's rows [B, T, Hk, hd] into cache [B, Hk, S, hd] from `start`.
+
+    All M rows are written; those past the path's length lie past the committed length
+    and are overwritten by the next step, so S must leave M rows of room.
+    """
+    chosen = jax.vmap(lambda z, p: z[p])(rows, path).swapaxes(1, 2)
+    zero = np.int32(0)
+    for b in range(cache.shape[0]):  # one in-place slice update a row
+        place = (np.int32(b), zero, start[b], zero)
+        row = as_bits(chosen[b : b + 1])
+        cache = jax.lax.dynamic_update_slice(cache, row, place)
+    return cache
+
+
+def append_both(
+    caches: tuple[jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+    path: jax.Array,
+    start: jax.Array,
+) -> list[jax.Array]:
+    """`append_rows` of keys and of values; on a CPU a kernel that copies them.
+
+    Args:
+      caches: of both, [B, Hk, S, hd].
+      rows: of both, of the tree's nodes [B, T, Hk, hd].
+      path, start: [B, M] and [B] int32.
+    """
+    given = caches, rows, path, start
+    return cpu_kernels.appended_rows(*given, definition=_append_both)
+
+
+def _append_both(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    k_cache, v_cache, k, v, *place = arrays
+    return append_rows(k_cache, k, *place), append_rows(v_cache, v, *place)
+
+
+@traced_once
+def commit_attention(
+    state: AttentionState, pending: MixerPending[AttentionRecord], start: jax.Array
+) -> AttentionState:
+    """The path's rows written into the caches from `start` [B] on."""
+    record, path, conv = pending.record, pending.path, state.conv
+    if conv is not None and record.qkv is not None:
+        conv = commit_window(conv, record.qkv, path, pending.length)
+    k, v = append_both((state.k, state.v), (record.k, record.v), path, start)
+    return AttentionState(k, v, conv)
+
+
+def head_runs(c: AttentionConfig) -> tuple[Run, Run, Run]:
+    """Returns what the channels of q, k and v consist of."""
+    kv = Run(c.num_kv_heads * c.head_dim, c.num_kv_heads, True)
+    return Run(c.num_heads * c.head_dim, c.num_heads), kv, kv
+
+
+def attention_params(c: AttentionConfig, d_model: int) -> Table:
+    d_in, d_out = c.d_qkv + 2 * c.d_mlp, c.num_heads * c.head_dim + c.d_mlp
+    width, heads = c.d_out or d_model, head_runs(c)
+    inside = (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
+    into = (*heads, *2 * inside)
+    table = {
+        "qkv": Param((d_in, d_model), runs=into, quantizable=True),
+        "out": Param(
+            (width, d_out), runs=(heads[0], *inside), axis=1, quantizable=True
+        ),
+    }
+    if c.qkv_bias:
+        table["qkv_bias"] = Param((d_in,), ZEROS, into)
+    if c.out_bias:
+        table["out_bias"] = Param((width,), ZEROS)
+    if c.d_conv:
+        table["conv_weight"] = Param((c.d_qkv, c.d_conv), conv_init(c.d_conv), heads)
+        table["conv_bias"] = Param((c.d_qkv,), ZEROS, heads)
+    if c.qk_norm_eps is not None:  # one scale for all heads, so every part has it
+        table["q_norm"] = Param((c.head_dim,), ONES)
+        table["k_norm"] = Param((c.head_dim,), ONES)
+    return table
 
 
 def normed_heads(
@@ -93,7 +196,8 @@ def normed_heads(
     Returns:
       qkv [B, T, d_qkv] float32, of which v is unchanged.
     """
-    norm = ScaledNorm(given(c.qk_norm_eps))
+    assert c.qk_norm_eps is not None
+    norm = ScaledNorm(c.qk_norm_eps)
     heads = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
     q, k, v = jnp.split(heads, np.cumsum([c.num_heads, c.num_kv_heads]), axis=2)
     q, k = scaled_rms_norm(q, q_scale, norm), scaled_rms_norm(k, k_scale, norm)
@@ -101,10 +205,10 @@ def normed_heads(
 
 
 class Attention(nn.Module):
-    """Project, convolve, norm, rotate, attend, project back; see `AttentionConfig`.
+    """Projects, convolves, norms, rotates, attends, and projects back.
 
     Attributes:
-      parts: as `Cut.attention`.
+      parts: devices that share the mixer.
     """
 
     config: AttentionConfig
@@ -120,7 +224,7 @@ class Attention(nn.Module):
         record: AttentionRecord | None,
         adapter: jax.Array | None = None,
     ) -> tuple[jax.Array, AttentionRecord, AttentionState]:
-        """Of u [B, Tq, d]: out [B, Tq, d] float32, record and state, see `Pass`.
+        """Runs the mixer on u [B, Tq, d]; see `Pass` for the contract.
 
         Args:
           adapter: [B, Tq, d_qkv], added to q, k and v.
@@ -193,3 +297,80 @@ class Heads:
         if c.rope is not None:
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         return q, rounded_to(k, self.dtype), rounded_to(v, self.dtype)
+
+
+class AttentionMixer(Mixer[AttentionConfig]):
+    """See `mixer.Mixer`."""
+
+    kind = "attention"
+    Config = AttentionConfig
+    Module = Attention
+    State = AttentionState
+    Record = AttentionRecord
+
+    def check(self, c: AttentionConfig, name: str) -> None:
+        eps = c.qk_norm_eps
+        if eps is not None and not 0 < eps < np.inf:
+            raise ValueError(f"{name}.qk_norm_eps: {eps} does not fit")
+        if c.rope is not None:
+            check_rope(c.rope, f"{name}.rope")
+
+    def params(self, c: AttentionConfig, d_model: int) -> Table:
+        return attention_params(c, d_model)
+
+    def part(self, c: AttentionConfig, n: int) -> AttentionConfig:
+        kv = max(c.num_kv_heads // n, 1)
+        heads = c.num_heads // n
+        return replace(c, num_heads=heads, num_kv_heads=kv, d_mlp=c.d_mlp // n)
+
+    def conv_taps(self, c: AttentionConfig) -> int:
+        return max(c.d_conv, 1)
+
+    def init_state(
+        self, c: AttentionConfig, batch: int, capacity: int, dtype: Any
+    ) -> AttentionState:
+        shape = (batch, c.num_kv_heads, capacity, c.head_dim)
+        window = (batch, c.d_conv - 1, c.d_qkv)
+        return AttentionState(
+            as_bits(jnp.zeros(shape, dtype)),
+            as_bits(jnp.zeros(shape, dtype)),
+            jnp.zeros(window, dtype) if c.d_conv else None,
+        )
+
+    def empty_record(
+        self, c: AttentionConfig, batch: int, nodes: int, dtype: Any
+    ) -> AttentionRecord:
+        def zeros(*shape: int) -> jax.Array:
+            return jnp.zeros((batch, nodes, *shape), dtype)
+
+        kv = (c.num_kv_heads, c.head_dim)
+        qkv = zeros(c.d_qkv) if c.d_conv else None
+        return AttentionRecord(zeros(*kv), zeros(*kv), qkv)
+
+    def record_bytes(self, c: AttentionConfig, batch: int, nodes: int) -> int:
+        return FLOAT * batch * nodes * 2 * c.num_kv_heads * c.head_dim
+
+    def work_bytes(self, c: AttentionConfig, batch: int, nodes: int, dtype: Any) -> int:
+        rows = padded_rows(batch * nodes)
+        products = rows * (c.d_qkv + 2 * c.d_mlp + c.num_heads * c.head_dim)
+        return max(FLOAT * products, _scores_bytes(c, batch, nodes, dtype))
+
+
+def _scores_bytes(c: AttentionConfig, batch: int, nodes: int, dtype: Any) -> int:
+    """Returns the bytes of attention itself.
+
+    A kernel holds queries and outputs. Without one there are the scores
+    [B, Hq, T, block] float32 of one block and their exponentials, the sums of the
+    blocks before it, and the block's keys or values as they are sliced.
+    """
+    queries = batch * c.num_heads * nodes
+    if cpu_kernels.level() is not None:
+        return 2 * FLOAT * queries * c.head_dim
+    scores = FLOAT * queries * max(ATTENTION_BLOCK, nodes)
+    sums = FLOAT * queries * (c.head_dim + 2)
+    sliced = FLOAT * batch * c.num_kv_heads * ATTENTION_BLOCK * c.head_dim
+    asked = queries * c.head_dim * np.dtype(dtype).itemsize
+    return 2 * scores + 2 * sums + sliced + asked
+
+
+ATTENTION = AttentionMixer()

@@ -1,14 +1,18 @@
-"""Mamba2's mixer over the nodes of a tree; MambaInLlama's with `x_heads`."""
+"""Mamba2's mixer over the nodes of a tree (Dao and Gu 2024); MambaInLlama's with
+`x_heads`."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import struct
 
+from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import (
     MixerMemory,
     MixerOptions,
@@ -18,20 +22,23 @@ from stree_jax.cpu_kernels import (
     mixer_unsupported,
     parted,
 )
-from stree_jax.models.config import MambaConfig
-from stree_jax.models.nodes import Nodes, Pass, Scan
-from stree_jax.models.norm import gated_norm
-from stree_jax.models.params import declare, mamba_params
-from stree_jax.models.state import (
-    LayerPending,
-    MambaRecord,
-    MambaState,
-    empty_record,
-    replayed,
+from stree_jax.cpu_kernels.scan import MOST_NODES
+from stree_jax.models.mixer import (
+    FLOAT,
+    Mixer,
+    MixerPending,
+    leaf,
+    padded_rows,
     written_over,
 )
+from stree_jax.models.nodes import Nodes, Pass, Scan
+from stree_jax.models.norm import ScaledNorm, gated_norm
+from stree_jax.models.params import ONES, ZEROS, Param, Table, conv_init, declare
+from stree_jax.models.sharding.shards import Run
+from stree_jax.models.tracing import traced_once
 from stree_jax.models.weights.linear import as_row, linear, linear_summed, scaled
 from stree_jax.pallas_kernels import (
+    Replayed,
     ScanInputs,
     chunk_scan,
     commit_window,
@@ -46,17 +53,202 @@ from stree_jax.pallas_kernels import (
 CHUNK = 64  # tokens per chunk of a causal scan
 
 
-class Mamba2Mixer(nn.Module):
-    """Project, convolve, scan, gate and norm, project back; see `MambaConfig`.
+@dataclass(frozen=True)
+class MambaConfig:
+    """A Mamba2 mixer.
 
     Attributes:
-      parts, norm_parts: as `Cut.mamba` and `Cut.norm`.
+      num_heads, head_dim, d_state, d_conv: H, P, N, K.
+      n_groups: G, groups of C (and of B, unless x_heads is set).
+      x_heads: MambaInLlama's grouped heads: x and B come with this many heads and
+        are repeated to num_heads after the convolution. None: x has num_heads.
+      d_mlp: width of a parallel gated MLP inside the mixer (native d_ssm), or 0.
+      norm: gated norm of the output: "gate_first" norms y * silu(z), "norm_first"
+        gates after the norm, None only gates.
+      norm_groups: groups of channels normed apart.
+      norm_eps: epsilon of that norm.
+      proj_in_bias, proj_out_bias, conv_bias: which biases exist.
+      D_per_channel: D is [H * P] instead of [H].
+      dt_limit: (low, high) clamp of dt after softplus.
+      in_multiplier, out_multiplier: scales of the mixer's input and output.
+      part_multipliers: scales of z, x, B, C, dt after in_proj (and its bias).
+      norm_parts: devices that one group of the norm spans; 1 except in the config of
+        one device's share (`Mamba2.part`).
+    """
+
+    num_heads: int
+    head_dim: int
+    d_state: int
+    n_groups: int = 1
+    d_conv: int = 4
+    x_heads: int | None = None
+    d_mlp: int = 0
+    norm: Literal["gate_first", "norm_first"] | None = "gate_first"
+    norm_groups: int = 1
+    norm_eps: float = 1e-5
+    proj_in_bias: bool = False
+    proj_out_bias: bool = False
+    conv_bias: bool = True
+    D_per_channel: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    in_multiplier: float = 1.0
+    out_multiplier: float = 1.0
+    part_multipliers: tuple[float, float, float, float, float] = (1.0,) * 5
+    norm_parts: int = 1
+
+    @property
+    def d_inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of x, B and C, in the order the convolution sees them."""
+        C = self.n_groups * self.d_state
+        if self.x_heads is None:
+            return self.d_inner, C, C
+        return self.x_heads * self.head_dim, self.x_heads * self.d_state, C
+
+    @property
+    def d_xBC(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def d_in_proj(self) -> int:
+        """Rows of in_proj: [z0, x0 (d_mlp each)], z, x, B, C, dt."""
+        return 2 * self.d_mlp + self.d_inner + self.d_xBC + self.num_heads
+
+
+@struct.dataclass
+class MambaState:
+    """The state of a Mamba2 mixer.
+
+    Attributes:
+      ssm: [B, H, P, N] float32.
+      conv: [B, K-1, C], the last inputs of the convolution.
+    """
+
+    ssm: jax.Array = leaf("state", part_axis=1)
+    conv: jax.Array = leaf("window", part_axis=2)
+
+    def commit(
+        self, pending: "MixerPending[MambaRecord]", start: jax.Array
+    ) -> "MambaState":
+        """Returns the state after an accepted path; see `mixer.MixerState`."""
+        return commit_mamba(self, pending)
+
+
+@struct.dataclass
+class MambaRecord:
+    """What the replay of T tokens needs; see `pallas_kernels.scan`.
+
+    Attributes:
+      x: [B, T, H, P].
+      dt, a: [B, T, H] float32.
+      B: [B, T, G, N].
+      xBC: [B, T, C], the inputs of the convolution.
+    """
+
+    x: jax.Array = leaf("record", part_axis=2)
+    dt: jax.Array = leaf("record", part_axis=2)
+    a: jax.Array = leaf("record", part_axis=2)
+    B: jax.Array = leaf("record", part_axis=2)
+    xBC: jax.Array = leaf("record", part_axis=2)
+
+
+def replayed(pending: MixerPending[MambaRecord]) -> Replayed:
+    """Returns what the SSM state replays of a path."""
+    r = pending.record
+    return Replayed(r.x, r.dt, r.a, r.B, pending.path, pending.length)
+
+
+@traced_once
+def commit_mamba(state: MambaState, pending: MixerPending[MambaRecord]) -> MambaState:
+    """Replays the accepted path into the SSM state and the convolution's window."""
+    ssm, xBC = replay(state.ssm, replayed(pending)), pending.record.xBC
+    return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
+
+
+def empty_record(c: MambaConfig, batch: int, nodes: int, dtype: Any) -> MambaRecord:
+    """Returns a record of `nodes` tokens, all zeros."""
+
+    def zeros(*shape: int, dtype: Any = dtype) -> jax.Array:
+        return jnp.zeros((batch, nodes, *shape), dtype)
+
+    return MambaRecord(
+        x=zeros(c.num_heads, c.head_dim),
+        dt=zeros(c.num_heads, dtype=jnp.float32),
+        a=zeros(c.num_heads, dtype=jnp.float32),
+        B=zeros(c.n_groups if c.x_heads is None else c.num_heads, c.d_state),
+        xBC=zeros(c.d_xBC),
+    )
+
+
+def _init_A_log(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _init_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Inverse softplus of steps drawn log-uniformly from 0.001 to 0.1 (Mamba2)."""
+    dt = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1)))
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def channel_runs(c: MambaConfig) -> dict[str, tuple[Run, ...]]:
+    """Returns what the channels of a mixer consist of, by name: "inner" those of y,
+    "heads", "xBC" those of the convolution, "first" those of the MLP inside."""
+    H, inside = c.num_heads, (Run(c.d_mlp, c.d_mlp),) if c.d_mlp else ()
+    x, B, C = c.widths
+    grouped = c.x_heads is not None
+    own = c.x_heads or H
+    return {
+        "first": inside,
+        "inner": (Run(c.d_inner, H),),
+        "heads": (Run(H, H),),
+        "xBC": (
+            Run(x, own, grouped),
+            Run(B, own if grouped else c.n_groups, True),
+            Run(C, c.n_groups, True),
+        ),
+    }
+
+
+def mamba_params(c: MambaConfig, d_model: int) -> Table:
+    parts = channel_runs(c)
+    first, inner, heads, xBC = (parts[k] for k in ("first", "inner", "heads", "xBC"))
+    into = 2 * first + inner + xBC + heads
+    table = {
+        "in_proj": Param((c.d_in_proj, d_model), runs=into, quantizable=True),
+        "conv_weight": Param((c.d_xBC, c.d_conv), conv_init(c.d_conv), xBC),
+        "dt_bias": Param((c.num_heads,), _init_dt_bias, heads, float32=True),
+        "A_log": Param((c.num_heads,), _init_A_log, heads, float32=True),
+        "D": Param((c.d_inner,), ONES, inner, float32=True)
+        if c.D_per_channel
+        else Param((c.num_heads,), ONES, heads, float32=True),
+        "out_proj": Param(
+            (d_model, c.d_inner + c.d_mlp), runs=first + inner, axis=1, quantizable=True
+        ),
+    }
+    if c.proj_in_bias:
+        table["in_proj_bias"] = Param((c.d_in_proj,), ZEROS, into)
+    if c.conv_bias:
+        table["conv_bias"] = Param((c.d_xBC,), ZEROS, xBC)
+    if c.proj_out_bias:
+        table["out_proj_bias"] = Param((d_model,), ZEROS)
+    if c.norm is not None:
+        table["norm"] = Param((c.d_inner,), ONES, inner)
+    return table
+
+
+class Mamba2Module(nn.Module):
+    """Projects, convolves, scans, gates and norms, and projects back.
+
+    Attributes:
+      parts: devices that share the mixer.
     """
 
     config: MambaConfig
     dtype: Any
     parts: int = 1
-    norm_parts: int = 1
 
     @nn.compact
     def __call__(
@@ -66,7 +258,7 @@ class Mamba2Mixer(nn.Module):
         state: MambaState,
         record: MambaRecord | None,
     ) -> tuple[jax.Array, MambaRecord, MambaState]:
-        """Of u [B, Tq, d]: out [B, Tq, d] float32, record and state, see `Pass`."""
+        """Runs the mixer on u [B, Tq, d]; see `Pass` for the contract."""
         c = self.config
         p = declare(self, mamba_params(c, u.shape[-1]), self.dtype)
         with jax.named_scope("in_proj"):
@@ -81,8 +273,7 @@ class Mamba2Mixer(nn.Module):
             p.get("norm", none),
             *(p[name].astype(jnp.float32) for name in ("dt_bias", "A_log", "D")),
         )
-        args = weights, pass_, state, record
-        y, record, state = mixed(c, zxbcdt, *args, self.norm_parts)
+        y, record, state = mixed(c, zxbcdt, weights, pass_, state, record)
         with jax.named_scope("out_proj"):
             if c.d_mlp:
                 z0, x0, _ = jnp.split(zxbcdt, [c.d_mlp, 2 * c.d_mlp], axis=-1)
@@ -102,15 +293,18 @@ def mixed(
     pass_: Pass[MambaRecord],
     state: MambaState,
     record: MambaRecord | None,
-    norm_parts: int = 1,
 ) -> Mixed:
-    """What out_proj reads [B, Tq, H * P] float32, record and state: the equations, or
-    the kernel for CPUs that has all of them."""
+    """Runs the mixer between its projections: by the CPU kernel where it can, else by
+    `equations`.
+
+    Returns:
+      the input of out_proj [B, Tq, H * P] float32, record and state.
+    """
     nodes, pending = pass_.nodes, pass_.pending
     last = record if pending is None else pending.record
-    alone = c.x_heads is None and norm_parts == 1
+    alone = c.x_heads is None and c.norm_parts == 1
     if not alone or nodes.scan not in ("tree", "chain"):
-        return equations(c, zxbcdt, weights, pass_, state, record, norm_parts)
+        return equations(c, zxbcdt, weights, pass_, state, record)
     if last is None:
         # The kernel replays a last tree; where there was none, no node of an empty one.
         last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
@@ -153,7 +347,7 @@ class Definition:
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         zxbcdt, weights, memory, tree = parted(arrays)
         record = MambaRecord(*memory[2:])
-        pending = LayerPending(record, tree.path, tree.length)
+        pending = MixerPending(record, tree.path, tree.length)
         alone = jnp.diagonal(tree.mask, axis1=1, axis2=2)
         count = alone.sum(axis=1, dtype=jnp.int32) if self.partly else None
         nodes = Nodes(tree.mask, tree.window[..., 0], tree.window, scan=self.scan)
@@ -182,9 +376,8 @@ def equations(
     pass_: Pass[MambaRecord],
     state: MambaState,
     record: MambaRecord | None,
-    norm_parts: int = 1,
 ) -> Mixed:
-    """As `mixed`; the mixer in order."""
+    """Computes what `mixed` does, equation by equation."""
     pending, zxbcdt = pass_.pending, pass_.nodes_only(zxbcdt)
     with jax.named_scope("steps"):
         z, xBC, dt = split_in_proj(zxbcdt, c)
@@ -211,12 +404,13 @@ def equations(
 
     with jax.named_scope("norm"):
         scale = None if c.norm is None else weights.norm
-        y = gated_norm(y.reshape(*z.shape), z, scale, c, norm_parts)
+        norm = ScaledNorm(c.norm_eps, c.norm_groups, c.norm_parts)
+        y = gated_norm(y.reshape(*z.shape), z, scale, norm, c.norm == "gate_first")
     return y, record, MambaState(ssm, conv0)
 
 
 def scaled_parts(zxbcdt: jax.Array, c: MambaConfig) -> jax.Array:
-    """What in_proj gave, z, x, B, C and dt each times its multiplier."""
+    """Multiplies each of z, x, B, C and dt in the output of in_proj by its scale."""
     if c.part_multipliers == (1.0,) * 5:
         return zxbcdt
     sizes = [c.d_inner, *c.widths, c.num_heads]
@@ -261,3 +455,70 @@ def scan_nodes(
     if nodes.scan == "chunk" or (nodes.scan == "chain" and long):
         return chunk_scan(inputs, h0, CHUNK), h0
     return tree_scan(inputs, h0, nodes.mask, pass_.rows), h0
+
+
+class Mamba2(Mixer[MambaConfig]):
+    """See `mixer.Mixer`."""
+
+    kind = "mamba2"
+    Config = MambaConfig
+    Module = Mamba2Module
+    State = MambaState
+    Record = MambaRecord
+    records_in_place = True
+    long_chunks = False
+
+    def check(self, c: MambaConfig, name: str) -> None:
+        low, high = c.dt_limit
+        if not 0 <= low <= high:
+            raise ValueError(f"{name}.dt_limit: want 0 <= low <= high: {low}, {high}")
+
+    def params(self, c: MambaConfig, d_model: int) -> Table:
+        return mamba_params(c, d_model)
+
+    def divides(self, c: MambaConfig, d_model: int, n: int) -> bool:
+        groups = n if c.norm is None else c.norm_groups
+        whole = groups % n == 0 or n % groups == 0
+        return whole and super().divides(c, d_model, n)
+
+    def part(self, c: MambaConfig, n: int) -> MambaConfig:
+        return replace(
+            c,
+            num_heads=c.num_heads // n,
+            n_groups=max(c.n_groups // n, 1),
+            x_heads=None if c.x_heads is None else max(c.x_heads // n, 1),
+            d_mlp=c.d_mlp // n,
+            norm_groups=max(c.norm_groups // n, 1),
+            norm_parts=1 if c.norm is None else max(n // c.norm_groups, 1),
+        )
+
+    def conv_taps(self, c: MambaConfig) -> int:
+        return c.d_conv
+
+    def init_state(
+        self, c: MambaConfig, batch: int, capacity: int, dtype: Any
+    ) -> MambaState:
+        ssm = (batch, c.num_heads, c.head_dim, c.d_state)
+        conv = (batch, c.d_conv - 1, c.d_xBC)
+        return MambaState(jnp.zeros(ssm, jnp.float32), jnp.zeros(conv, dtype))
+
+    def empty_record(
+        self, c: MambaConfig, batch: int, nodes: int, dtype: Any
+    ) -> MambaRecord:
+        return empty_record(c, batch, nodes, dtype)
+
+    def record_bytes(self, c: MambaConfig, batch: int, nodes: int) -> int:
+        # x, B and C as the convolution made them, in one array.
+        return FLOAT * batch * nodes * c.d_xBC
+
+    def work_bytes(self, c: MambaConfig, batch: int, nodes: int, dtype: Any) -> int:
+        rows = padded_rows(batch * nodes)
+        in_kernel = cpu_kernels.level() is not None and nodes <= MOST_NODES
+        if nodes == 1 or (in_kernel and c.x_heads is None):
+            return FLOAT * rows * (c.d_in_proj + c.d_inner)
+        decay = batch * c.num_heads * nodes * nodes
+        # The scan has x, the sums over nodes and over the state, and their factors.
+        return FLOAT * (rows * (c.d_in_proj + 5 * c.d_inner) + decay)
+
+
+MAMBA2 = Mamba2()

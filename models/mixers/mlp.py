@@ -1,19 +1,61 @@
 """The MLP of every token."""
 
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from stree_jax import cpu_kernels
-from stree_jax.models.config import Activation, MLPConfig
-from stree_jax.models.params import declare, mlp_params
+from stree_jax.models.mixer import FLOAT, Mixer, padded_rows
+from stree_jax.models.nodes import Pass
+from stree_jax.models.params import ZEROS, Param, Table, declare
+from stree_jax.models.sharding.shards import Run
 from stree_jax.models.weights.linear import linear, linear_summed, scaled
+
+Activation = Literal["silu", "relu2", "gelu"]
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated.
+
+    Attributes:
+      gate_multiplier: scale of gate(x); down_multiplier: of the output.
+    """
+
+    d_hidden: int
+    bias: bool = False
+    gated: bool = True
+    activation: Activation = "silu"
+    gate_multiplier: float = 1.0
+    down_multiplier: float = 1.0
+
+
+def hidden_runs(d_hidden: int, gated: bool) -> tuple[Run, ...]:
+    """Returns what the rows of an MLP's first product consist of."""
+    return (Run(d_hidden, d_hidden),) * (2 if gated else 1)
+
+
+def mlp_params(c: MLPConfig, d_model: int) -> Table:
+    """Returns the parameters; `gate_up` holds the rows [gate; up], and an MLP without a
+    gate has `up` instead."""
+    first, rows = ("gate_up", 2 * c.d_hidden) if c.gated else ("up", c.d_hidden)
+    into = hidden_runs(c.d_hidden, c.gated)
+    table = {
+        first: Param((rows, d_model), runs=into, quantizable=True),
+        "down": Param((d_model, c.d_hidden), runs=into[:1], axis=1, quantizable=True),
+    }
+    if c.bias:
+        table[f"{first}_bias"] = Param((rows,), ZEROS, into)
+        table["down_bias"] = Param((d_model,), ZEROS)
+    return table
 
 
 def activate(x: jax.Array, name: Activation) -> jax.Array:
+    """Applies an activation function, element by element."""
     match name:
         case "silu":
             return jax.nn.silu(x)
@@ -29,7 +71,7 @@ def activate_gated(
     multiplier: float = 1.0,
     live: jax.Array | None = None,
 ) -> jax.Array:
-    """act(multiplier * gate) * up of h [..., gate and up].
+    """Returns act(multiplier * gate) * up, of h [..., gate and up].
 
     Args:
       live: as of `linear`.
@@ -53,7 +95,7 @@ def _activate_gated(
 
 
 class MLP(nn.Module):
-    """An MLP as `MLPConfig` says, cut in so many parts."""
+    """An MLP, of which this device has one of `parts` shares."""
 
     config: MLPConfig
     dtype: Any
@@ -63,16 +105,18 @@ class MLP(nn.Module):
     def __call__(
         self,
         u: jax.Array,
+        pass_: Pass[Any] | None = None,
+        state: None = None,
+        record: None = None,
         adapter: jax.Array | None = None,
-        live: jax.Array | None = None,
-    ) -> jax.Array:
-        """[B, T, d] float32 of u [B, T, d].
+    ) -> tuple[jax.Array, None, None]:
+        """Runs the MLP on u [B, T, d]; see `Pass` for the contract.
 
         Args:
+          pass_: if None, there is no padding.
           adapter: [B, T, rows], added to the rows of the first product.
-          live: as of `linear`.
         """
-        c = self.config
+        c, live = self.config, None if pass_ is None else pass_.live
         p = declare(self, mlp_params(c, u.shape[-1]), self.dtype)
         first = "gate_up" if c.gated else "up"
         with jax.named_scope("mlp"):
@@ -85,4 +129,24 @@ class MLP(nn.Module):
                 h = activate(h, c.activation)
             last = p["down"], p.get("down_bias")
             down = linear_summed(h, *last, self.parts, live)
-            return scaled(down, c.down_multiplier)
+            return scaled(down, c.down_multiplier), None, None
+
+
+class MLPMixer(Mixer[MLPConfig]):
+    """See `mixer.Mixer`."""
+
+    kind = "mlp"
+    Config = MLPConfig
+    Module = MLP
+
+    def params(self, c: MLPConfig, d_model: int) -> Table:
+        return mlp_params(c, d_model)
+
+    def part(self, c: MLPConfig, n: int) -> MLPConfig:
+        return replace(c, d_hidden=c.d_hidden // n)
+
+    def work_bytes(self, c: MLPConfig, batch: int, nodes: int, dtype: Any) -> int:
+        return FLOAT * padded_rows(batch * nodes) * 3 * c.d_hidden
+
+
+MLP_MIXER = MLPMixer()

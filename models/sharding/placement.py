@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model, weights_dtype
+from stree_jax.models.param_table import param_shapes
 from stree_jax.models.params import (
     GROUP,
     Param,
@@ -23,7 +24,7 @@ from stree_jax.models.params import (
     is_int8,
     nest,
 )
-from stree_jax.models.shapes import abstract_params, param_shapes
+from stree_jax.models.shapes import abstract_params
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
     DATA,
@@ -44,6 +45,15 @@ Make = Callable[[int], Any]  # part i of a parameter: host arrays, a pytree of o
 def axis_size(mesh: Mesh, axis: str) -> int:
     """Devices along an axis; 1 if the mesh does not have it."""
     return mesh.shape.get(axis, 1)
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """Returns the mesh with axes of type Auto, which `jax.shard_map` runs over here.
+
+    `jax.make_mesh` makes axes of type Explicit unless told otherwise.
+    """
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
 def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) -> Cut:
@@ -179,7 +189,8 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
 
     Args:
       model: on one device.
-      mesh: of `jax.make_mesh`, with axes "data" and "model", or one of them.
+      mesh: of `jax.make_mesh` or `stree_jax.make_mesh`, with axes "data" and "model",
+        or one of them. The model's own mesh has its axes made automatic.
       whole: whether every device has all of it: for a drafter that is small.
 
     Raises:
@@ -193,7 +204,7 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
         raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
     if model.mesh is not None:
         raise ValueError("model: it is on a mesh already; load it again")
-    whole = flag("whole", whole)
+    whole, mesh = flag("whole", whole), automatic(mesh)
     dtype = weights_dtype(model.params)
     cut = cut_for(model.config, mesh, dtype, whole)
 

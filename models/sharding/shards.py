@@ -1,12 +1,12 @@
-"""How a model is cut into parts, one for each device of a mesh's axis "model".
+"""Tensor parallelism: how the devices of a mesh's axis "model" divide a model.
 
-A part is a smaller model with the same layers: some heads of each mixer with their
-groups, some channels of each MLP, some rows of the vocabulary (Megatron-LM, Shoeybi et
-al. 2019; for Mamba2 Dao and Gu 2024, section 8.1). The last product of a layer gives a
-summand in each part, so there is one sum over the parts a layer.
+Each device has a smaller model with the same layers: some heads of each mixer with
+their groups, some channels of each MLP, some rows of the vocabulary (Megatron-LM,
+Shoeybi et al. 2019; for Mamba2 Dao and Gu 2024, section 8.1). The last product of a
+layer gives a partial sum on each device, so every layer has one sum over the devices.
 
 The functions below with an argument `n` run on every device of the axis at once, inside
-`jax.shard_map`; with n = 1 there is no axis, and they do nothing.
+`jax.shard_map`. With n = 1 there is no axis, and they return their input.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ DATA, MODEL = "data", "model"  # axes of a mesh: rows of a batch, parts of a mod
 
 
 class Run(NamedTuple):
-    """Consecutive places of an axis, of some units of equal width each.
+    """Consecutive indices of an axis that hold units of equal width.
 
     Attributes:
-      width: places, of all units.
-      units: heads, groups or channels.
-      repeats: whether a unit may be in several parts: heads of keys and values, and
-        groups, which several heads read.
+      width: indices of all units together.
+      units: number of heads, groups or channels.
+      repeats: True if several devices may have the same unit, as they do of key/value
+        heads and of groups, which several heads read.
     """
 
     width: int
@@ -35,17 +35,17 @@ class Run(NamedTuple):
     repeats: bool = False
 
     def divides(self, n: int) -> bool:
-        """Whether there are n parts of it."""
+        """True if n devices can divide it."""
         return self.units % n == 0 or (self.repeats and n % self.units == 0)
 
     def part(self, i: int, n: int) -> tuple[int, int]:
-        """Where part i of n begins, and how wide it is."""
+        """Returns the start and the width of part i of n."""
         width = self.width // min(n, self.units)
         return i * min(n, self.units) // n * width, width
 
 
 def part_slices(runs: tuple[Run, ...], i: int, n: int) -> Iterator[slice]:
-    """The places of an axis that part i of n has, run after run."""
+    """Yields the slices of an axis that part i of n has, run after run."""
     begin = 0
     for run in runs:
         place, width = run.part(i, n)
@@ -54,71 +54,71 @@ def part_slices(runs: tuple[Run, ...], i: int, n: int) -> Iterator[slice]:
 
 
 def run_width(runs: tuple[Run, ...]) -> int:
-    """How many places an axis has."""
+    """Returns the size of an axis."""
     return sum(run.width for run in runs)
 
 
 def part_width(runs: tuple[Run, ...], n: int) -> int:
-    """How many places of an axis a part of n has."""
+    """Returns the size of an axis in one part of n."""
     return sum(run.part(0, n)[1] for run in runs)
+
+
+WIDTH, VOCAB = ":width", ":vocab"  # of `Cut`, beside the names of mixers
 
 
 @dataclass(frozen=True)
 class Cut:
-    """In how many parts layers of each kind are cut; 1: every part has all of them.
+    """The number of devices that divide each part of a model.
 
     Attributes:
-      mamba, attention, mlp, moe: mixers, MLPs, experts.
-      norm: over how many parts a group of the mixers' gated norm reaches.
-      width: the columns of what reads the residual stream and adds to it.
-      vocab: the embedding and the head.
+      parts: pairs of an owner and its number of devices, where that is above 1. Owners
+        are the names of mixers; `WIDTH`, the columns of products that read two vectors
+        of the model's width; and `VOCAB`, the embedding and the head.
     """
 
-    mamba: int = 1
-    attention: int = 1
-    mlp: int = 1
-    moe: int = 1
-    norm: int = 1
-    width: int = 1
-    vocab: int = 1
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def of(self, owner: str) -> int:
+        """Returns the number of devices that share what an owner has."""
+        return dict(self.parts).get(owner, 1)
 
 
 WHOLE = Cut()
 
 
 def total(x: jax.Array, n: int) -> jax.Array:
-    """The sum of all parts' summands, in every part."""
+    """Returns the sum of x over the n devices, on every device."""
     return x if n == 1 else lax.psum(x, MODEL)
 
 
 def over_rows(x: jax.Array, rows: str | None) -> jax.Array:
-    """The sum of all devices' sums over their rows of a batch.
+    """Returns the sum of x over the devices that share the rows of a batch.
 
     Args:
-      rows: the axis of a mesh that rows are spread over; None: all rows are here.
+      rows: mesh axis that rows are spread over. If None, this device has all rows.
     """
     return x if rows is None else lax.psum(x, rows)
 
 
 def any_row(x: jax.Array, rows: str | None) -> jax.Array:
-    """Whether any row of the batch is marked, of x [B] bool."""
+    """True ([] bool) if any row of the batch is marked in x [B] bool."""
     return over_rows(x.any().astype(jnp.int32), rows) > 0
 
 
 def least_of(x: jax.Array, rows: str | None) -> jax.Array:
-    """The least of all devices' least x [] of their rows of a batch."""
+    """Returns the smallest x [] of the devices that share the rows of a batch."""
     return x if rows is None else lax.pmin(x, rows)
 
 
 def gathered(x: jax.Array, n: int) -> jax.Array:
-    """All parts' last axes, one behind the other, in every part."""
+    """Returns x with the last axes of all n devices concatenated, on every device."""
     if n == 1:
         return x
     return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
 
 def own(x: jax.Array, n: int) -> jax.Array:
-    """What a part has of a last axis that all parts have whole."""
+    """Returns this device's share of the last axis of x, which all have whole."""
     if n == 1:
         return x
     width = x.shape[-1] // n
@@ -126,7 +126,7 @@ def own(x: jax.Array, n: int) -> jax.Array:
 
 
 def mean_of_neighbours(x: jax.Array, n: int) -> jax.Array:
-    """The mean over the n neighbouring parts that a part is one of."""
+    """Returns the mean of x over the n neighbouring devices that share a group."""
     if n == 1:
         return x
     every = lax.all_gather(x, MODEL)
@@ -135,8 +135,13 @@ def mean_of_neighbours(x: jax.Array, n: int) -> jax.Array:
 
 
 def own_rows(ids: jax.Array, rows: int, n: int) -> tuple[jax.Array, jax.Array]:
-    """Where ids of a table of n parts are among a part's own `rows`, and whether they
-    are; an id behind the table is its last one, as in `table[ids]`."""
+    """Finds ids among this device's rows of a table that n devices share.
+
+    Returns:
+      the places of the ids among the device's `rows`, 0 for ids of other devices, and a
+      mask that is True where this device has the id. An id past the end of the table
+      counts as the last one, as in `table[ids]`.
+    """
     if n == 1:
         return ids, jnp.ones_like(ids, bool)
     place = jnp.minimum(ids, n * rows - 1) - lax.axis_index(MODEL) * rows

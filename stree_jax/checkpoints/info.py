@@ -51,7 +51,7 @@ def info_and_config(
     facts = {
         "path": str(path_or_hub_id) if on_hub else str(path),
         "format": opened.format,
-        "layers": dict(Counter(config.layers)),
+        "layers": dict(Counter(config.kinds)),
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
         "num_tokens": config.num_tokens,
@@ -59,7 +59,7 @@ def info_and_config(
         "dtype": dtype.name,
         "quantized": opened.quantized,
         "weight_bytes": weights,
-        "mtp_layers": list(whole.mtp),
+        "mtp_layers": list(map(str, whole.mtp)),
         "mtp_weight_bytes": weight_bytes(whole, dtype) - weights,
         "state_bytes_per_sequence": 2 * one - two,
         "cache_bytes_per_token": two - one,

@@ -17,7 +17,7 @@ from stree_jax.convert.store import read_params, weights_named
 from stree_jax.convert.tokenizer import read_tokenizer
 from stree_jax.cpu_kernels import level
 from stree_jax.cpu_kernels.pages import to_large_pages
-from stree_jax.models.sharding.placement import cut_for
+from stree_jax.models.sharding.placement import automatic, cut_for
 from stree_jax.models.sharding.shards import WHOLE
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def load(
     whole = flag("whole", whole)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
+    if mesh is not None:
+        mesh = automatic(mesh)
     if dtype is not None:
         weights_named(dtype)
     files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE

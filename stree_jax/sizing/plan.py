@@ -18,6 +18,7 @@ from stree_jax.buckets import bucket
 from stree_jax.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.store import weights_named
 from stree_jax.models import ModelConfig
+from stree_jax.models.config import blocks
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.sizing.candidates import Candidate, by_speed, way
 from stree_jax.sizing.fit import Count, Task, fastest
@@ -299,7 +300,7 @@ def _wish(
     """Returns a request in a dtype."""
     mtp = isinstance(drafter, str) and drafter == MTP
     own_layers = config.mtp if mtp else ()
-    target = abstract_model(replace(config, mtp=own_layers), dtype)
+    target = abstract_model(replace(config, mtp=blocks(own_layers)), dtype)
     drafting: Any = drafter
     match drafter:
         case ModelConfig():

@@ -7,7 +7,7 @@ platforms fuse otherwise: there the terms are a guess, and `memory.compiled_byte
 what counts.
 
 Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, H, P, N as in
-`pallas_kernels.scan`, Hq, Hk, hd as in `attention`.
+`pallas_kernels.scan`, Hq, Hk, hd as in `models`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.scan import MOST_NODES
@@ -28,22 +27,12 @@ from stree_jax.models import (
     param_dtype,
     reading_chunk,
 )
-from stree_jax.models.config import LayerKind, given
 from stree_jax.models.memory import size_of
-from stree_jax.models.state import (
-    ATTENTION_BLOCK,
-    AttentionState,
-    MambaState,
-    ParallelState,
-)
-from stree_jax.models.weights.linear import SKINNY
+from stree_jax.models.mixer import FLOAT, leaves_of, padded_rows
+from stree_jax.models.mixers import mixer_of
 from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
-
-FLOAT = 4  # bytes: passes compute in float32
-MIXING = ("mamba", "parallel", "shared")  # layers with an SSM
-ATTENDING = ("attention", "parallel", "shared")
 
 
 @dataclass(frozen=True)
@@ -94,13 +83,8 @@ def reading_at_most(spec: Spec, batch: int, width: int) -> int:
 
 
 def caches_of(state: Any) -> int:
-    """Bytes of the keys and values in a state."""
-    layers = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AttentionState))
-    return sum(
-        size_of((layer.k, layer.v))
-        for layer in layers
-        if isinstance(layer, AttentionState)
-    )
+    """Returns the bytes of the keys and values in a state."""
+    return size_of(leaves_of(state, "cache"))
 
 
 def drafting_models(drafter: Any) -> list[Model]:
@@ -136,13 +120,6 @@ def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
     }
 
 
-def padded_rows(rows: int) -> int:
-    """Rows of a product on a CPU; see `models.linear`."""
-    if rows <= 4 or rows > SKINNY:
-        return rows
-    return 8 if rows <= 8 else -(-rows // 16) * 16
-
-
 def _in_place(nodes: int) -> bool:
     """Whether a compiled kernel replays a path into the state as it lies, and goes
     through the nodes in the same go."""
@@ -150,80 +127,23 @@ def _in_place(nodes: int) -> bool:
 
 
 def _replay(config: ModelConfig, batch: int) -> int:
-    """What a path adds to the state of every SSM layer is computed for all of them
-    before the pass begins, and so are the windows of their convolutions."""
+    """Returns the bytes of the new states and windows of all layers, which are computed
+    before the pass begins."""
     state = jax.eval_shape(lambda: init_state(config, batch, 1, jnp.float32))
-    return sum(size_of(_ssm(layer)) for layer in state.layers)
-
-
-def _ssm(layer: Any) -> MambaState | None:
-    if isinstance(layer, ParallelState):
-        return layer.mamba
-    return layer if isinstance(layer, MambaState) else None
+    return size_of(leaves_of(state, "state", "window"))
 
 
 def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
-    """Of the layer that takes most, beside the records of those before it, which are
-    written over the old ones only when the step ends."""
+    """Returns the most bytes of a layer's temporaries, beside the records of the layers
+    before it, which replace the old ones only when the step ends."""
     most = before = 0
-    for kind in config.layers:
-        own = _products(kind, config, batch, nodes)
-        if kind in ATTENDING:
-            own = max(own, _attention(config, batch, nodes, dtype))
+    for block in config.layers:
+        configs = [config.mixers[name] for name in config.mixer_names(block)]
+        mixers = [(mixer_of(c), c) for c in configs]
+        own = max(m.work_bytes(c, batch, nodes, dtype) for m, c in mixers)
         most = max(most, before + own)
-        before += _record(kind, config, batch, nodes)
+        before += sum(m.record_bytes(c, batch, nodes) for m, c in mixers)
     return most
-
-
-def _record(kind: LayerKind, config: ModelConfig, batch: int, nodes: int) -> int:
-    """What stays of a layer: x, B and C as the convolution made them, in one array;
-    keys and values."""
-    width = 0
-    if kind in MIXING:
-        width += given(config.mamba).d_xBC
-    if kind in ATTENDING:
-        c = given(config.attention)
-        width += 2 * c.num_kv_heads * c.head_dim
-    return FLOAT * batch * nodes * width
-
-
-def _attention(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
-    """Scores [B, Hq, T, block] float32 of one block and their exponentials, beside what
-    the blocks before it gave; the block's keys or values as they are sliced. A kernel
-    holds queries and what they make of values."""
-    c = given(config.attention)
-    queries = batch * c.num_heads * nodes
-    if cpu_kernels.level() is not None:
-        return 2 * FLOAT * queries * c.head_dim
-    scores = FLOAT * queries * max(ATTENTION_BLOCK, nodes)
-    sums = FLOAT * queries * (c.head_dim + 2)
-    rows = batch * c.num_kv_heads * ATTENTION_BLOCK * c.head_dim
-    sliced = rows * FLOAT
-    asked = queries * c.head_dim * np.dtype(dtype).itemsize
-    return 2 * scores + 2 * sums + sliced + asked
-
-
-def _products(kind: LayerKind, config: ModelConfig, batch: int, nodes: int) -> int:
-    """Of what a layer computes, what is there at one time."""
-    rows = padded_rows(batch * nodes)
-    match kind:
-        case "mamba" | "parallel" | "shared":
-            c = given(config.mamba)
-            if nodes == 1 or (_in_place(nodes) and c.x_heads is None):
-                return FLOAT * rows * (c.d_in_proj + c.d_inner)
-            decay = batch * c.num_heads * nodes * nodes
-            # The scan has x, the sums over nodes and over the state, and their factors.
-            return FLOAT * (rows * (c.d_in_proj + 5 * c.d_inner) + decay)
-        case "attention":
-            a = given(config.attention)
-            return FLOAT * rows * (a.d_qkv + 2 * a.d_mlp + a.num_heads * a.head_dim)
-        case "mlp":
-            return FLOAT * rows * 3 * given(config.mlp).d_hidden
-        case "moe":
-            e = given(config.moe)
-            few = batch * nodes * e.top_k < e.num_experts
-            each = e.top_k if few else e.num_experts
-            return FLOAT * batch * nodes * each * e.d_hidden * (3 if e.gated else 1)
 
 
 def _drafting(spec: Spec, tree: Topology, batch: int) -> int:

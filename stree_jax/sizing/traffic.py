@@ -10,12 +10,10 @@ their capacity, and of a mixture all experts.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from stree_jax.models import Model, State
 from stree_jax.models.heads import Heads
 from stree_jax.models.memory import size_of
-from stree_jax.models.state import AttentionState
+from stree_jax.models.mixer import leaves_of
 from stree_jax.speculation.adaptive.drafter import Looking
 from stree_jax.speculation.drafters.medusa import LastHidden, MedusaDrafter
 from stree_jax.speculation.drafters.model import Reading
@@ -57,18 +55,9 @@ def weights_read(model: Model) -> int:
 
 
 def state_and_caches(state: State) -> tuple[int, int]:
-    """Bytes of a state without its attention caches, and of those."""
-    attends = [
-        leaf
-        for leaf in jax.tree.leaves(state, is_leaf=_is_attention)
-        if _is_attention(leaf)
-    ]
-    caches = size_of([(a.k, a.v) for a in attends])
+    """Returns the bytes of a state without its attention caches, and of those."""
+    caches = size_of(leaves_of(state, "cache"))
     return size_of(state) - caches, caches
-
-
-def _is_attention(leaf: Any) -> bool:
-    return isinstance(leaf, AttentionState)
 
 
 def of_passes(

@@ -24,9 +24,9 @@ from stree_jax.models import (
     nest,
     weights_dtype,
 )
+from stree_jax.models.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
 from stree_jax.models.sharding.shards import DATA, MODEL
-from stree_jax.models.state import over_parts
 from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
@@ -65,12 +65,13 @@ def parts_of(tree: Any) -> Any:
 def row_specs(tree: Any, rows: str | None) -> Any:
     """Of a pytree whose leaves have rows first; scalars are every device's."""
 
-    def spec(leaf: Any, axis: int | None) -> P:
+    def spec(leaf: Any, facts: Leaf) -> P:
         if leaf.ndim == 0:
             return P()
-        return P(rows, *(MODEL if i == axis else None for i in range(1, leaf.ndim)))
+        axes = range(1, leaf.ndim)
+        return P(rows, *(MODEL if i == facts.part_axis else None for i in axes))
 
-    return over_parts(spec, tree)
+    return map_leaves(spec, tree)
 
 
 def request_specs(requests: Requests, rows: str | None) -> Requests:

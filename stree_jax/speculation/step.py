@@ -22,6 +22,7 @@ from stree_jax.models import (
     tree_nodes,
     written_over,
 )
+from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation.accept import Accepted, Rule
 from stree_jax.speculation.adaptive.pool import without_rest
@@ -119,8 +120,9 @@ def passes_skip(target: Model) -> bool:
     Kernels for CPUs do; experts have none. A program that is made here and run
     elsewhere is as exact.
     """
-    alone = target.mesh is None and target.config.moe is None
-    return alone and cpu_kernels.at_hand()
+    mixers = map(mixer_of, target.config.mixers.values())
+    skips = all(mixer.skips_padding for mixer in mixers)
+    return target.mesh is None and skips and cpu_kernels.at_hand()
 
 
 def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:

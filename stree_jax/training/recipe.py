@@ -17,13 +17,13 @@ from stree_jax.convert.export import export_hf
 from stree_jax.convert.tokenizer import check_text_ids, read_tokenizer_file
 from stree_jax.models import (
     AttentionConfig,
-    LayerKind,
     MambaConfig,
     MLPConfig,
     ModelConfig,
     Rope,
     cast_params,
 )
+from stree_jax.models.config import blocks, named
 from stree_jax.records import Spell
 from stree_jax.training import corpus
 from stree_jax.training.saves import Params
@@ -101,7 +101,7 @@ class TargetSize:
 
 def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
     """Mixers and gated MLPs in turns; heads of 64 everywhere."""
-    layers: tuple[LayerKind, ...] = ()
+    layers: tuple[str, ...] = ()
     for i in range(size.mixers):
         before, after = (n * size.attention // size.mixers for n in (i, i + 1))
         layers += ("attention" if after > before else "mamba", "mlp")
@@ -110,12 +110,14 @@ def target_config(vocab_size: int, size: TargetSize) -> ModelConfig:
         vocab_size=vocab_size,
         num_tokens=vocab_size,
         d_model=size.width,
-        layers=layers,
-        mamba=MambaConfig(num_heads=2 * heads, head_dim=64, d_state=64),
-        attention=AttentionConfig(heads, 2, 64, rope=Rope(theta=10000.0, dim=64)),
-        mlp=MLPConfig(-(-size.width * 5 // 192) * 64),  # about 5/3, in whole 64s
+        layers=blocks(layers),
         tie_embeddings=True,
         stop_tokens=(0,),
+        mixers=named(
+            mamba=MambaConfig(num_heads=2 * heads, head_dim=64, d_state=64),
+            attention=AttentionConfig(heads, 2, 64, rope=Rope(theta=10000.0, dim=64)),
+            mlp=MLPConfig(-(-size.width * 5 // 192) * 64),
+        ),
     )
 
 
@@ -132,15 +134,17 @@ def drafter_config(
         raise ValueError(f"--width: want a multiple of 64, got {width}")
     if layers < 1:
         raise ValueError(f"--layers: want at least 1, got {layers}")
-    mamba: LayerKind = "mamba"
+    mamba: str = "mamba"
     return ModelConfig(
         vocab_size=target.vocab_size,
         num_tokens=target.num_tokens,
         d_model=width,
-        layers=(mamba,) * layers,
-        mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64),
+        layers=blocks((mamba,) * layers),
         tie_embeddings=True,
         stop_tokens=target.stop_tokens,
+        mixers=named(
+            mamba=MambaConfig(num_heads=2 * width // 64, head_dim=64, d_state=64)
+        ),
     )
 
 

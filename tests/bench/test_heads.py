@@ -203,9 +203,10 @@ def test_the_options_are_what_is_measured(monkeypatch, pair, heads, tmp_path):
 def wide_target():
     """A model that can be widened."""
     config = replace(
-        tiny(0, layers=("mamba", "attention")).config,
-        mamba=MambaConfig(4, 8, 16, norm_eps=0.1),
-        attention=AttentionConfig(4, 2, 8, Rope(1e4, 8)),
+        tiny(0, layers=("mamba", "attention")).config.with_mixers(
+            mamba=MambaConfig(4, 8, 16, norm_eps=0.1),
+            attention=AttentionConfig(4, 2, 8, Rope(1e4, 8)),
+        ),
         norm_eps=0.2,
     )
     params = init_params(config, jax.random.key(0), np.float32)

@@ -29,6 +29,7 @@ from stree_jax.models import (
     Rope,
     init_params,
 )
+from stree_jax.models.config import named
 from stree_jax.scoring import score
 from tests.support.tiny import perturbed
 
@@ -37,22 +38,28 @@ HYBRID = ModelConfig(
     num_tokens=47,
     d_model=32,
     layers=("mamba", "mlp", "attention", "mlp"),
-    mamba=MambaConfig(8, 8, 16, n_groups=2, norm_groups=2, norm_eps=1e-6),
-    attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
-    mlp=MLPConfig(64),
     norm_eps=1e-6,
     tie_embeddings=True,
     logits_divisor=3.0,
+    mixers=named(
+        mamba=MambaConfig(8, 8, 16, n_groups=2, norm_groups=2, norm_eps=1e-6),
+        attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
+        mlp=MLPConfig(64),
+    ),
 )
 MAMBA2 = replace(
     HYBRID,
     layers=("mamba", "mamba"),
-    attention=None,
-    mlp=None,
+    mixers=named(mamba=HYBRID.mixers["mamba"]),
     logits_divisor=1.0,
     tie_embeddings=False,
 )
-LLAMA = replace(HYBRID, layers=("attention", "mlp"), mamba=None, logits_divisor=1.0)
+LLAMA = replace(
+    HYBRID,
+    layers=("attention", "mlp"),
+    mixers={name: HYBRID.mixers[name] for name in ("attention", "mlp")},
+    logits_divisor=1.0,
+)
 
 
 def params_of(config):
@@ -95,7 +102,13 @@ def test_a_file_reads_back(config, dtype, tmp_path):
             kinds.add(kind.name)
     if dtype == "float32":  # and as a model of ours, but for the padding
         ours_again = stree_jax.load(file).config
-        assert replace(ours_again, num_tokens=47, attention=config.attention) == config
+        assert (
+            replace(
+                ours_again.with_mixers(attention=config.mixers.get("attention")),
+                num_tokens=47,
+            )
+            == config
+        )
     assert kinds == {gguf_writer.KINDS[dtype]}
     table = 0 if config.tie_embeddings else found["token_embd.weight"].n_bytes
     assert read_bytes == sum(t.n_bytes for t in found.values()) - table
@@ -147,10 +160,12 @@ def test_tensors_are_in_the_layout_of_llama_cpp():
     "config",
     [
         replace(HYBRID, layers=("attention", "mlp")),
-        replace(HYBRID, mamba=replace(HYBRID.mamba, dt_limit=(0.1, 1.0))),
-        replace(HYBRID, mamba=replace(HYBRID.mamba, norm_eps=1e-5)),
-        replace(HYBRID, attention=replace(HYBRID.attention, rope=Rope(1e4, 4))),
-        replace(HYBRID, mlp=MLPConfig(64, bias=True)),
+        HYBRID.with_mixers(mamba=replace(HYBRID.mixers["mamba"], dt_limit=(0.1, 1.0))),
+        HYBRID.with_mixers(mamba=replace(HYBRID.mixers["mamba"], norm_eps=1e-5)),
+        HYBRID.with_mixers(
+            attention=replace(HYBRID.mixers["attention"], rope=Rope(1e4, 4))
+        ),
+        HYBRID.with_mixers(mlp=MLPConfig(64, bias=True)),
         replace(MAMBA2, logits_divisor=2.0),
         replace(MAMBA2, norm="layer"),
     ],
@@ -163,7 +178,7 @@ def test_what_llama_cpp_has_not_is_refused(config):
 def test_rows_of_broken_blocks_are_refused(tmp_path):
     pytest.importorskip("gguf")
     mamba = replace(MAMBA2.mamba, num_heads=6, head_dim=8)
-    config = replace(MAMBA2, d_model=24, mamba=mamba)
+    config = replace(MAMBA2.with_mixers(mamba=mamba), d_model=24)
     with pytest.raises(ValueError, match="rows of 24 are no whole blocks of 32"):
         write_gguf(config, params_of(config), "int8", tmp_path / "m.gguf")
 

@@ -22,14 +22,15 @@ from stree_jax.scoring import score
 from tests.support.tiny import perturbed, tiny
 
 HYBRID = replace(
-    shapes.hybrid_130m(),
+    shapes.hybrid_130m().with_mixers(
+        mamba=MambaConfig(8, 8, 16),
+        attention=AttentionConfig(4, 2, 8),
+        mlp=MLPConfig(48),
+    ),
     vocab_size=50,
     num_tokens=47,
     d_model=32,
     layers=("mamba", "mlp", "attention", "mlp"),
-    mamba=MambaConfig(8, 8, 16),
-    attention=AttentionConfig(4, 2, 8),
-    mlp=MLPConfig(48),
 )
 LENGTHS = (5, 70)  # less than a chunk, and more
 
@@ -169,8 +170,12 @@ def test_a_turn_is_after_as_much_text_as_it_is_told():
     for text in (300, 300, None):
         turns(text)
     state, _, _ = turns.carry
-    written = np.flatnonzero(np.abs(np.asarray(state.layers[0].k)).sum((0, 1, 3)))
-    assert state.layers[0].k.shape[2] == 512 and state.length.tolist() == [300]
+    written = np.flatnonzero(
+        np.abs(np.asarray(state.layers[0]["attention"].k)).sum((0, 1, 3))
+    )
+    assert state.layers[0]["attention"].k.shape[2] == 512 and state.length.tolist() == [
+        300
+    ]
     assert written.tolist() == [300]
 
 

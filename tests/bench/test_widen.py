@@ -21,13 +21,13 @@ BIASES = dict(proj_in_bias=True, proj_out_bias=True)
 def model_of(**options):
     """Like `tiny`, one group a mixer, every bias, and norms whose epsilon matters."""
     biased = AttentionConfig(4, 2, 8, Rope(1e4, 8), qkv_bias=True, out_bias=True)
-    every = dict(
+    config = tiny(0).config.with_mixers(
         mamba=MambaConfig(4, 8, 16, norm_eps=0.1, **BIASES),
         attention=biased,
         mlp=MLPConfig(48, bias=True),
-        norm_eps=0.2,
     )
-    config = replace(tiny(0).config, **every | options)
+    config = config.with_mixers(**options.pop("mixers", {}))
+    config = replace(config, **{"norm_eps": 0.2, **options})
     params = init_params(config, jax.random.key(0), np.float32)
     return stree_jax.Model(params=perturbed(params, 0.2, 0), config=config)
 
@@ -36,7 +36,9 @@ def model_of(**options):
     "model",
     [
         model_of(),
-        model_of(tie_embeddings=False, mlp=MLPConfig(48, gated=False, bias=True)),
+        model_of(
+            tie_embeddings=False, mixers={"mlp": MLPConfig(48, gated=False, bias=True)}
+        ),
     ],
     ids=["gated", "not gated"],
 )
@@ -89,10 +91,10 @@ def test_what_cannot_be_widened():
             widened(model_of(), factor)
     groups = MambaConfig(4, 8, 16, n_groups=2)
     inside = AttentionConfig(4, 2, 8, d_mlp=16)
-    models = [tiny(1), tiny(1, ("parallel",)), model_of(norm="layer")]
-    for model in (*models, model_of(attention=inside)):
+    models = [tiny(1), tiny(1, ("mamba+attention",)), model_of(norm="layer")]
+    for model in (*models, model_of(mixers={"attention": inside})):
         with pytest.raises(ValueError, match="--widen: want a target of Mamba2"):
             widened(model, 4)
     with pytest.raises(ValueError, match="one group"):
-        config = replace(model_of().config, mamba=groups)
+        config = model_of().config.with_mixers(mamba=groups)
         widened(stree_jax.Model(params=model_of().params, config=config), 4)

@@ -92,7 +92,7 @@ def test_sixteen_bits(tmp_path, name, stored):
     assert model.params["embedding"].dtype == kept
     embedding = other.get_input_embeddings().weight.detach().float().numpy()
     np.testing.assert_array_equal(model.params["embedding"], embedding.astype(kept))
-    if model.config.mamba is not None:
+    if model.config.mixers.get("mamba") is not None:
         mixer = model.params["layers_0"]["mamba"]
         assert {mixer[k].dtype.name for k in ("A_log", "dt_bias", "D")} == {"float32"}
 
@@ -173,7 +173,10 @@ def test_spellings_of_no_limit(source, tmp_path, spelled):
     shutil.copytree(source("mamba2"), tmp_path / "open")
     file = tmp_path / "open" / "config.json"
     edit_json(file, lambda values: values.update(time_step_limit=spelled))
-    assert stree_jax.load(tmp_path / "open").config.mamba.dt_limit == (0, math.inf)
+    assert stree_jax.load(tmp_path / "open").config.mixers.get("mamba").dt_limit == (
+        0,
+        math.inf,
+    )
 
 
 def test_rows_win_over_vocab_size(source, tmp_path):

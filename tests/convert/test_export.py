@@ -66,7 +66,7 @@ def adapter_of_another(name, layers):
     """An adapter that untied blocks of transformers have and never use."""
     if "_adapter_list." not in name:
         return False
-    shared = [i for i, kind in enumerate(layers) if kind == "shared"]
+    shared = [i for i, kind in enumerate(layers) if kind == "mamba+shared"]
     layer, call = name.split(".")[2], name.split("_adapter_list.")[1].split(".")[0]
     return shared[int(call)] != int(layer)
 
@@ -107,7 +107,7 @@ def test_export_of_native_as_mamba2(source, tmp_path):
     model = stree_jax.load(source("plain"))
     again = stree_jax.load(export(model, tmp_path / "hf"))
     chex.assert_trees_all_equal(again.params, model.params)
-    assert again.config.mamba == model.config.mamba
+    assert again.config.mixers.get("mamba") == model.config.mixers.get("mamba")
     assert again.config.layers == model.config.layers
 
 
@@ -405,6 +405,6 @@ def test_options_that_a_class_has_not(source, name, fact):
 
 def test_shared_layers_among_others(source):
     config = stree_jax.load(source("zamba2")).config
-    mixed = replace(config, layers=("shared", "mlp"))
+    mixed = replace(config, layers=("mamba+shared", "mlp"))
     with pytest.raises(CheckpointError, match="no Hugging Face class has them"):
         hf_config(mixed, "float32")

@@ -30,7 +30,7 @@ def part(name, **options):
 
 def multiplier(i):
     def change(model):
-        scales = list(model.config.mamba.part_multipliers)
+        scales = list(model.config.mixers.get("mamba").part_multipliers)
         scales[i] = 1.0
         return part("mamba", part_multipliers=tuple(scales))(model)
 

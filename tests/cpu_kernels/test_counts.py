@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from stree_jax.cpu_kernels import HeadOptions, silu_gated, table_rows, turned_heads
-from stree_jax.models.config import AttentionConfig, Rope
-from stree_jax.models.mixers.attention import Heads, angles
+from stree_jax.models.mixers.attention import AttentionConfig, Heads, angles
 from stree_jax.models.mixers.mlp import activate_gated
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
+from stree_jax.models.rope import Rope
 from stree_jax.models.weights.int8 import quantize
 from stree_jax.models.weights.linear import linear
 from tests.support.native import built, each_level, use

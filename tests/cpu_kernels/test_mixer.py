@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 
 from stree_jax.models import MambaConfig, chain_nodes, tree_nodes
-from stree_jax.models.mixers.mamba2 import MixerWeights, equations, mixed
+from stree_jax.models.mixer import MixerPending
+from stree_jax.models.mixers.mamba2 import (
+    MambaRecord,
+    MambaState,
+    MixerWeights,
+    equations,
+    mixed,
+)
 from stree_jax.models.nodes import Nodes, Pass
-from stree_jax.models.state import LayerPending, MambaRecord, MambaState
 from tests.support.native import built, each_level, use
 from tests.support.reference import OP_TOLERANCE, assert_near, chain, random_parents
 
@@ -86,7 +92,7 @@ def replaying(function, c):
 
     @jax.jit
     def run(case):
-        pending = LayerPending(case.record, case.path, case.length)
+        pending = MixerPending(case.record, case.path, case.length)
         pass_ = Pass(case.nodes, None, pending, case.length)
         return function(c, case.zxbcdt, case.weights, pass_, case.state, None)
 

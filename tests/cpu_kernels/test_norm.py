@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
-from stree_jax.models.config import MambaConfig
 from stree_jax.models.norm import Norm, ScaledNorm, gated_norm, scaled_rms_norm
 from tests.support.native import built, use
 
@@ -126,8 +125,7 @@ def test_models_have_it_where_rows_are_whole(monkeypatch):
         return lambda x: norm.apply({"params": params}, x)
 
     def gated(groups):
-        config = MambaConfig(num_heads=4, head_dim=16, d_state=8, norm_groups=groups)
-        return lambda x: gated_norm(x, z, scale, config)
+        return lambda x: gated_norm(x, z, scale, ScaledNorm(1e-5, groups), True)
 
     for function in (layer("rms"), layer("layer"), gated(1)):
         assert text_of(function, x).count(f"@{CALL}") == 1

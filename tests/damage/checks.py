@@ -140,7 +140,9 @@ def check_config(config: Any) -> Iterator[str]:
         yield f"accepted {config.num_tokens} tokens of {config.vocab_size}"
     if not (0 < config.norm_eps < math.inf and config.logits_divisor):
         yield f"accepted eps {config.norm_eps}, divisor {config.logits_divisor}"
-    low, high = config.mamba.dt_limit if config.mamba else (0, 1)
+    low, high = (
+        config.mixers.get("mamba").dt_limit if config.mixers.get("mamba") else (0, 1)
+    )
     if not 0 <= low <= high:
         yield f"accepted dt between {low} and {high}"
 

@@ -13,9 +13,10 @@ from stree_jax.bench.devices import Exchange, exchanges
 from stree_jax.cli.main import main
 from stree_jax.devices import axes_named, make_mesh
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
-from stree_jax.models.params import mamba_params
+from stree_jax.models.mixers.mamba2 import mamba_params
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
+    VOCAB,
     WHOLE,
     Run,
     part_slices,
@@ -95,12 +96,12 @@ def test_heads_have_their_own_groups():
 def test_what_does_not_divide_is_whole():
     config = FAMILIES["bamba"]
     assert cut_of(config, 3) == WHOLE
-    odd = replace(config, attention=AttentionConfig(6, 2, 4))
-    assert (cut_of(odd, 4).attention, cut_of(odd, 4).mamba) == (1, 4)
-    assert cut_of(replace(config, vocab_size=63, num_tokens=61), 2).vocab == 1
-    groups = replace(config, mamba=MambaConfig(12, 4, 8, n_groups=3))
-    assert (cut_of(groups, 2).mamba, cut_of(groups, 3).mamba) == (1, 3)
-    assert cut_of(groups, 6).mamba == 6  # two parts share a group
+    odd = config.with_mixers(attention=AttentionConfig(6, 2, 4))
+    assert [cut_of(odd, 4).of(name) for name in ("attention", "mamba")] == [1, 4]
+    assert cut_of(replace(config, vocab_size=63, num_tokens=61), 2).of(VOCAB) == 1
+    groups = config.with_mixers(mamba=MambaConfig(12, 4, 8, n_groups=3))
+    assert [cut_of(groups, n).of("mamba") for n in (2, 3)] == [1, 3]
+    assert cut_of(groups, 6).of("mamba") == 6  # two parts share a group
 
 
 @families

@@ -9,6 +9,7 @@ from stree_jax.models import (
     Rope,
     SharedConfig,
 )
+from stree_jax.models.config import named
 
 CONFIGS = {
     "mamba2 hybrid": ModelConfig(
@@ -16,40 +17,46 @@ CONFIGS = {
         num_tokens=31,
         d_model=16,
         layers=("mamba", "attention", "mlp", "mamba"),
-        mamba=MambaConfig(num_heads=4, head_dim=4, d_state=6, n_groups=2, d_mlp=4),
-        attention=AttentionConfig(4, 2, 4, rope=Rope(theta=20.0, dim=4)),
-        mlp=MLPConfig(d_hidden=12),
         embedding_multiplier=3.0,
+        mixers=named(
+            mamba=MambaConfig(num_heads=4, head_dim=4, d_state=6, n_groups=2, d_mlp=4),
+            attention=AttentionConfig(4, 2, 4, rope=Rope(theta=20.0, dim=4)),
+            mlp=MLPConfig(d_hidden=12),
+        ),
     ),
     "grouped x heads": ModelConfig(
         vocab_size=32,
         num_tokens=32,
         d_model=16,
         layers=("attention", "mamba"),
-        mamba=MambaConfig(
-            *(4, 4, 6),
-            n_groups=4,
-            d_conv=3,
-            x_heads=2,
-            D_per_channel=True,
-            norm="norm_first",
-            norm_groups=2,
-        ),
-        attention=AttentionConfig(
-            4, 1, 4, rope=Rope(theta=20.0, dim=2), qk_norm_eps=1e-3
+        mixers=named(
+            mamba=MambaConfig(
+                *(4, 4, 6),
+                n_groups=4,
+                d_conv=3,
+                x_heads=2,
+                D_per_channel=True,
+                norm="norm_first",
+                norm_groups=2,
+            ),
+            attention=AttentionConfig(
+                4, 1, 4, rope=Rope(theta=20.0, dim=2), qk_norm_eps=1e-3
+            ),
         ),
     ),
     "two mixers a layer": ModelConfig(
         vocab_size=32,
         num_tokens=32,
         d_model=16,
-        layers=("parallel", "moe", "shared"),
-        mamba=MambaConfig(4, 4, 6, norm=None, dt_limit=(0.1, 0.9)),
-        attention=AttentionConfig(
-            4, 2, 4, rope=Rope(theta=20.0, dim=4), d_conv=3, d_mlp=2, d_out=16
-        ),
-        mlp=MLPConfig(d_hidden=12, activation="gelu"),
-        moe=MoEConfig(6, 2, 8, shared=MLPConfig(6), router="sigmoid", d_latent=10),
+        layers=("mamba+attention", "moe", "mamba+shared"),
         shared=SharedConfig(blocks=1, adapter_rank=3, attention_adapter=True),
+        mixers=named(
+            mamba=MambaConfig(4, 4, 6, norm=None, dt_limit=(0.1, 0.9)),
+            attention=AttentionConfig(
+                4, 2, 4, rope=Rope(theta=20.0, dim=4), d_conv=3, d_mlp=2, d_out=16
+            ),
+            mlp=MLPConfig(d_hidden=12, activation="gelu"),
+            moe=MoEConfig(6, 2, 8, shared=MLPConfig(6), router="sigmoid", d_latent=10),
+        ),
     ),
 }

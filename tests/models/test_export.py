@@ -23,7 +23,7 @@ from stree_jax.models import (
 from tests.models.configs import CONFIGS
 from tests.support.native import use
 
-CONFIG = replace(CONFIGS["two mixers a layer"], layers=("parallel",))
+CONFIG = replace(CONFIGS["two mixers a layer"], layers=("mamba+attention",))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from stree_jax.models import MambaConfig, by_path, nest, tree_nodes
-from stree_jax.models.mixers.mamba2 import Mamba2Mixer
+from stree_jax.models.mixers.mamba2 import Mamba2Module, MambaState
 from stree_jax.models.nodes import Pass
-from stree_jax.models.state import MambaState
 from tests.support.reference import (
     MODEL_TOLERANCE,
     assert_near,
@@ -87,7 +86,7 @@ def test_mamba2_is_its_equations(options):
     u, parents = normal(BATCH, T, D_MODEL), random_parents(rng, BATCH, T)
     nodes = tree_nodes(jnp.asarray(parents), config.d_conv)
     pass_ = Pass(nodes, None, None, jnp.zeros((BATCH,), jnp.int32))
-    mixer = Mamba2Mixer(config, jnp.float32)
+    mixer = Mamba2Module(config, jnp.float32)
     shapes = jax.eval_shape(mixer.init, jax.random.key(0), u, pass_, state, None)
     params = {path: normal(*leaf.shape) for path, leaf in by_path(shapes).items()}
     out, _, after = jax.jit(mixer.apply)(nest(params), u, pass_, state, None)

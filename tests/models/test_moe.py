@@ -16,6 +16,7 @@ from stree_jax.models import (
     init_params,
     init_state,
 )
+from stree_jax.models.config import named
 
 
 @pytest.mark.parametrize("latent", [0, 12])
@@ -25,7 +26,13 @@ def test_bfloat16_is_near_float32(latent, tokens):
     form = {"gated": False, "activation": "relu2"}
     shared = MLPConfig(16, gated=False, activation="relu2")
     moe = MoEConfig(8, 2, 16, shared, "sigmoid", d_latent=latent, **form)
-    config = ModelConfig(64, 64, 32, ("moe",), moe=moe)
+    config = ModelConfig(
+        64,
+        64,
+        32,
+        ("moe",),
+        mixers=named(moe=moe),
+    )
     wide = init_params(config, jax.random.key(0), jnp.float32)
     text = jnp.arange(tokens, dtype=jnp.int32)[None] + 7
 

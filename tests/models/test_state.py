@@ -21,8 +21,9 @@ from stree_jax.models import (
     tree_nodes,
 )
 from stree_jax.models.mixers import mamba2
+from stree_jax.models.mixers.attention import AttentionState
+from stree_jax.models.mixers.mamba2 import MambaState
 from stree_jax.models.nodes import NO_NODE
-from stree_jax.models.state import AttentionState, MambaState, ParallelState
 from tests.models.configs import CONFIGS
 from tests.support.native import INSTRUCTIONS, use
 from tests.support.reference import (
@@ -43,12 +44,9 @@ LEVELS = ["off", *([] if INSTRUCTIONS is None else [""])]
 
 
 def mixers_of(layers):
-    """The states of all mixers, one by one; None for an MLP."""
+    """The states of all mixers, one by one."""
     for entry in layers:
-        if isinstance(entry, ParallelState):
-            yield from (entry.mamba, entry.attention)
-        else:
-            yield entry
+        yield from entry.values()
 
 
 class Runner:
@@ -212,7 +210,7 @@ def test_bfloat16_nodes_and_commit():
     empty_records = init_records(model.config, BATCH, T, jnp.bfloat16)
     chex.assert_trees_all_equal_shapes_and_dtypes(records, empty_records)
     chex.assert_trees_all_equal_dtypes(committed, state)
-    ssm = np.asarray(committed.layers[0].ssm)
+    ssm = np.asarray(committed.layers[0]["mamba"].ssm)
     assert (ssm != ssm.astype(jnp.bfloat16).astype(np.float32)).any()
     assert_same_state(committed, model.feed(state, accepted)[1], tolerance)
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from stree_jax import models
-from stree_jax.models import state
 from stree_jax.models.mixers import attention, mamba2
 from tests.models.configs import CONFIGS
 from tests.support.reference import assert_near
@@ -30,8 +29,8 @@ def traced(monkeypatch):
     for where, name in (
         (mamba2, "mixed"),
         (attention, "angles"),
-        (state, "replay"),
-        (state, "append_both"),
+        (mamba2, "replay"),
+        (attention, "append_both"),
     ):
         monkeypatch.setattr(where, name, counted(name, getattr(where, name)))
     yield calls
@@ -60,7 +59,7 @@ def tree_and_commit(model):
     ("name", "layers", "kinds"),
     [
         ("mamba2 hybrid", ("mamba", "attention", "mlp"), 1),
-        ("two mixers a layer", ("parallel", "moe", "shared"), 2),
+        ("two mixers a layer", ("mamba+attention", "moe", "mamba+shared"), 2),
     ],
 )
 def test_layers_of_a_kind_are_traced_once(traced, name, layers, kinds):
@@ -74,7 +73,7 @@ def test_layers_of_a_kind_are_traced_once(traced, name, layers, kinds):
 
 def test_without_programs_it_is_the_same():
     """`jax.disable_jit` runs every layer."""
-    name, kinds = "two mixers a layer", ("parallel", "moe", "shared")
+    name, kinds = "two mixers a layer", ("mamba+attention", "moe", "mamba+shared")
     config = replace(CONFIGS[name], layers=2 * kinds)
     params = models.init_params(config, jax.random.key(0), jnp.float32)
     model = models.Model(params, config)

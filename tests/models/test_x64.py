@@ -33,7 +33,7 @@ from tests.models.configs import CONFIGS
 from tests.support.lowering import lowered
 from tests.support.reference import assert_near
 
-EVERY_KIND = ("mamba", "attention", "mlp", "parallel", "moe", "shared")
+EVERY_KIND = ("mamba", "attention", "mlp", "mamba+attention", "moe", "mamba+shared")
 CONFIG = replace(CONFIGS["two mixers a layer"], layers=EVERY_KIND)
 TOKENS = np.array([[3, 1, 2, 5]], np.int32)
 PARENTS = np.array([[-1, 0, 0, 1]], np.int32)

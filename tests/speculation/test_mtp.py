@@ -232,8 +232,8 @@ def swapped_norms(drafter, patch, target):
 
 def rotary(drafter, patch, target):
     config = drafter.model.config
-    turned = replace(config.attention, rope=Rope(1e4, mtp.HEAD_DIM))
-    config = replace(config, attention=turned)
+    turned = replace(config.mixers.get("attention"), rope=Rope(1e4, mtp.HEAD_DIM))
+    config = config.with_mixers(attention=turned)
     return replace(drafter, model=drafter.model.replace(config=config))
 
 
@@ -391,7 +391,7 @@ def test_in_bfloat16_with_a_tied_head(prompts):
     options = dict(max_new_tokens=6, drafter="mtp", tree=TREE, keep_past=True)
     short = [[token % REAL for token in prompt] for prompt in prompts]
     heard = stree_jax.generate(target, short, **options).past.drafter
-    assert heard.state.layers[0].k.dtype == jnp.uint16  # bits of bfloat16
+    assert heard.state.layers[0]["attention"].k.dtype == jnp.uint16  # bits of bfloat16
     assert heard.hidden.dtype == jnp.float32
 
 

@@ -51,3 +51,31 @@ def test_a_model_on_one_device_under_a_mesh(kind):
     assert found["inside"] == found["outside"]
     assert found["jit"] == found["outside"][0]
     assert found["score"] == [1, 2, 50] and found["tree"] == [2, 50]
+
+
+SHARDED = """
+import json
+import jax
+import stree_jax
+from tests.support.tiny import tiny
+
+model = tiny(1, layers=("mamba", "attention", "mlp"))
+mesh = jax.make_mesh((4, 2), ("data", "model"))
+found = {"kinds": [kind.name for kind in mesh.axis_types]}
+cut = stree_jax.shard(model, mesh)
+prompts = [[8, 9], [3], [4, 4, 4], [1]]
+for name, one in (("whole", model), ("cut", cut)):
+    found[name] = stree_jax.generate(one, prompts, max_new_tokens=8).tokens
+print(json.dumps(found))
+"""
+
+
+def test_a_model_on_a_mesh_of_jaxs_own_defaults():
+    """`jax.make_mesh` gives axes of type Explicit; `shard` takes such a mesh."""
+    environment = dict(os.environ, JAX_NUM_CPU_DEVICES="8")
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["kinds"] == ["Explicit", "Explicit"]
+    assert found["cut"] == found["whole"]

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import stree_jax
 from stree_jax.convert import CheckpointError, checked, open_local
 from stree_jax.convert.checkpoint_files import CheckpointFiles
-from stree_jax.models.mixers.attention import rope_frequencies
+from stree_jax.models.rope import rope_frequencies
 from tests.support.table_models import (
     byte_level,
     follow,
@@ -163,9 +163,8 @@ def gguf_file(path, keys):
 
 
 def rope_of(tmp_path, keys):
-    return open_local(
-        CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))
-    ).config.attention.rope
+    config = open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))).config
+    return config.mixers.get("attention").rope
 
 
 def yarn_of_llama_cpp(dim, factor, length):

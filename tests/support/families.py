@@ -15,6 +15,7 @@ from stree_jax.models import (
     SharedConfig,
     init_params,
 )
+from stree_jax.models.config import named
 from tests.support.tiny import perturbed
 
 SIZES = {"vocab_size": 64, "num_tokens": 61, "d_model": 32}
@@ -23,89 +24,113 @@ FAMILIES = {
     "mamba2": ModelConfig(
         **SIZES,
         layers=("mamba",) * 2,
-        mamba=MambaConfig(8, 8, 8, n_groups=2, proj_in_bias=True, proj_out_bias=True),
+        mixers=named(
+            mamba=MambaConfig(
+                8, 8, 8, n_groups=2, proj_in_bias=True, proj_out_bias=True
+            )
+        ),
     ),
     "llama": ModelConfig(
         **SIZES,
         layers=("attention", "mlp") * 2,
-        attention=AttentionConfig(8, 4, 4, rope=Rope(9.0, 4, (8.0, 1.0, 4.0, 16.0))),
-        mlp=MLPConfig(48),
         tie_embeddings=True,
+        mixers=named(
+            attention=AttentionConfig(
+                8, 4, 4, rope=Rope(9.0, 4, (8.0, 1.0, 4.0, 16.0))
+            ),
+            mlp=MLPConfig(48),
+        ),
     ),
     "granite": ModelConfig(
         **SIZES,
         layers=("mamba", "moe", "attention", "moe"),
-        mamba=MambaConfig(8, 8, 8),
-        attention=AttentionConfig(8, 2, 4, scale=0.2),
-        moe=MoEConfig(6, 2, 16, shared=MLPConfig(24)),
         embedding_multiplier=3.0,
         residual_multiplier=0.4,
         logits_divisor=2.0,
         tie_embeddings=True,
+        mixers=named(
+            mamba=MambaConfig(8, 8, 8),
+            attention=AttentionConfig(8, 2, 4, scale=0.2),
+            moe=MoEConfig(6, 2, 16, shared=MLPConfig(24)),
+        ),
     ),
     "bamba": ModelConfig(
         **SIZES,
         layers=("mamba", "mlp", "attention", "mlp"),
-        mamba=MambaConfig(16, 4, 8, n_groups=4, conv_bias=False),
-        attention=AttentionConfig(8, 8, 4, rope=Rope(50.0, 2), out_bias=True),
-        mlp=MLPConfig(40, bias=True),
+        mixers=named(
+            mamba=MambaConfig(16, 4, 8, n_groups=4, conv_bias=False),
+            attention=AttentionConfig(8, 8, 4, rope=Rope(50.0, 2), out_bias=True),
+            mlp=MLPConfig(40, bias=True),
+        ),
     ),
     "falcon-h1": ModelConfig(
         **SIZES,
-        layers=("parallel", "mlp") * 2,
-        mamba=MambaConfig(
-            *(8, 8, 8),
-            n_groups=2,
-            norm="norm_first",
-            norm_groups=2,
-            in_multiplier=1.2,
-            out_multiplier=0.7,
-            part_multipliers=(0.9, 1.1, 0.8, 1.3, 0.7),
+        layers=("mamba+attention", "mlp") * 2,
+        mixers=named(
+            mamba=MambaConfig(
+                *(8, 8, 8),
+                n_groups=2,
+                norm="norm_first",
+                norm_groups=2,
+                in_multiplier=1.2,
+                out_multiplier=0.7,
+                part_multipliers=(0.9, 1.1, 0.8, 1.3, 0.7),
+            ),
+            attention=AttentionConfig(8, 2, 4, rope=ROPE, key_multiplier=0.8),
+            mlp=MLPConfig(48, gate_multiplier=0.8, down_multiplier=1.1),
         ),
-        attention=AttentionConfig(8, 2, 4, rope=ROPE, key_multiplier=0.8),
-        mlp=MLPConfig(48, gate_multiplier=0.8, down_multiplier=1.1),
     ),
     "nemotron-h": ModelConfig(
         **SIZES,
         layers=("mamba", "moe", "attention", "mlp"),
-        mamba=MambaConfig(8, 8, 8, n_groups=8, norm_groups=8, dt_limit=(0.01, 2.0)),
-        attention=AttentionConfig(8, 2, 4),
-        mlp=MLPConfig(48, gated=False, activation="relu2"),
-        moe=MoEConfig(
-            *(8, 2, 16),
-            shared=MLPConfig(24, gated=False, activation="relu2"),
-            router="sigmoid",
-            groups=2,
-            top_groups=1,
-            d_latent=16,
-            gated=False,
-            activation="relu2",
-        ),
         mtp=("attention", "moe"),
+        mixers=named(
+            mamba=MambaConfig(8, 8, 8, n_groups=8, norm_groups=8, dt_limit=(0.01, 2.0)),
+            attention=AttentionConfig(8, 2, 4),
+            mlp=MLPConfig(48, gated=False, activation="relu2"),
+            moe=MoEConfig(
+                *(8, 2, 16),
+                shared=MLPConfig(24, gated=False, activation="relu2"),
+                router="sigmoid",
+                groups=2,
+                top_groups=1,
+                d_latent=16,
+                gated=False,
+                activation="relu2",
+            ),
+        ),
     ),
     "zamba2": ModelConfig(
         **SIZES,
-        layers=("mamba", "shared", "mamba", "shared"),
-        mamba=MambaConfig(8, 8, 8, n_groups=2, norm_groups=2),
-        attention=AttentionConfig(8, 8, 8, rope=Rope(50.0, 8), d_out=32),
-        mlp=MLPConfig(48, activation="gelu"),
+        layers=("mamba", "mamba+shared", "mamba", "mamba+shared"),
         shared=SharedConfig(blocks=2, adapter_rank=4, attention_adapter=True),
+        mixers=named(
+            mamba=MambaConfig(8, 8, 8, n_groups=2, norm_groups=2),
+            attention=AttentionConfig(8, 8, 8, rope=Rope(50.0, 8), d_out=32),
+            mlp=MLPConfig(48, activation="gelu"),
+        ),
     ),
     "mambainllama": ModelConfig(
         **SIZES,
         layers=("mamba", "mlp", "attention", "mlp"),
-        mamba=MambaConfig(
-            *(8, 4, 8), n_groups=8, x_heads=4, norm=None, D_per_channel=True
+        mixers=named(
+            mamba=MambaConfig(
+                *(8, 4, 8), n_groups=8, x_heads=4, norm=None, D_per_channel=True
+            ),
+            attention=AttentionConfig(
+                8, 4, 4, rope=ROPE, qkv_bias=True, qk_norm_eps=1e-3
+            ),
+            mlp=MLPConfig(48),
         ),
-        attention=AttentionConfig(8, 4, 4, rope=ROPE, qkv_bias=True, qk_norm_eps=1e-3),
-        mlp=MLPConfig(48),
     ),
     "native": ModelConfig(
         **SIZES,
         layers=("mamba", "attention"),
-        mamba=MambaConfig(8, 8, 8, d_mlp=16),
-        attention=AttentionConfig(8, 2, 4, rope=ROPE, d_conv=4, d_mlp=16),
         norm="layer",
+        mixers=named(
+            mamba=MambaConfig(8, 8, 8, d_mlp=16),
+            attention=AttentionConfig(8, 2, 4, rope=ROPE, d_conv=4, d_mlp=16),
+        ),
     ),
 }
 

@@ -12,6 +12,7 @@ from stree_jax.models import (
     Rope,
     init_params,
 )
+from stree_jax.models.config import named
 
 VOCAB, REAL, STOP = 50, 47, 7  # three rows pad the vocabulary
 
@@ -22,11 +23,13 @@ def tiny(seed, layers=("mamba", "mlp", "attention", "mlp", "mamba"), d_model=32)
         num_tokens=REAL,
         d_model=d_model,
         layers=layers,
-        mamba=MambaConfig(4, 8, 16, n_groups=2, norm_groups=2),
-        attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
-        mlp=MLPConfig(48),
         tie_embeddings=True,
         stop_tokens=(STOP,),
+        mixers=named(
+            mamba=MambaConfig(4, 8, 16, n_groups=2, norm_groups=2),
+            attention=AttentionConfig(4, 2, 8, rope=Rope(1e4, 8)),
+            mlp=MLPConfig(48),
+        ),
     )
     params = init_params(config, jax.random.key(seed), jnp.float32)
     return Model(params=perturbed(params, 0.2, seed), config=config)

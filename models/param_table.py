@@ -1,0 +1,121 @@
+"""The parameters of a whole model by path: shapes, and how devices divide them."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from stree_jax.models.config import Block, ModelConfig, given
+from stree_jax.models.mixers import mixer_of
+from stree_jax.models.params import (
+    Param,
+    Path,
+    Table,
+    model_params,
+    mtp_params,
+    norm_params,
+    shared_params,
+)
+from stree_jax.models.sharding.shards import VOCAB, WIDTH
+from stree_jax.models.shared import adapter_params, shared_block_params
+
+MAX_WIDTH = 1 << 27  # of a parameter: no real model has a wider one
+EVERYWHERE = ":everywhere"  # the owner of parameters that every device has whole
+
+
+class Entry(NamedTuple):
+    """A parameter of a model.
+
+    Attributes:
+      param: its shape and facts.
+      owner: which number of `Cut.parts` it is divided by.
+    """
+
+    param: Param
+    owner: str
+
+
+@cache
+def param_table(c: ModelConfig) -> Mapping[Path, Entry]:
+    """Returns every parameter of a model by path, in the order of the layers.
+
+    Raises:
+      ValueError: a parameter is wider than any real model's.
+    """
+    table = dict(_entries(c))
+    widest = max(max(param.shape) for param, _ in table.values())
+    if widest > MAX_WIDTH:
+        raise ValueError(f"{widest} channels of a layer are more than {MAX_WIDTH}")
+    return MappingProxyType(table)
+
+
+def _entries(c: ModelConfig) -> Iterator[tuple[Path, Entry]]:
+    yield from _flat((), model_params(c.vocab_size, c.d_model, c.tie_embeddings), VOCAB)
+    yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
+    layers = {block: list(_layer(c, block)) for block in {*c.layers, *c.mtp}}
+    for i, block in enumerate(c.layers):
+        yield from (((f"layers_{i}", *path), entry) for path, entry in layers[block])
+    used = sum(block.shared for block in c.layers)
+    for b in range(min(given(c.shared).blocks, used) if used else 0):
+        yield from _shared_block(c, f"shared_{b}")
+    if not c.mtp:
+        return
+    for norm in ("enorm", "hnorm", "norm"):
+        yield from _flat(("mtp", norm), norm_params(c.norm, c.d_model), EVERYWHERE)
+    yield from _flat(("mtp",), mtp_params(c.d_model), WIDTH)
+    for i, block in enumerate(c.mtp):
+        for path, entry in layers[block]:
+            yield ("mtp", f"layers_{i}", *path), entry
+
+
+def _layer(c: ModelConfig, block: Block) -> Iterator[tuple[Path, Entry]]:
+    yield from _flat(("norm",), norm_params(c.norm, c.d_model), EVERYWHERE)
+    for name in block.mixers:
+        config = c.mixers[name]
+        yield from _flat((name,), mixer_of(config).params(config, c.d_model), name)
+    if block.shared:
+        shared = given(c.shared)
+        yield from _flat((), shared_params(c.d_model), WIDTH)
+        for adapter, table in adapter_params(c).items():
+            owner = shared.mlp if adapter == "gate_up" else shared.attention
+            yield from _flat(("adapters", adapter), table, owner)
+
+
+def _shared_block(c: ModelConfig, path: str) -> Iterator[tuple[Path, Entry]]:
+    shared = given(c.shared)
+    owners = {"attention": shared.attention, "mlp": shared.mlp}
+    for name, table in shared_block_params(c).items():
+        yield from _flat((path, name), table, owners.get(name, EVERYWHERE))
+
+
+def _flat(path: Path, table: Table, owner: str) -> Iterator[tuple[Path, Entry]]:
+    for name, entry in table.items():
+        if isinstance(entry, Param):
+            yield (*path, name), Entry(entry, owner)
+        else:
+            yield from _flat((*path, name), entry, owner)
+
+
+def param_at(c: ModelConfig, path: Path) -> Param:
+    """Returns the parameter at a path.
+
+    Raises:
+      KeyError: the model has none there.
+    """
+    return param_table(c)[path].param
+
+
+def param_shapes(c: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
+    """Returns the shape of every parameter, by path: what `init_params` would make.
+
+    Raises:
+      ValueError: as `param_table`.
+    """
+    return _shapes(c)
+
+
+@cache
+def _shapes(c: ModelConfig) -> Any:
+    return MappingProxyType(
+        {path: param.shape for path, (param, _) in param_table(c).items()}
+    )

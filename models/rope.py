@@ -1,0 +1,125 @@
+"""Rotary position embeddings: frequencies, their scaling, and rotation."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.models.weights.linear import scaled
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN frequency scaling, in the terms of transformers and llama.cpp.
+
+    Attributes:
+      factor: what low frequencies are divided by.
+      original_length: longest text of the training, in tokens.
+      beta_fast, beta_slow: turns within that length. Pairs that turn more often than
+        beta_fast keep their frequency, pairs that turn less often than beta_slow are
+        divided by `factor`, and the pairs in between are blended.
+      attention_factor: scale of the cosines and sines.
+      truncate: whether the two ends of the blend are rounded to whole pairs.
+    """
+
+    factor: float
+    original_length: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, half-split (NeoX) pairs.
+
+    Attributes:
+      theta: base of the frequencies.
+      dim: how many leading channels of a head rotate; the rest pass.
+      llama3: (factor, low_freq_factor, high_freq_factor,
+        original_max_position_embeddings) of llama3 frequency scaling, or None.
+      linear: what all frequencies are divided by (linear scaling).
+      yarn: YaRN frequency scaling, or None.
+    """
+
+    theta: float
+    dim: int
+    llama3: tuple[float, float, float, float] | None = None
+    linear: float = 1.0
+    yarn: Yarn | None = None
+
+
+def rope_frequencies(rope: Rope) -> np.ndarray:
+    """Radians per position of each rotated pair, [dim / 2] float32."""
+    powers = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    f = 1.0 / np.float32(rope.theta) ** powers / np.float32(rope.linear)
+    if rope.yarn is not None:
+        share = _yarn_shares(rope, rope.yarn)
+        return (f / rope.yarn.factor * share + f * (1 - share)).astype(np.float32)
+    if rope.llama3 is None:
+        return f.astype(np.float32)
+    factor, low, high, old = rope.llama3
+    wavelength = 2 * np.pi / f
+    s = (old / wavelength - low) / (high - low)
+    f = np.where(
+        wavelength > old / low,
+        f / factor,
+        np.where(wavelength < old / high, f, f * ((1 - s) / factor + s)),
+    )
+    return f.astype(np.float32)
+
+
+def _yarn_shares(rope: Rope, yarn: Yarn) -> np.ndarray:
+    """Returns how much of each pair's frequency is divided by `yarn.factor`: [dim / 2],
+    from 0 for the fastest pairs to 1 for the slowest."""
+
+    def pair(turns: float) -> float:
+        wavelength = yarn.original_length / turns
+        return (
+            rope.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+        )
+
+    first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    width = last - first or 0.001  # as transformers and llama.cpp avoid dividing by 0
+    pairs = np.arange(rope.dim // 2, dtype=np.float32)
+    return np.clip((pairs - np.float32(first)) / np.float32(width), 0, 1)
+
+
+def angles(positions: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines [B, T, half] of the angles at positions [B, T].
+
+    Both are multiplied by the attention factor of YaRN, if the embedding has one.
+    """
+    half = 0 if rope is None else rope.dim // 2
+    f = np.zeros(0, np.float32) if rope is None else rope_frequencies(rope)
+    frequencies = jnp.asarray(f).reshape(1, 1, half)
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    factor = 1.0 if rope is None or rope.yarn is None else rope.yarn.attention_factor
+    return scaled(jnp.cos(angle), factor), scaled(jnp.sin(angle), factor)
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Pairs (i, i + half) of x [B, T, heads, hd], turned by angles [B, T, half]."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate(
+        [left * cos - right * sin, right * cos + left * sin, rest], axis=-1
+    )
+
+
+def check_rope(rope: Rope, name: str) -> None:
+    """Raises ValueError, beginning with `name`, if a frequency would be infinite."""
+    if not 0 < rope.linear < math.inf:
+        raise ValueError(f"{name}.linear: {rope.linear} does not fit")
+    if (yarn := rope.yarn) is None:
+        return
+    numbers = (yarn.factor, yarn.original_length, yarn.beta_fast, yarn.beta_slow)
+    if rope.theta in (0.0, 1.0) or not all(0 < n < math.inf for n in numbers):
+        raise ValueError(f"{name}.yarn: {yarn} does not fit")
