@@ -21,7 +21,7 @@ from stree_jax.bench.method import (
     take_turns,
 )
 from stree_jax.bench.prompts import Prompt, rounds
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import begin, encode_prompts
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation, Plan, summarise

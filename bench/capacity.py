@@ -25,7 +25,7 @@ from stree_jax.bench.passes import (
 from stree_jax.bench.peers import in_dtype
 from stree_jax.bench.shapes import NAMES, config_of, random_model
 from stree_jax.bench.widen import sizes_of
-from stree_jax.checkpoints.checkpoint import Model, load
+from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import init_state, param_dtype
 from stree_jax.options import DTYPES, WEIGHTS, add
 from stree_jax.sizing.traffic import state_and_caches, weights_read

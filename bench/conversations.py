@@ -16,7 +16,7 @@ from stree_jax.bench.budgets import choice_of, run_time
 from stree_jax.bench.budgets import name_of as name_of_record
 from stree_jax.bench.device_memory import resident
 from stree_jax.bench.method import Run, quartiles_of, take_turns
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts, generate, tune
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation

@@ -33,7 +33,7 @@ from stree_jax.bench.passes import (
     time_cases,
 )
 from stree_jax.bench.shapes import config_of, random_model
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import ModelConfig
 from stree_jax.models.memory import size_of
 from stree_jax.options import add, add_dtype

@@ -31,8 +31,8 @@ from stree_jax.bench.method import Run
 from stree_jax.bench.options import add_batch, add_prompts, add_temperatures
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.widen import widened_heads
-from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.checkpoints.heads import load_heads
+from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model

@@ -6,7 +6,7 @@ from typing import Any
 
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.widen import sizes_of, widened
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.pair import load_pair
 
 RANDOM_PROMPT = 128  # tokens

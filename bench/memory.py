@@ -25,8 +25,8 @@ from stree_jax.bench.options import add_prompts
 from stree_jax.bench.prompts import Prompt, read_turns, rounds
 from stree_jax.bench.widen import widened_heads
 from stree_jax.buckets import bucket
-from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.checkpoints.heads import load_heads
+from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import accuracy_of, tree_for
 from stree_jax.models.heads import Heads
 from stree_jax.options import add

@@ -45,7 +45,8 @@ from stree_jax.bench.others import (
 from stree_jax.bench.prompts import Prompt
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of, widened
-from stree_jax.checkpoints.checkpoint import Model, load, save
+from stree_jax.checkpoints.load import Model, load
+from stree_jax.checkpoints.save import save
 from stree_jax.generation import encode_prompts
 from stree_jax.models import format_named
 from stree_jax.options import WEIGHTS, add

@@ -24,7 +24,7 @@ from stree_jax.bench.peers import LIMITS, in_dtype, threads_of_xla
 from stree_jax.bench.shapes import config_of, random_model, random_prompts
 from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts
 from stree_jax.models import (
     State,

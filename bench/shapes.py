@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from stree_jax.bench.prompts import Prompt
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.cpu_kernels.pages import to_large_pages
 from stree_jax.models import (
     AttentionConfig,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.bench.shapes import as_loaded
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     ModelConfig,
     abstract_params,

@@ -4,25 +4,28 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles as CheckpointFiles
 from stree_jax.convert.configs import Warn, check_mtp, read_config
 from stree_jax.convert.errors import CheckpointError as CheckpointError
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.gguf.checkpoint import open_gguf, write_source_config
 from stree_jax.convert.gguf.header import is_gguf
-from stree_jax.convert.quantized import logical
+from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
+    FORMAT,
     SOURCE_CONFIG,
     atomic_directory,
     check_space,
+    config_from_json,
     dtype_named,
     is_ours,
     weights_named,
@@ -66,46 +69,65 @@ def source_dtype(source: Source) -> np.dtype:
     return BFLOAT16 if matrices == {"bfloat16"} else FLOAT32
 
 
-class Found(NamedTuple):
-    """The facts in the headers and config of a checkpoint.
+@dataclass(frozen=True)
+class Opened:
+    """A local checkpoint whose config and headers are read, but no weights.
 
     Attributes:
-      format: our name of its family, or, for a GGUF file, "gguf" and llama.cpp's name.
-      names: of its tensors.
+      files: its files, the tokenizer's among them.
+      format: our name of its family; "gguf" and llama.cpp's name; or "stree-jax".
+      config: the architecture.
+      dtype: of the weights as they are loaded if no dtype is given.
+      quantized: how the files store the weights, such as "nvfp4"; or None.
+      source: the tensors; None for a directory of our own format.
+      names: of the tensors.
     """
 
-    source: Source
+    files: CheckpointFiles
     format: str
-    names: Names
     config: ModelConfig
+    dtype: np.dtype
+    quantized: str | None = None
+    source: Source | None = None
+    names: Names | None = None
 
 
-def find(
-    path: Path,
+def open_local(
+    files: CheckpointFiles,
     dt_floor: bool = False,
     warn: Warn | None = None,
     mtp: bool | None = False,
-) -> Found:
-    """Reads the headers of a directory in another format than ours, or a GGUF file.
+) -> Opened:
+    """Reads the config and headers of a directory or a GGUF file.
 
-    It reads the numbers only of tensors that the config ties and the file has twice, to
-    compare them (`tensors.settle_names`).
+    If the config ties two tensors and the file has both, it reads their numbers, to see
+    whether they are equal (`tensors.settle_names`).
 
     Args:
-      dt_floor, warn, mtp: see `configs.read_config`.
+      dt_floor, warn, mtp: see `configs.read_config`. The config of a directory of our
+        own format has the MTP layers in any case.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if is_gguf(path):
-        source, name, architecture, config = open_gguf(path)
+    if not files.path.is_dir() and not files.is_gguf:
+        raise CheckpointError(f"{files.path}: no such directory")
+    if is_ours(files):
+        config, dtype = config_from_json(files)
         if mtp:
-            check_mtp(path, config)
-        return Found(source, f"gguf {name}", architecture.names, config)
-    source = logical(open_source(path))
-    format, config = read_config(path, source.tensors, dt_floor, warn, mtp)
-    names, config = settle_names(source, NAMES[format], config, warn)
-    return Found(source, format, names, config)
+            check_mtp(files.path, config)
+        return Opened(files, FORMAT, config, dtype)
+    if files.is_gguf:
+        source, name, architecture, config = open_gguf(files)
+        format, names = f"gguf {name}", architecture.names
+        if mtp:
+            check_mtp(files.path, config)
+    else:
+        source = logical(open_source(files.path), files)
+        format, config = read_config(files, source.tensors, dt_floor, warn, mtp)
+        names, config = settle_names(source, NAMES[format], config, warn)
+    facts = source_dtype(source), scheme_names(source)
+    return Opened(files, format, config, *facts, source, names)
 
 
 @dataclass(frozen=True)
@@ -209,33 +231,24 @@ class Checkpoint:
         )
 
 
-def open_checkpoint(
-    directory: Path,
-    dtype: Any = None,
-    dt_floor: bool = False,
-    warn: Warn | None = None,
-    mtp: bool | None = False,
-) -> Checkpoint:
-    """Checks every name, shape and dtype of a PyTorch or safetensors directory, or of
-    a GGUF file.
+def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
+    """Checks every name, shape and dtype of a directory in another format than ours, or
+    of a GGUF file.
 
     Args:
-      dtype: to keep the weights in. If None, see `source_dtype`.
-      dt_floor, warn, mtp: see `configs.read_config`.
+      dtype: to keep the weights in. If None, that of `opened`.
 
     Raises:
       CheckpointError: one line, naming the file and the field or tensor.
     """
-    if not directory.is_dir() and not is_gguf(directory):
-        raise CheckpointError(f"{directory}: no such directory")
-    if is_ours(directory):
-        raise CheckpointError(f"{directory}: is in our format already")
-    source, _, names, config = find(directory, dt_floor, warn, mtp)
-    tokenizer_files(directory)
+    source, names, config = opened.source, opened.names, opened.config
+    if source is None or names is None:
+        raise CheckpointError(f"{opened.files.path}: is in our format already")
+    tokenizer_files(opened.files.path)
     _check_layer_count(source, config)
     rows = rows_of(names, config)
     check_tensors(source, rows, config)
-    kept = weights_named(source_dtype(source) if dtype is None else dtype)
+    kept = weights_named(opened.dtype if dtype is None else dtype)
     return Checkpoint(source, config, rows, kept)
 
 
@@ -278,13 +291,14 @@ def convert_checkpoint(
     with atomic_directory(dst, warn) as temporary:
         if dtype is not None:
             dtype_named(dtype)
-        read_tokenizer(src, warn)  # a bad one is refused before the weights are read
-        checkpoint = open_checkpoint(src, dtype, dt_floor, warn, mtp=None)
+        files = CheckpointFiles(src)
+        read_tokenizer(files, warn)  # a bad one is refused before the weights are read
+        checkpoint = checked(open_local(files, dt_floor, warn, mtp=None), dtype)
         config, kept = checkpoint.config, checkpoint.weight_format.dtype
         check_space(dst, config, kept)
-        copy_tokenizer(src, temporary)  # before its checksum is taken
-        if is_gguf(src):
-            write_source_config(src, temporary / SOURCE_CONFIG)
+        copy_tokenizer(files, temporary)  # before its checksum is taken
+        if files.is_gguf:
+            write_source_config(files.header, temporary / SOURCE_CONFIG)
         else:
-            shutil.copyfile(src / "config.json", temporary / SOURCE_CONFIG)
+            shutil.copyfile(files.config_file, temporary / SOURCE_CONFIG)
         write_directory(temporary, config, kept, checkpoint.read(progress, warn))

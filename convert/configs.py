@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import (
     EXPORTERS,
@@ -29,7 +30,7 @@ MAMBA1_TYPES = ("mamba", "falcon_mamba", "jamba")
 
 
 def detect(fields: ConfigFields) -> str:
-    """The format of a checkpoint directory, by its config files."""
+    """Returns the format of a checkpoint directory, by its config files."""
     if is_file(fields.file.with_name(mambainllama.FILE)):
         return "mambainllama"
     model_type = fields.get("model_type", None)
@@ -48,26 +49,26 @@ def detect(fields: ConfigFields) -> str:
 
 
 def read_config(
-    directory: Path,
+    files: CheckpointFiles,
     tensors: Mapping[str, TensorInfo],
     dt_floor: bool = False,
     warn: Warn | None = None,
     mtp: bool | None = False,
 ) -> tuple[str, ModelConfig]:
-    """The format and architecture of a checkpoint directory.
+    """Returns the format and architecture of a checkpoint directory.
 
-    The embedding's rows win over `vocab_size`: the configs of different formats are not
-    consistent about it.
+    The number of rows of the embedding goes before `vocab_size`, because formats do not
+    agree about the latter.
 
     Args:
       dt_floor: clamp dt of Nemotron-H and Zamba2 to at least `time_step_min`, as
         transformers up to 5.23 does; their authors' code follows `time_step_limit`.
       warn: called with one line if a stop token is outside the vocabulary, MTP
         layers cannot be kept, or a field is not followed (`notes`).
-      mtp: whether to read the layers that predict further tokens; None: if there are
-        some that can be read.
+      mtp: whether to read the layers that predict further tokens. If None, they are
+        read if they can be.
     """
-    fields = ConfigFields.read(directory / "config.json", tensors)
+    fields = files.fields(tensors=tensors)
     format = detect(fields)
     try:
         config = _parse(fields, format, mtp, warn)
@@ -82,17 +83,18 @@ def read_config(
         mamba = replace(mamba, dt_limit=(low, math.inf))
         config = config.with_mixers(mamba=mamba)
     if warn is not None:
-        for line in _notes(fields, format):
+        for line in _notes(files, fields, format):
             warn(line)
     stops, file = config.stop_tokens, fields.file
-    if newer := _generation_stops(directory):
-        stops, file = newer, directory / GENERATION
+    generation = files.fields_if_any(GENERATION)
+    if newer := generation.token_ids("eos_token_id"):  # where they differ
+        stops, file = newer, generation.file
     # The ids in both files are often those of the base model, whose turns never end.
-    end = end_token(directory)
+    end = end_token(files)
     if end is not None and end < config.num_tokens and end not in stops:
         stops = (*stops, end)
     if not stops and format == "native":  # its config has no field for them
-        stops = end_of_text(directory)
+        stops = end_of_text(files)
     odd = [i for i in stops if i >= config.num_tokens]
     if odd and warn is not None:
         warn(
@@ -106,7 +108,8 @@ def read_config(
 def _parse(
     fields: ConfigFields, format: str, mtp: bool | None, warn: Warn | None
 ) -> ModelConfig:
-    """The architecture by the format's family; arguments as of `read_config`."""
+    """Returns the architecture, parsed by the format's family; arguments as for
+    `read_config`."""
     if mtp is False or format not in MTP_PARSERS:
         config = PARSERS[format](fields)
     else:
@@ -124,24 +127,18 @@ def _parse(
 
 
 def check_mtp(directory: Path, config: ModelConfig) -> None:
-    """Raises CheckpointError if there are no MTP layers, where they are asked for."""
+    """Raises CheckpointError if the model has no MTP layers."""
     if not config.mtp:
         raise CheckpointError(
             f"{directory}: it has no MTP layers, which mtp=True and drafter 'mtp' want"
         )
 
 
-def _notes(fields: ConfigFields, format: str) -> Iterator[str]:
+def _notes(files: CheckpointFiles, fields: ConfigFields, format: str) -> Iterator[str]:
     """Yields warnings about fields that are not followed."""
     yield from config_notes(fields, format)
-    if is_file(fields.file.with_name(GENERATION)):
-        yield from generation_notes(fields.beside(GENERATION))
-
-
-def _generation_stops(directory: Path) -> tuple[int, ...]:
-    """What generation_config.json says: where it differs, it is the newer truth."""
-    file = directory / GENERATION
-    return ConfigFields.read(file).token_ids("eos_token_id") if is_file(file) else ()
+    if files.has(GENERATION):
+        yield from generation_notes(files.fields(GENERATION))
 
 
 def export_format(config: ModelConfig) -> str:

@@ -1,18 +1,18 @@
 """Models as Hugging Face directories that transformers loads."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.configs import GENERATION, export_format, hf_config
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.checkpoint import source_config
-from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.rows import split
-from stree_jax.convert.source import is_file, read_json
 from stree_jax.convert.store import (
     SOURCE_CONFIG,
     atomic_directory,
@@ -66,7 +66,7 @@ def export_hf(
         _write_weights(temporary, tensors, shard_bytes)
         _write_json(temporary / "config.json", fields)
         if source is not None:
-            copy_tokenizer(source, temporary)
+            copy_tokenizer(CheckpointFiles(source), temporary)
             _set_stops(config, temporary / GENERATION)
         if tokenizer is not None:
             for_whole_texts(tokenizer).save(str(temporary / "tokenizer.json"))
@@ -82,11 +82,12 @@ def _kept_fields(config: ModelConfig, source: Path | None) -> dict[str, int]:
     """
     if source is None:
         return {}
-    if is_gguf(source):
-        values = source_config(source)
+    files = CheckpointFiles(source)
+    if files.is_gguf:
+        values: Mapping[str, Any] = source_config(files.header)
     else:
-        file = source / (SOURCE_CONFIG if is_ours(source) else "config.json")
-        values = read_json(file) if is_file(file) else {}
+        file = SOURCE_CONFIG if is_ours(files) else CONFIG
+        values = files.fields_if_any(file).values
     limits = {
         "bos_token_id": config.vocab_size,
         "pad_token_id": config.vocab_size,

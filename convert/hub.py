@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import detect
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.families import mambainllama
-from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.header import MAX_HEADER, SHARD, first_shards, read_one
 from stree_jax.convert.quantized import MODELOPT_FILE
 from stree_jax.convert.source import (
@@ -271,9 +271,10 @@ def chosen(found: Repository, get: Callable[[Collection[str]], Path]) -> Path:
     if "config.json" not in names:
         raise CheckpointError(f"{name}: the repository has no config.json")
     directory = get(small)
-    if is_ours(directory):
+    files = CheckpointFiles(directory)
+    if is_ours(files):
         return get(ours)
-    detect(ConfigFields.read(directory / "config.json", {}))
+    detect(files.fields())
     if weights is None:
         raise CheckpointError(f"{name}: no weights; params/ is of another format")
     if not weights.endswith(INDEX):

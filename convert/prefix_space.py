@@ -5,9 +5,9 @@ tokenizer.json says. Its other classes ignore it.
 """
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.special_tokens import tokenizer_class
 
@@ -21,15 +21,15 @@ Part = dict[str, Any]
 
 
 def with_prefix_space(
-    tokenizer: "Tokenizer", directory: Path, settings: ConfigFields
+    tokenizer: "Tokenizer", files: CheckpointFiles, settings: ConfigFields
 ) -> "Tokenizer":
     """Returns the tokenizer with the `add_prefix_space` of the settings.
 
     Args:
-      directory: the tokenizer's.
+      files: the tokenizer's.
       settings: fields of tokenizer_config.json.
     """
-    name = tokenizer_class(directory, settings)
+    name = tokenizer_class(files)
     if settings.get(SETTING, None) is None:
         return tokenizer
     wanted = settings.flag(SETTING, False)

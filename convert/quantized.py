@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.dequantize import Part, Scheme
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
@@ -23,7 +24,6 @@ from stree_jax.convert.source import (
     PackedInfo,
     Source,
     TensorInfo,
-    is_file,
 )
 
 CONFIG, MODELOPT_FILE = "quantization_config", "hf_quant_config.json"
@@ -124,17 +124,16 @@ def _above(module: str) -> Iterator[str]:
         yield module
 
 
-def logical(source: Source) -> Source:
-    """Returns a checkpoint that lists a float tensor for each quantized one.
+def logical(source: Source, files: CheckpointFiles) -> Source:
+    """Returns the checkpoint with a float tensor for each quantized one.
 
-    If no config file mentions quantization, that is the source itself. Reads headers
-    only.
+    It is unchanged if no config file names quantization. Reads headers only.
 
     Raises:
       CheckpointError: the method is unknown, or a quantized tensor does not fit its
         config or its shape; the message names the tensor and its file.
     """
-    recipe = _recipe(source)
+    recipe = _recipe(source, files)
     if recipe is None:
         return source
     stored = source.tensors
@@ -244,13 +243,14 @@ def _check_part(
 # Config files
 
 
-def _recipe(source: Source) -> Recipe | None:
-    """Returns the recipe of config.json or of Model Optimizer's own file, or None."""
-    config = ConfigFields.read(source.directory / "config.json", source.tensors)
+def _recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
+    """Reads the schemes from config.json, or from Model Optimizer's own file; None if
+    neither names any."""
+    config = files.fields(tensors=source.tensors)
     name = CONFIG if config.get(CONFIG, None) is not None else OLD_CONFIG
     if config.get(name, None) is None:
-        file = source.directory / MODELOPT_FILE
-        return _modelopt(ConfigFields.read(file)) if is_file(file) else None
+        there = files.has(MODELOPT_FILE)
+        return _modelopt(files.fields(MODELOPT_FILE)) if there else None
     fields = config.object(name)
     method = fields.get("quant_method")
     match method:

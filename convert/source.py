@@ -186,6 +186,12 @@ class Source:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
 
 
+def _itemsize(dtype: str) -> int:
+    """Returns the bytes of a number of a dtype such as "bfloat16" or "F8_E4M3"."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else int(bits[0]) // 8
+
+
 def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
     """Reads some of a tensor from a safetensors file, piece after piece: the pages that
     were read count as memory while the file is open."""

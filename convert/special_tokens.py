@@ -9,11 +9,10 @@ Source: `_from_pretrained` in transformers' tokenization_utils_base.py and
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stree_jax.convert.checkpoint_files import CONFIG, CheckpointFiles
 from stree_jax.convert.fields import ConfigFields
-from stree_jax.convert.source import is_file, read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -58,46 +57,39 @@ class SpecialTokens:
     further: tuple["AddedToken", ...] = ()
 
 
-def read_settings(directory: Path) -> ConfigFields:
-    """Returns the fields of tokenizer_config.json, which may be absent."""
-    file = directory / SETTINGS
-    return ConfigFields.read(file) if is_file(file) else ConfigFields(file, {})
-
-
-def tokenizer_class(directory: Path, settings: ConfigFields) -> str:
+def tokenizer_class(files: CheckpointFiles) -> str:
     """Returns the name of transformers' class without "Fast", or an empty text.
 
     Without a tokenizer.json it may follow from the family of the model.
     """
-    name = settings.values.get("tokenizer_class")
+    name = files.fields_if_any(SETTINGS).values.get("tokenizer_class")
     if isinstance(name, str):
         return name.removesuffix("Fast")
-    config = directory / "config.json"
-    if is_file(directory / "tokenizer.json") or not is_file(config):
+    if files.has("tokenizer.json") or not files.has(CONFIG):
         return ""
-    return FAMILY_CLASSES.get(str(read_json(config).get("model_type")), "")
+    return FAMILY_CLASSES.get(str(files.json().get("model_type")), "")
 
 
-def read_special_tokens(directory: Path) -> SpecialTokens:
+def read_special_tokens(files: CheckpointFiles) -> SpecialTokens:
     """Reads the tokens that a directory names beside its tokenizer.json.
 
     Raises:
       CheckpointError: a file or an entry is malformed.
     """
-    settings, file = read_settings(directory), directory / SPECIAL_MAP
-    older = [ConfigFields.read(file)] if is_file(file) else []
+    settings = files.fields_if_any(SETTINGS)
+    older = [files.fields(SPECIAL_MAP)] if files.has(SPECIAL_MAP) else []
     # The older file goes first, unless the newer one has a list of tokens: then it only
     # names roles that the newer one leaves out.
     newer = DECODER in settings.values
     sources = [settings] if newer else [*older, settings]
-    roles = _class_roles(directory, settings) | _roles(sources)
+    roles = _class_roles(files, settings) | _roles(sources)
     order = [*NAMES, *sorted(roles.keys() - set(NAMES))]
     special = [roles[n] for n in order if n in roles] + _extra(sources)
     if newer:
         listed = _decoder(settings)
         roles = _roles(older) | roles
     else:
-        listed = _added_file(directory / ADDED, {token.content for token in special})
+        listed = _added_file(files, {token.content for token in special})
     named = {name: token.content for name, token in roles.items()}
     for token in listed:
         token.special = token.special or token.content in named.values()
@@ -113,9 +105,11 @@ def add_special_tokens(tokenizer: "Tokenizer", tokens: SpecialTokens) -> None:
         tokenizer.add_tokens(added)
 
 
-def _class_roles(directory: Path, settings: ConfigFields) -> dict[str, "AddedToken"]:
+def _class_roles(
+    files: CheckpointFiles, settings: ConfigFields
+) -> dict[str, "AddedToken"]:
     """Returns the tokens of a class for the roles that the settings leave out."""
-    texts = CLASS_ROLES.get(tokenizer_class(directory, settings), {})
+    texts = CLASS_ROLES.get(tokenizer_class(files), {})
     left_out = {n: text for n, text in texts.items() if n not in settings.values}
     return {name: _token(settings, name, text) for name, text in left_out.items()}
 
@@ -159,13 +153,11 @@ def _decoder(settings: ConfigFields) -> list["AddedToken"]:
     return [_token(settings, f"{DECODER}.{i}", values[i], special=False) for i in ids]
 
 
-def _added_file(file: Path, special: set[str]) -> list["AddedToken"]:
+def _added_file(files: CheckpointFiles, special: set[str]) -> list["AddedToken"]:
     """Returns the tokens of added_tokens.json, which gives ids by token."""
     from tokenizers import AddedToken
 
-    if not is_file(file):
-        return []
-    fields = ConfigFields.read(file)
+    fields = files.fields_if_any(ADDED)
     ids = {name: fields.size(name, low=0) for name in fields.values}
     if odd := [name for name in ids if not _is_utf8(name)]:
         raise fields.error(ascii(odd[0]), "not UTF-8 text")

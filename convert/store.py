@@ -22,10 +22,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from stree_jax.checks import shown
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import Warn
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.restore import restored
-from stree_jax.convert.source import read_json
 from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
     FORMATS,
@@ -258,20 +258,18 @@ def config_to_json(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     }
 
 
-def is_ours(directory: Path) -> bool:
-    config = directory / "config.json"
-    return config.is_file() and read_json(config).get("format") == FORMAT
+def is_ours(files: CheckpointFiles) -> bool:
+    """True if a checkpoint is a directory of our own format."""
+    return files.config_file.is_file() and files.json().get("format") == FORMAT
 
 
-def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
+def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
     """Returns the architecture and dtype of one of our directories.
-
-    Does not look at the checksum; see `check_config`.
 
     Raises:
       CheckpointError: a field is unknown, missing or invalid.
     """
-    values = read_json(file)
+    values, file = files.json(), files.config_file
     if unknown := values.keys() - FIELDS:
         raise CheckpointError(f"{file}: {min(unknown)}: unknown field")
     if values.get("version") != VERSION:
@@ -286,29 +284,30 @@ def config_from_json(file: Path) -> tuple[ModelConfig, np.dtype]:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{file}: not a model config ({reason})") from error
     if not config.stop_tokens and "tokenizer" not in values:
-        config = replace(config, stop_tokens=_ends_by_later_tokenizer(config, file))
+        config = replace(config, stop_tokens=_ends_by_later_tokenizer(config, files))
     return config, dtype
 
 
-def _ends_by_later_tokenizer(config: ModelConfig, file: Path) -> tuple[int, ...]:
+def _ends_by_later_tokenizer(
+    config: ModelConfig, files: CheckpointFiles
+) -> tuple[int, ...]:
     """Returns the ends named by a tokenizer that was put beside a converted model."""
-    directory = file.parent
-    if not has_tokenizer(directory):
+    if not has_tokenizer(files):
         return ()
-    end = end_token(directory)
-    ends = end_of_text(directory) if end is None else (end,)
+    end = end_token(files)
+    ends = end_of_text(files) if end is None else (end,)
     return tuple(i for i in ends if i < config.num_tokens)
 
 
-def check_config(file: Path) -> None:
-    """Checks that the fields of a valid config.json are those that were written.
+def check_config(files: CheckpointFiles) -> None:
+    """Checks that the fields of a valid config.json are those that it was written with.
 
     With a flipped digit of a size or scale it may still be valid, for another model.
 
     Raises:
       CheckpointError: they are not. Who edits the file by hand removes the checksum.
     """
-    values = read_json(file)
+    values, file = files.json(), files.config_file
     try:
         whole = values.get("checksum", _checksum(values)) == _checksum(values)
     except RecursionError:  # lists in lists, where no field has them
@@ -365,7 +364,8 @@ def write_directory(
         [values["tokenizer"]] = _entries([beside])
     values["checksum"] = _checksum(values)
     (directory / "config.json").write_text(json.dumps(values, indent=1) + "\n")
-    read_params(directory, config_from_json(directory / "config.json")[0], None)
+    written = CheckpointFiles(directory)
+    read_params(written, config_from_json(written)[0], None)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -390,14 +390,15 @@ def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
         return list(pool.map(entry, files))
 
 
-def _check_files(directory: Path, hashed: bool = True) -> None:
-    """Checks that every file of params/, and the tokenizer, is as it was written.
+def _check_files(checkpoint: CheckpointFiles, hashed: bool = True) -> None:
+    """Checks that each file of params/ and the tokenizer are those that were written.
 
     Sizes go first, because they cost nothing. Orbax would read most flipped bytes as
     weights, and print tracebacks about others.
     """
-    config, folder = directory / "config.json", directory / "params"
-    values, found = read_json(config), _files(folder)
+    directory, config = checkpoint.path, checkpoint.config_file
+    folder = directory / "params"
+    values, found = checkpoint.json(), _files(folder)
     wanted = values.get("files")
     if not isinstance(wanted, dict) or not wanted:
         raise CheckpointError(f"{config}: files: want those of params by name")
@@ -429,7 +430,7 @@ def _size(config: Path, file: Path, entry: Any) -> int:
 
 
 def read_params(
-    directory: Path,
+    files: CheckpointFiles,
     config: ModelConfig,
     dtype: Any,
     mtp: bool = True,
@@ -450,22 +451,23 @@ def read_params(
     Raises:
       CheckpointError: a file, also the tokenizer's, is not the one that was written.
     """
-    folder = directory.absolute() / "params"
+    directory = files.path.absolute()
+    folder = directory / "params"
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such directory")
-    _check_files(directory, hashed=dtype is not None)
+    _check_files(files, hashed=dtype is not None)
     import orbax.checkpoint as ocp
 
     shapes = param_shapes(config)
     try:
         with (
             quiet_orbax(),
-            _plain(directory.absolute()) as plain,
+            _plain(directory) as plain,
             ocp.StandardCheckpointer() as checkpointer,
         ):
             kept = checkpointer.metadata(plain / "params").item_metadata.tree
             _check_shapes(folder, shapes, kept)  # says more than a checksum
-            check_config(directory / "config.json")
+            check_config(files)
             if dtype is None:
                 return None
             config = config if mtp else replace(config, mtp=())

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.files import MOST_TOKENIZER, read_text
-from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.convert.gguf.vocabulary import read_vocabulary, settings
 from stree_jax.convert.piece_model import FILE as PIECES
 from stree_jax.convert.piece_model import is_piece_model, read_piece_model
@@ -22,7 +22,6 @@ from stree_jax.convert.special_tokens import (
     SETTINGS,
     SPECIAL_MAP,
     add_special_tokens,
-    read_settings,
     read_special_tokens,
 )
 from stree_jax.convert.tekken import FILE as TEKKEN
@@ -60,7 +59,7 @@ OTHER_FORMS = (
 
 
 def read_tokenizer(
-    directory: Path, warn: Callable[[str], object] | None = None
+    files: CheckpointFiles, warn: Callable[[str], object] | None = None
 ) -> "Tokenizer | None":
     """Returns the tokenizer, or None if there is none that can be read.
 
@@ -68,29 +67,30 @@ def read_tokenizer(
     off. The special tokens that the files beside it name are added to it.
 
     Args:
-      directory: a directory or a GGUF file.
       warn: called with one line if there is a tokenizer that cannot be read.
 
     Raises:
       CheckpointError: a file of the tokenizer is malformed.
     """
-    if is_gguf(directory):
-        return read_vocabulary(read_header(directory), warn)
-    fields, special = read_settings(directory), read_special_tokens(directory)
+    if files.is_gguf:
+        return read_vocabulary(files.header, warn)
+    fields, special = files.fields_if_any(SETTINGS), read_special_tokens(files)
     tokenizer: Tokenizer | None = None
-    if is_file(file := directory / TOKENIZER):
-        tokenizer = with_prefix_space(read_tokenizer_file(file), directory, fields)
+    pieces = files.path / PIECES
+    if files.has(TOKENIZER):
+        as_saved = read_tokenizer_file(files.path / TOKENIZER)
+        tokenizer = with_prefix_space(as_saved, files, fields)
         add_special_tokens(tokenizer, special)
-    elif (name := class_of(directory, fields)) is not None:
-        tokenizer = read_vocab_files(directory, name, fields, special)
-    elif is_file(file := directory / PIECES) and is_piece_model(file):
-        tokenizer = read_piece_model(file, fields, special)
-    if tokenizer is None and is_file(file := directory / TEKKEN):
-        tokenizer = read_tekken(file, special)
+    elif (name := class_of(files)) is not None:
+        tokenizer = read_vocab_files(files, name, fields, special)
+    elif files.has(PIECES) and is_piece_model(pieces):
+        tokenizer = read_piece_model(pieces, fields, special)
+    if tokenizer is None and files.has(TEKKEN):
+        tokenizer = read_tekken(files.path / TEKKEN, special)
     if tokenizer is not None:
         tokenizer.encode_special_tokens = fields.flag("split_special_tokens", False)
     elif warn is not None:
-        _warn_of_other_forms(directory, warn)
+        _warn_of_other_forms(files.path, warn)
     return tokenizer
 
 
@@ -114,44 +114,42 @@ def _as_saved(file: Path) -> "Tokenizer":
         raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
 
 
-def has_tokenizer(directory: Path) -> bool:
+def has_tokenizer(files: CheckpointFiles) -> bool:
     """True if `read_tokenizer` returns one; a tokenizer.json is not opened for that."""
-    if is_gguf(directory):
-        return read_tokenizer(directory) is not None
-    return (directory / TOKENIZER).is_file() or read_tokenizer(directory) is not None
+    whole = not files.is_gguf and (files.path / TOKENIZER).is_file()
+    return whole or read_tokenizer(files) is not None
 
 
-def end_token(directory: Path) -> int | None:
+def end_token(files: CheckpointFiles) -> int | None:
     """Returns the id of the `eos_token` that a directory's tokenizer names, if any.
 
     The id may be beyond the model's vocabulary.
     """
-    names = token_names(directory)
-    file = directory / TOKENIZER
-    if (text := names.get("eos_token")) is None or not has_tokenizer(directory):
+    names = token_names(files)
+    if (text := names.get("eos_token")) is None or not has_tokenizer(files):
         return None
-    if is_file(file):  # the usual place, much faster to read than the whole tokenizer
-        added = read_json(file).get("added_tokens")
+    if files.has(TOKENIZER):  # much faster to parse as JSON than as a tokenizer
+        added = read_json(files.path / TOKENIZER).get("added_tokens")
         for entry in added if isinstance(added, list) else []:
             if isinstance(entry, dict) and entry.get("content") == text:
                 return entry["id"] if type(entry.get("id")) is int else None
-    tokenizer = read_tokenizer(directory)
+    tokenizer = read_tokenizer(files)
     return None if tokenizer is None else tokenizer.token_to_id(text)
 
 
-def end_of_text(directory: Path) -> tuple[int, ...]:
+def end_of_text(files: CheckpointFiles) -> tuple[int, ...]:
     """Returns the id of GPT-NeoX's end-of-text token, if the tokenizer has it."""
-    tokenizer = read_tokenizer(directory)
+    tokenizer = read_tokenizer(files)
     found = tokenizer and tokenizer.token_to_id("<|endoftext|>")
     return () if found is None else (found,)
 
 
-def token_names(directory: Path) -> dict[str, str]:
+def token_names(files: CheckpointFiles) -> dict[str, str]:
     """Returns the texts of the special tokens by role, such as "eos_token"."""
-    if is_gguf(directory):
-        said = settings(read_header(directory))
+    if files.is_gguf:
+        said = settings(files.header)
         return {name: said[name] for name in NAMES if name in said}
-    return read_special_tokens(directory).named
+    return read_special_tokens(files).named
 
 
 def _warn_of_other_forms(directory: Path, warn: Callable[[str], object]) -> None:
@@ -191,28 +189,28 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return files + [file for file in templates if is_file(file)]
 
 
-def tokenizer_settings(directory: Path) -> ConfigFields:
+def tokenizer_settings(files: CheckpointFiles) -> ConfigFields:
     """Returns tokenizer_config.json, or the same fields of a GGUF file; maybe empty."""
-    if is_gguf(directory):
-        return ConfigFields(directory, settings(read_header(directory)))
-    return read_settings(directory)
+    if files.is_gguf:
+        return ConfigFields(files.path, settings(files.header))
+    return files.fields_if_any(SETTINGS)
 
 
-def copy_tokenizer(src: Path, dst: Path) -> None:
+def copy_tokenizer(src: CheckpointFiles, dst: Path) -> None:
     """Copies the files of a tokenizer; of a GGUF file, writes files that say the same.
 
     A tokenizer.json with truncation, padding or dropout is written without them; one is
     made of other files if there is none.
     """
-    if is_gguf(src):
+    if src.is_gguf:
         if (tokenizer := read_tokenizer(src)) is not None:
             tokenizer.save(str(dst / TOKENIZER))
         said = {"tokenizer_class": "PreTrainedTokenizerFast"}
         said |= tokenizer_settings(src).values
         (dst / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
         return
-    for file in tokenizer_files(src):
-        copy = dst / file.relative_to(src)
+    for file in tokenizer_files(src.path):
+        copy = dst / file.relative_to(src.path)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
     if (dst / TOKENIZER).exists():

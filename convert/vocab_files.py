@@ -7,13 +7,12 @@ family has only one.
 Source: transformers' classes of these names (5.23).
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.vocabulary import QWEN2
-from stree_jax.convert.source import is_file
 from stree_jax.convert.special_tokens import (
     SpecialTokens,
     add_special_tokens,
@@ -33,16 +32,16 @@ CLASSES: dict[str, tuple[str | None, bool]] = {
 }
 
 
-def class_of(directory: Path, settings: ConfigFields) -> str | None:
+def class_of(files: CheckpointFiles) -> str | None:
     """Returns one of `CLASSES` if the directory has the files of such a tokenizer."""
-    if not (is_file(directory / VOCAB) and is_file(directory / MERGES)):
+    if not (files.has(VOCAB) and files.has(MERGES)):
         return None
-    name = tokenizer_class(directory, settings)
+    name = tokenizer_class(files)
     return name if name in CLASSES else None
 
 
 def read_vocab_files(
-    directory: Path, name: str, settings: ConfigFields, special: SpecialTokens
+    files: CheckpointFiles, name: str, settings: ConfigFields, special: SpecialTokens
 ) -> "Tokenizer":
     """Returns the tokenizer of vocab.json and merges.txt.
 
@@ -57,11 +56,11 @@ def read_vocab_files(
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    files = str(directory / VOCAB), str(directory / MERGES)
+    both = str(files.path / VOCAB), str(files.path / MERGES)
     try:
-        model = models.BPE(*models.BPE.read_file(*files))
+        model = models.BPE(*models.BPE.read_file(*both))
     except Exception as error:  # the Rust library raises plain Exception
-        where = f"{directory}: {VOCAB} and {MERGES}"
+        where = f"{files.path}: {VOCAB} and {MERGES}"
         raise CheckpointError(f"{where}: not a tokenizer ({error})") from error
     tokenizer = Tokenizer(model)
     expression, composed = CLASSES[name]

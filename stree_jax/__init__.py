@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from stree_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from stree_jax.checkpoints.checkpoint import CheckpointError as CheckpointError
-    from stree_jax.checkpoints.checkpoint import Model as Model
-    from stree_jax.checkpoints.checkpoint import load as load
-    from stree_jax.checkpoints.checkpoint import save as save
     from stree_jax.checkpoints.heads import load_heads as load_heads
     from stree_jax.checkpoints.heads import save_heads as save_heads
+    from stree_jax.checkpoints.load import Model as Model
+    from stree_jax.checkpoints.load import load as load
     from stree_jax.checkpoints.ngrams import load_ngrams as load_ngrams
     from stree_jax.checkpoints.ngrams import save_ngrams as save_ngrams
+    from stree_jax.checkpoints.save import save as save
+    from stree_jax.convert.errors import CheckpointError as CheckpointError
     from stree_jax.devices import make_mesh as make_mesh
     from stree_jax.generation import generate as generate
     from stree_jax.generation import stream as stream
@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from stree_jax.speculation.tree import pruned as pruned
 
 _NAMES = {
-    "checkpoints.checkpoint": "CheckpointError Model load save",
+    "convert.errors": "CheckpointError",
+    "checkpoints.load": "Model load",
+    "checkpoints.save": "save",
     "devices": "make_mesh",
     "generation": "generate stream tune",
     "checkpoints.heads": "load_heads save_heads",

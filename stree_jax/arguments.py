@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from stree_jax import models
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.checks import as_integer, integer, shown
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.convert.whole_texts import for_whole_texts

@@ -6,7 +6,7 @@ import numpy as np
 
 from stree_jax import models
 from stree_jax.arguments import check_drafter
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.checks import decimal, shown
 from stree_jax.models.heads import Heads
 from stree_jax.speculation.accept import Rule, resolve_rule

@@ -27,7 +27,7 @@ from stree_jax.arguments import (
     warn_of_drafter,
 )
 from stree_jax.buckets import bucket
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.checks import (
     DEFAULT_NEW_TOKENS,
     check_not_forked,
@@ -45,7 +45,7 @@ from stree_jax.sampling.requests import Requests, StopAutomata
 from stree_jax.sampling.settings import Sampling, sampling_rows
 from stree_jax.sampling.stop_strings import token_bytes, token_table
 from stree_jax.sizing import step_times
-from stree_jax.sizing.budget import fitted
+from stree_jax.sizing.budget import GenerateTask, fitted
 from stree_jax.sizing.step_times import Measured
 from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.accept import Rule
@@ -176,8 +176,8 @@ def checked(
     )
     spare = None
     if limit is not None:
-        asked = model, drafter, tree, rule
-        spec, spare = fitted(limit, start, keep_past, *asked)
+        task = GenerateTask(model, drafter, tree, rule, keep_past)
+        spec, spare = fitted(task, start, limit)
         if times is not None and isinstance(spec.policy, AdaptivePolicy):
             spec = step_times.with_times(spec, times)
     at_first = spec

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from stree_jax.checkpoints.checkpoint import Model, described, headers, load
 from stree_jax.checkpoints.heads import heads_config, is_heads, load_heads
+from stree_jax.checkpoints.info import described
+from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
+from stree_jax.checkpoints.resolve import headers
 from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
 from stree_jax.models import ModelConfig

@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import load
-from stree_jax.convert import find
-from stree_jax.convert.configs import hf_config, read_config
+from stree_jax.checkpoints.load import load
+from stree_jax.convert import CheckpointFiles, open_local
+from stree_jax.convert.configs import hf_config
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.checkpoint import architecture_of
 from stree_jax.convert.gguf.header import is_gguf, read_header
-from stree_jax.convert.quantized import logical
-from stree_jax.convert.source import open_source
-from stree_jax.convert.store import config_from_json, is_ours
 from stree_jax.scoring import score
 
 LIMIT = 1e-4  # of the difference of two logits in float32; see `Difference`
@@ -77,13 +74,11 @@ def check_verifiable(src: Path) -> str:
 
 
 def _check_directory(src: Path) -> str:
-    if not src.is_dir():
-        raise CheckpointError(f"{src}: no such directory")
-    if is_ours(src):
+    opened = open_local(CheckpointFiles(src))
+    if opened.source is None:
         raise CheckpointError(f"{src}: is in our format already")
-    source = logical(open_source(src))
-    format, _ = read_config(src, source.tensors)
-    if source.quantized:
+    format = opened.format
+    if opened.quantized:
         raise CheckpointError(
             f"{src}: --verify compares with transformers, "
             "which does not read these quantized weights as plain ones; "
@@ -131,7 +126,8 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
       CheckpointError: transformers cannot run src, or one of them cannot be loaded.
     """
     format = check_verifiable(src)
-    config, dtype = config_from_json(dst / "config.json")
+    opened = open_local(CheckpointFiles(dst))
+    config, dtype = opened.config, opened.dtype
     tokens = np.random.default_rng(0).integers(0, config.num_tokens, (1, TOKENS))
     no_floor = format in ("nemotron_h", "zamba2") and not dt_floor
     theirs = _their_logits(src, tokens, dtype, no_floor)
@@ -202,7 +198,8 @@ def _load_gguf(src: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    ours = AutoConfig.for_model(**hf_config(find(src).config, "float32"))
+    known = open_local(CheckpointFiles(src)).config
+    ours = AutoConfig.for_model(**hf_config(known, "float32"))
     try:
         config = AutoConfig.from_pretrained(src.parent, gguf_file=src.name)
         for name in NOT_READ:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import State
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs

@@ -18,6 +18,7 @@ import numpy as np
 
 import stree_jax
 from stree_jax.bench.llama_process import llama_process
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.gguf.header import read_header
 from stree_jax.convert.gguf.vocabulary import COMPOSED, PRETOKENIZERS
 from stree_jax.convert.tokenizer import read_tokenizer
@@ -55,7 +56,7 @@ def other_texts(file, python):
 
     It composes no characters where the tokenizer.json does; here they are before.
     """
-    ours = read_tokenizer(file)
+    ours = read_tokenizer(CheckpointFiles(file))
     pre = read_header(file).values.get("tokenizer.ggml.pre")
     form = "NFC" if pre in COMPOSED else None
     with llama_process(python) as ask:

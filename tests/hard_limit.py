@@ -67,17 +67,18 @@ def child(case: Case) -> None:
     import stree_jax
     from stree_jax.pair import load_pair
     from stree_jax.sizing import budget
+    from stree_jax.sizing.budget import weights_given
     from stree_jax.sizing.memory import SCRATCH
 
     said: list[int] = []
-    real = budget._needs
+    real = budget.needs
 
     def heard(*args):
         sizes = list(real(*args))
         said.append(int(SCRATCH * max(sizes)))
         return sizes
 
-    budget._needs = heard  # what a promise is made by
+    budget.needs = heard  # what a promise is made by
     target, drafter = load_pair("demo", case.drafter, case.dtype)
     options = {
         "drafter": drafter,
@@ -88,7 +89,7 @@ def child(case: Case) -> None:
     }
     prompts = [f"def f{row}(a, b):" for row in range(case.rows)]
     stree_jax.generate(target, prompts, **options, memory="64GB")
-    weights = budget.weights_given(target, drafter)
+    weights = weights_given(target, drafter)
     limit = weights + said[0]
     said.clear()
 

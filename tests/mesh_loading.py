@@ -63,7 +63,7 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
     if process >= 0:
         jax.distributed.initialize(f"localhost:{port}", 2, process)
         mesh = jax.make_mesh((2,), ("model",))
-    from stree_jax.checkpoints.checkpoint import load
+    from stree_jax.checkpoints.load import load
 
     jax.block_until_ready(jax.numpy.zeros(()))  # the backend is there
     before = of_status("VmHWM")

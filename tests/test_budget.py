@@ -6,6 +6,8 @@ import pytest
 import stree_jax
 from stree_jax.models.memory import size_of
 from stree_jax.sizing import budget, step_times
+from stree_jax.sizing.budget import weights_given
+from stree_jax.sizing.memory import SCRATCH
 from tests.support.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -24,15 +26,15 @@ def plain(target):
 
 
 def promised(patch):
-    """What was promised, call by call, beside the weights."""
-    real, said = budget._needs, []
+    """Records the bytes beside the weights that were promised, call by call."""
+    real, said = budget.needs, []
 
     def heard(*args):
         for need in real(*args):
             said.append(need)
             yield need
 
-    patch.setattr(budget, "_needs", heard)
+    patch.setattr(budget, "needs", heard)
     return said
 
 
@@ -43,7 +45,7 @@ def test_the_limit_decides_and_the_text_stays(target, plain, monkeypatch):
     fixed = stree_jax.generate(target, PROMPTS, **asked, tree="chain:2", memory="1GB")
     assert fixed.tokens == plain.tokens and fixed.tree_sizes == (3,)
     weights = size_of(target.params)
-    enough = weights + int(budget.SCRATCH * max(said))
+    enough = weights + int(SCRATCH * max(said))
     again = stree_jax.generate(target, PROMPTS, **asked, tree="chain:2", memory=enough)
     assert again.tokens == plain.tokens
     with pytest.raises(ValueError, match=r"^memory: .* too few for tree chain:2") as e:
@@ -59,7 +61,8 @@ def test_too_little_is_refused_before_anything_runs(target, plain, share, monkey
     limit = int(share * size_of(target.params))
     with pytest.raises(ValueError, match=r"^memory: .* too few for plain") as error:
         stree_jax.generate(target, PROMPTS, **ASKED, memory=limit)
-    assert ("weights alone" in str(error.value)) == (share < 1)
+    assert f"{limit / 1e6:.2f} MB" in str(error.value)
+    assert "the shortest request takes" in str(error.value)
 
 
 def test_the_advice_suffices(target, monkeypatch):
@@ -77,10 +80,10 @@ def test_the_advice_suffices(target, monkeypatch):
 
 def test_what_is_given_counts_even_if_it_does_not_draft(target):
     drafter = tiny(2, layers=("mamba",), d_model=16)
-    both = budget.weights_given(target, drafter)
+    both = weights_given(target, drafter)
     assert both == size_of(target.params) + size_of(drafter.params)
-    assert budget.weights_given(target, target) == size_of(target.params)
-    assert budget.weights_given(target, "lookup") == size_of(target.params)
+    assert weights_given(target, target) == size_of(target.params)
+    assert weights_given(target, "lookup") == size_of(target.params)
 
 
 def test_turns_stay_in_their_caches(target, monkeypatch):
@@ -89,7 +92,7 @@ def test_turns_stay_in_their_caches(target, monkeypatch):
     asked = ASKED | {"drafter": "lookup", "tree": "chain:2", "keep_past": True}
     first = stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
     assert len(said) == 4  # read, step, commit, read on
-    limit = size_of(target.params) + int(budget.SCRATCH * max(said))
+    limit = size_of(target.params) + int(SCRATCH * max(said))
     whole = [p + t for p, t in zip(PROMPTS, first.tokens, strict=True)]
     past, arrays = first.past, set()
     earlier = stree_jax.speculation.loop.resume_decoding_jit._cache_size()
@@ -135,7 +138,7 @@ def test_times_are_not_measured_where_a_copy_does_not_fit(target, plain, monkeyp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_times, "timed", lambda spec, *args: spec)
         stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
-    limit = size_of(target.params) + int(budget.SCRATCH * max(said)) + 1
+    limit = size_of(target.params) + int(SCRATCH * max(said)) + 1
     result = stree_jax.generate(target, PROMPTS, **asked, memory=limit)
     assert result.tokens == plain.tokens
 

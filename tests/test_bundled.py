@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import resolve
+from stree_jax.checkpoints.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("optimised")  # as users get them
 PROMPTS = [

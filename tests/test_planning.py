@@ -108,15 +108,15 @@ def test_lower_precision_comes_last(target, drafter):
     assert below.best.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("limit", [1, 150_000])
-def test_it_ends_and_says_what_to_shrink(limit, target, drafter):
-    """Where SpecMemo's loop, as printed, would go round for ever."""
-    with pytest.raises(ValueError, match=r"^memory: .* too few; the least, plain") as e:
+@pytest.mark.parametrize(
+    ("limit", "advice"), [(1, "the shortest request takes"), (300_000, "it fits with")]
+)
+def test_it_ends_and_says_what_to_shrink(limit, advice, target, drafter):
+    """SpecMemo's loop, as printed, would go round for ever."""
+    with pytest.raises(ValueError, match=r"^memory: .* too few for plain decod") as e:
         plan(target, limit, drafter=drafter, **ASKED)
     text = str(e.value)
-    assert "\n" not in text and "in bfloat16" in text
-    if limit == 1:
-        assert "the shortest request takes" in text
+    assert "\n" not in text and "in bfloat16" in text and advice in text
 
 
 def test_the_advice_fits(target):
@@ -132,6 +132,19 @@ def test_the_advice_fits(target):
         assert int(number) < asked[name]
         less = asked | {name: int(number)}
         plan(target, limit, drafter=None, dtypes=["float32"], **less)
+
+
+def test_several_numbers_are_lowered_where_one_is_not_enough(target):
+    asked = {"batch": 4, "context": 1100, "queries": 3, "max_new_tokens": 1024}
+    given = {"drafter": None, "dtypes": ["float32"]}
+    (least,) = plan(target, 100 * MB, **given, **asked | {"batch": 1}).choices
+    limit = int(0.8 * least.memory.promised)
+    with pytest.raises(ValueError, match="it fits with batch 1 and ") as error:
+        plan(target, limit, **given, **asked)
+    words = [w.split() for w in str(error.value).split("fits with ")[1].split(" and ")]
+    less = {name: int(number) for name, number in words}
+    assert all(number < asked[name] for name, number in less.items())
+    plan(target, limit, **given, **asked | less)
 
 
 def test_heads_are_left_out_one_by_one(target):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.gguf.architectures import (
@@ -18,7 +19,7 @@ from stree_jax.convert.gguf.architectures import (
     layer_count,
 )
 from stree_jax.convert.gguf.blocks import NAMES
-from stree_jax.convert.gguf.header import Header, read_header
+from stree_jax.convert.gguf.header import Header
 from stree_jax.convert.gguf.rotary import ROPE_FACTORS
 from stree_jax.convert.gguf.vocabulary import settings, source_fields, stop_tokens
 from stree_jax.convert.source import Source, TensorInfo
@@ -34,8 +35,8 @@ PARTS_OF_MODELS = {
 QUANTIZED = "bfloat16"  # what tensors of blocks are read in by default
 
 
-def open_gguf(file: Path) -> tuple[Source, str, Architecture, ModelConfig]:
-    """A file, or all shards of which it is the first; reads headers only.
+def open_gguf(files: CheckpointFiles) -> tuple[Source, str, Architecture, ModelConfig]:
+    """Opens a file, or all shards of which it is the first; reads headers only.
 
     Returns:
       its tensors, llama.cpp's name of the architecture, what that name means, and the
@@ -44,7 +45,7 @@ def open_gguf(file: Path) -> tuple[Source, str, Architecture, ModelConfig]:
     Raises:
       CheckpointError: one line saying what is wrong.
     """
-    header = read_header(file)
+    header, file = files.header, files.path
     name = architecture_of(header)
     architecture = ARCHITECTURES[name]
     source = Source(file, _tensors(header), said_by="its metadata")
@@ -125,11 +126,10 @@ def _own_tensors(
     }
 
 
-def source_config(file: Path) -> dict[str, Any]:
-    """What the config.json of a directory says beside the architecture."""
-    header = read_header(file)
+def source_config(header: Header) -> dict[str, Any]:
+    """Returns what the config.json of a directory says beside the architecture."""
     return source_fields(header, architecture_of(header))
 
 
-def write_source_config(file: Path, dst: Path) -> None:
-    dst.write_text(json.dumps(source_config(file), indent=2) + "\n")
+def write_source_config(header: Header, dst: Path) -> None:
+    dst.write_text(json.dumps(source_config(header), indent=2) + "\n")

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import local_or_hub, resolve
-from stree_jax.checks import as_path, with_hints
+from stree_jax.checkpoints.resolve import local_or_hub, resolve, valid_path
+from stree_jax.checks import with_hints
 from stree_jax.convert import CheckpointError
 from stree_jax.convert.hub import HubName, repository
 from stree_jax.convert.source import (
@@ -85,14 +85,14 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
 
 
 def heads_config(path_or_hub_id: str | Path) -> HeadsConfig:
-    """The architecture of heads that `load_heads` would load; no weights are read."""
+    """Returns the architecture of heads; no weights are read."""
     return _opened(path_or_hub_id)[2]
 
 
 def _opened(
     path_or_hub_id: str | Path,
 ) -> tuple[Source, dict[Path_, str], HeadsConfig]:
-    """The tensors, their names by our paths, and the architecture, checked."""
+    """Returns the tensors, their names by our paths, and the architecture, checked."""
     directory = resolve(path_or_hub_id, (("config.json",), FILES))
     file = next((directory / n for n in FILES if is_file(directory / n)), None)
     if file is None:
@@ -118,7 +118,7 @@ def _usual(source: Source) -> str:
 def _named(
     tensors: Mapping[str, TensorInfo], file: Path
 ) -> Iterator[tuple[Path_, str]]:
-    """Our path of each tensor, and its name."""
+    """Yields our path of each tensor, and its name."""
     for name, info in tensors.items():
         linear = ".linear." in name
         if found := PUBLIC.fullmatch(name):
@@ -141,7 +141,7 @@ def _named(
 def _config(
     directory: Path, file: Path, tensors: Mapping[Path_, TensorInfo]
 ) -> HeadsConfig:
-    """What the tensors say, checked one by one."""
+    """Returns the architecture that the tensors have; checks each of them."""
     heads = {path[0] for path in tensors}
     blocks = {path[1] for path in tensors if path[1] != "output"}
     first = tensors.get(("head_0", "block_0", "weight"))
@@ -183,7 +183,7 @@ def _config(
 
 
 def _accuracy(file: Path, table: Any, heads: int) -> tuple[tuple[float, ...], ...]:
-    """[K][R] shares, of each row 1 at most together."""
+    """Returns shares [K][R], each row of which sums to at most 1."""
     if table is None:
         return ()
     rows: list[Any] = table if isinstance(table, list) else []
@@ -200,7 +200,7 @@ def _accuracy(file: Path, table: Any, heads: int) -> tuple[tuple[float, ...], ..
 
 
 def public_name(path: Path_, blocks: int) -> str:
-    """Of a parameter, in the public code."""
+    """Returns the name of a parameter in the public code."""
     head, part, kind = path
     k = head.removeprefix("head_")
     if part == "output":
@@ -224,10 +224,7 @@ def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
         raise CheckpointError(f"heads: want Heads, got {type(heads).__name__}")
     if not isinstance(base, str):
         raise CheckpointError(f"base: want a text, got {type(base).__name__}")
-    try:
-        path = as_path("dst", dst)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    path = valid_path("dst", dst)
     c = heads.config
     dtype_named(heads.weight_format)
     tensors = {

@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checks import as_path, with_hints
+from stree_jax.checkpoints.resolve import valid_path
+from stree_jax.checks import with_hints
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.hub import fetch, hub_name
 from stree_jax.speculation.drafters.ngrams import ASSUMED_RATES, WAYS, NGrams, Table
@@ -33,7 +34,7 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
 
     if not isinstance(ngrams, NGrams):
         raise CheckpointError(f"ngrams: want NGrams, got {type(ngrams).__name__}")
-    dst = _path("dst", dst)
+    dst = valid_path("dst", dst)
     check_new(dst)
     arrays = {"unigram": ngrams.unigram}
     for c, table in enumerate(ngrams.tables, start=1):
@@ -53,16 +54,8 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{dst}: cannot be written ({error})") from error
 
 
-def _path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Returns the path; raises CheckpointError for what no file system takes."""
-    try:
-        return as_path(name, path)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def check_new(dst: Path) -> None:
-    """A file can be made there; told before hours of work.
+    """Checks, before hours of work, that a file can be made there.
 
     Raises:
       CheckpointError: it exists, or its folder does not.
@@ -92,7 +85,7 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
     from safetensors.numpy import load
 
     named = hub_name(str(path))
-    path = _path("path", path)
+    path = valid_path("path", path)
     path = path if named is None or path.exists() else fetch(named)
     try:
         if not path.is_file():
@@ -128,7 +121,8 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
 
 
 def _rates(text: str | None) -> tuple[float, ...]:
-    """Of a file; older ones have none. Raises TypeError or ValueError for no rates."""
+    """Parses the rates of a file, which older files lack. Raises TypeError or
+    ValueError for invalid ones."""
     if text is None:
         return ASSUMED_RATES
     rates = tuple(float(rate) for rate in json.loads(text))
@@ -144,7 +138,7 @@ def _foreign(path: Path) -> CheckpointError:
 
 
 def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header of a safetensors file, and the bytes behind it."""
+    """Splits a safetensors file into its header and the bytes behind it."""
     size = int.from_bytes(body[:8], "little")
     if not 2 <= size <= min(MOST_HEADER, len(body) - 8):
         raise _foreign(path)
@@ -158,14 +152,14 @@ def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _digest(header: dict[str, Any], data: bytes) -> str:
-    """SHA-256 of all but itself."""
+    """Returns the SHA-256 of everything but itself."""
     facts = {k: v for k, v in header["__metadata__"].items() if k != "sha256"}
     rest = json.dumps({**header, "__metadata__": facts}, sort_keys=True)
     return hashlib.sha256(rest.encode() + data).hexdigest()
 
 
 def _checked(path: Path, tensors: dict[str, np.ndarray], temperature: float) -> NGrams:
-    """The table of arrays that belong together."""
+    """Makes the table, after a look at each array's shape, dtype and range."""
 
     def array(name: str, kind: type, *shape: int | None) -> np.ndarray:
         found = tensors.pop(name, None)

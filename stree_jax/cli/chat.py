@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.files import read_text
-from stree_jax.convert.source import is_file
 from stree_jax.convert.tokenizer import TEMPLATES, token_names, tokenizer_settings
 from stree_jax.convert.whole_texts import for_whole_texts
 from stree_jax.sampling.continuation import encode_continuation
@@ -37,7 +37,7 @@ class Message(TypedDict):
     content: str
 
 
-def read_chat_template(directory: Path) -> str | None:
+def read_chat_template(files: CheckpointFiles) -> str | None:
     """Returns the checkpoint's chat template, or None if it has none.
 
     The first of `TEMPLATE_FILES` goes before the `chat_template` of
@@ -47,23 +47,24 @@ def read_chat_template(directory: Path) -> str | None:
       CheckpointError: a file is malformed, or there are templates but no default one.
     """
     for name in TEMPLATE_FILES:
-        if is_file(file := directory / name):
+        if files.has(name):
+            file = files.path / name
             try:
                 return read_text(file)
             except OSError as error:
                 problem = f"{file}: not readable as text ({error})"
                 raise CheckpointError(problem) from error
-    fields = tokenizer_settings(directory)
+    fields = tokenizer_settings(files)
     value = fields.get("chat_template", None)
-    if value is None and is_file(file := directory / PROCESSOR_TEMPLATE):
-        fields = ConfigFields.read(file)
+    if value is None and files.has(PROCESSOR_TEMPLATE):
+        fields = files.fields(PROCESSOR_TEMPLATE)
         value = fields.get("chat_template", None)
     if isinstance(value, list):
         return _default_template(fields, value)
     if value is not None and not isinstance(value, str):
         raise fields.wants("chat_template", "a string or a list", value)
     if value is None:
-        _refuse_only_named(directory)
+        _refuse_only_named(files.path)
     return value
 
 
@@ -77,9 +78,9 @@ def _refuse_only_named(directory: Path) -> None:
         )
 
 
-def read_special_tokens(directory: Path) -> dict[str, str]:
+def read_special_tokens(files: CheckpointFiles) -> dict[str, str]:
     """Returns the texts of special tokens for templates, such as `bos_token`."""
-    return token_names(directory)
+    return token_names(files)
 
 
 def render(

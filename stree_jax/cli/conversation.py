@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from stree_jax.checkpoints.checkpoint import Model, resolve
+from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.chat import (
     Message,
     next_turn,
@@ -24,6 +25,7 @@ from stree_jax.cli.terminal import (
     options_of,
     read_stdin,
 )
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.default_tree import tree_for
 from stree_jax.generation import Options, stream
@@ -199,12 +201,12 @@ def speaker_of(args: argparse.Namespace) -> Speaker:
         drafter, tree = drafting["drafter"], drafting["tree"]
         depth = 0 if drafter is None else tree_for(drafter, tree, args.rule).depth
         capacity = request.room(depth).capacity
-    directory = resolve(args.model)
+    files = CheckpointFiles(resolve(args.model))
     return Speaker(
         model,
         tokenizer,
-        read_chat_template(directory),
-        read_special_tokens(directory),
+        read_chat_template(files),
+        read_special_tokens(files),
         options | drafting | Options(capacity=capacity),
         None if request is None else request.text,
     )

@@ -23,7 +23,7 @@ def add_info_options(p: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
-    from stree_jax.checkpoints.checkpoint import info_and_config
+    from stree_jax.checkpoints.info import info_and_config
     from stree_jax.sizing.units import shown_bytes
 
     facts, config = info_and_config(args.path)

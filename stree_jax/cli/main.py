@@ -363,7 +363,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def run_convert(args: argparse.Namespace) -> int:
     from stree_jax import parity
-    from stree_jax.checkpoints.checkpoint import resolve
+    from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert import convert_checkpoint
 
     src, dst = resolve(args.src), args.dst
@@ -385,7 +385,9 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.checkpoint import info, load, resolve
+    from stree_jax.checkpoints.info import info
+    from stree_jax.checkpoints.load import load
+    from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.export import export_hf
 
     src = resolve(args.src)

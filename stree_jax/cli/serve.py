@@ -16,7 +16,7 @@ from stree_jax.options import add_pair_options
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from stree_jax.checkpoints.checkpoint import Model
+    from stree_jax.checkpoints.load import Model
     from stree_jax.server.batch import Sizes
     from stree_jax.server.protocol import Turn
     from stree_jax.server.run import Ready
@@ -158,7 +158,8 @@ def check_model(args: argparse.Namespace) -> None:
     that does not exist, or is no model; a model without a tokenizer, or with fewer
     tokens than alternatives are offered; weights above --memory. Models of the hub are
     not fetched for it."""
-    from stree_jax.checkpoints.checkpoint import resolve
+    from stree_jax.checkpoints.resolve import resolve
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizer import has_tokenizer
     from stree_jax.pair import NO_DRAFTER, named_drafter, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
@@ -173,7 +174,7 @@ def check_model(args: argparse.Namespace) -> None:
         drafter = NO_DRAFTER
     config = pair_configs(args.model, drafter).target
     check_alternatives(args, config.num_tokens)
-    if not has_tokenizer(resolve(args.model)):
+    if not has_tokenizer(CheckpointFiles(resolve(args.model))):
         raise ValueError(NO_TOKENIZER)
     if limit is not None:
         check_weights(args, limit)
@@ -239,8 +240,9 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     from stree_jax.cli.terminal import waiting
     from stree_jax.default_tree import spec_for
     from stree_jax.pair import load_pair
-    from stree_jax.server.fitting import fitted, smaller
-    from stree_jax.sizing.units import bytes_named
+    from stree_jax.server.fitting import ServeTask, smaller
+    from stree_jax.sizing.fit import fastest
+    from stree_jax.sizing.units import bytes_named, shown_bytes
 
     limit = None if args.memory is None else bytes_named(args.memory)
     if limit is not None:
@@ -255,10 +257,11 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     warn_of_drafter(model, drafter)
     if limit is None:
         return model, spec_for(model, drafter, args.tree, args.rule, None), wish, None
-    asked = model, drafter, args.tree, args.rule
-    fit = fitted(limit, *asked, list(smaller(wish, named)))
-    say(str(fit))
-    return model, fit.way.spec, fit.sizes, fit.spare
+    task = ServeTask(model, drafter, args.tree, args.rule)
+    (found,) = fastest(task, smaller(wish, named), limit)
+    served = task.described(found.request, found.candidate)
+    say(f"{served}: {shown_bytes(found.size)} of {shown_bytes(limit)}")
+    return model, found.candidate.spec, found.request, limit - found.size
 
 
 def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
@@ -286,8 +289,8 @@ def check_weights(args: argparse.Namespace, limit: int) -> None:
     size = size_of(abstract_model(replace(found.target, mtp=()), dtype))
     if size > limit:
         raise ValueError(
-            f"memory: {shown_bytes(limit)} are too few: the weights alone are "
-            f"{shown_bytes(size)}; take a smaller model or --dtype"
+            f"memory: {shown_bytes(limit)} are too few; the weights alone are "
+            f"{shown_bytes(size)}: take a smaller model or --dtype"
         )
 
 
@@ -298,17 +301,18 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
       name: of the model, as of --model.
       template: to use in place of the model's.
     """
-    from stree_jax.checkpoints.checkpoint import resolve
+    from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
     from stree_jax.cli.template_use import render_checked
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.whole_texts import for_whole_texts
 
-    directory, tokenizer = resolve(name), model.tokenizer
+    files, tokenizer = CheckpointFiles(resolve(name)), model.tokenizer
     if template is None:
-        template = read_chat_template(directory)
+        template = read_chat_template(files)
     if template is None or tokenizer is None:
         return None
-    special = read_special_tokens(directory)
+    special = read_special_tokens(files)
 
     def spell(messages: Sequence[dict[str, str]], turn: "Turn") -> list[int]:
         said = cast(Sequence[Message], messages)

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import Model, resolve
+from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.resolve import resolve
 from stree_jax.cli.common import tell
 from stree_jax.cli.comparison import median_run, speed_of, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_asked
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tokenizer import encoding, read_tokenizer
 from stree_jax.generation import (
@@ -93,7 +95,7 @@ def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
     """What `generate` is to serve within --memory, if that is given."""
     if args.memory is None:
         return None
-    tokenizer = read_tokenizer(resolve(args.model))
+    tokenizer = read_tokenizer(CheckpointFiles(resolve(args.model)))
     if tokenizer is None:
         raise ValueError(f"{args.model}: no tokenizer, so it cannot read text")
     with encoding("the prompt"):

@@ -166,21 +166,22 @@ def run_training(args: argparse.Namespace) -> None:
 def speller(args: argparse.Namespace) -> "Spell | None":
     """Returns what spells a conversation as the target's chat template does, or None
     if it has no template."""
-    from stree_jax.checkpoints.checkpoint import resolve
+    from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.chat import (
         given_template,
         read_chat_template,
         read_special_tokens,
         render,
     )
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
 
-    directory = resolve(args.target)
+    files = CheckpointFiles(resolve(args.target))
     template = given_template(args.chat_template)
     if template is None:
-        template = read_chat_template(directory)
+        template = read_chat_template(files)
     if template is None:
         return None
-    found, special = template, read_special_tokens(directory)
+    found, special = template, read_special_tokens(files)
 
     def spell(messages: "Sequence[Message]") -> str:
         said: Any = messages
@@ -214,7 +215,7 @@ def run_heads(args: argparse.Namespace, job: "Job") -> None:
 
 
 def run_ngrams(args: argparse.Namespace) -> None:
-    from stree_jax.checkpoints.checkpoint import load
+    from stree_jax.checkpoints.load import load
     from stree_jax.checkpoints.ngrams import check_new, save_ngrams
     from stree_jax.training.ngrams import Recipe, ngrams_of
 

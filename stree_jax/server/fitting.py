@@ -1,8 +1,7 @@
-"""A server within so many bytes: who decodes, how many rows, how long their texts.
+"""`serve --memory`: the setup, rows, context and prefixes that fit in so many bytes.
 
-As `budget` does it for one generation: what a batch holds is counted by shapes, and the
-very programs that it would run are compiled and asked what they need, before anything
-is allocated.
+What a batch holds is counted from shapes, and the programs that it would run are
+compiled and analysed, before anything is allocated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,20 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax import models
 from stree_jax.arguments import stop_token_table
-from stree_jax.checkpoints.checkpoint import Model
-from stree_jax.models.heads import Heads
+from stree_jax.checkpoints.load import Model
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling import logprobs
 from stree_jax.server.batch import GREEDY, Asked, Layout, Sizes, as_asked, requests_of
-from stree_jax.sizing.budget import OFF, TRIES, Way, least_way, ways, weights_given
-from stree_jax.sizing.memory import SCRATCH, Room, analysed, parts_of
-from stree_jax.sizing.units import shown_bytes
-from stree_jax.speculation.accept import Rule
+from stree_jax.sizing.budget import LoadedTask, Setup
+from stree_jax.sizing.fit import Count
+from stree_jax.sizing.memory import UNFORESEEN, Room, analysed, parts_of
+from stree_jax.sizing.temporaries import reading_at_most
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.drafter import Drafter
 from stree_jax.speculation.loop import (
     advance_jit,
     init_decoding,
@@ -35,40 +31,19 @@ from stree_jax.speculation.loop import (
 )
 from stree_jax.speculation.rows import admit_jit, past_jit, past_of, refilled, vacant
 from stree_jax.speculation.step import Spec
-from stree_jax.speculation.tree import Topology
 
-SHORTEST = 128  # tokens of context that are offered
+SHORTEST = 128  # tokens: a smaller context is not offered
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What is served within a limit.
-
-    Attributes:
-      size: bytes that it takes.
-      spare: that it leaves.
-    """
-
-    way: Way
-    sizes: Sizes
-    size: int
-    spare: int
-
-    def __str__(self) -> str:
-        limit = self.size + self.spare
-        size = f"{shown_bytes(self.size)} of {shown_bytes(limit)}"
-        return f"{self.way.name}, {in_words(self.sizes)}: {size}"
-
-
-def in_words(sizes: Sizes) -> str:
-    return f"{sizes.rows} rows, context {sizes.context}, {sizes.prefixes} prefixes"
-
-
 def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
-    """A wish, and what is less in what was not named: prefixes first, as they only save
-    time, then rows, and the context last."""
+    """Yields the wished sizes, and smaller ones in order of preference: first fewer
+    prefixes, which only save time, then fewer rows, then a smaller context.
+
+    Args:
+      named: fields that are not changed.
+    """
 
     def halves(name: str, least: int) -> list[int]:
         found = [getattr(wish, name)]
@@ -81,57 +56,57 @@ def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
         yield replace(wish, context=context, rows=rows, prefixes=prefixes)
 
 
-def fitted(
-    limit: int,
-    model: Model,
-    drafter: models.Model | Heads | Drafter | str | None,
-    tree: Topology | str | Sequence[int] | None,
-    rule: Rule | str | None,
-    wishes: Sequence[Sizes],
-) -> Fit:
-    """The first wish that fits, decoded in the way that is expected to be fastest.
+class ServeTask(LoadedTask[Sizes]):
+    """A server; a request is the sizes of its batch."""
 
-    Args:
-      limit: bytes; all that is loaded counts, a drafter that is not used as well.
-      model, drafter, tree, rule: as of `generate`; of a tree that is named only that
-        one is tried.
+    def buffers(self, request: Sizes) -> Room:
+        layout = Layout.of(self.model.config, self.plainest.spec, request)
+        return Room(request.rows, layout.capacity, layout.room)
 
-    Raises:
-      ValueError: nothing fits, in one line.
-    """
-    given, least = weights_given(model, drafter), least_way(model, drafter, tree, rule)
-    for sizes in wishes:
-        if predicted(model, least.spec, sizes, given) > OFF * limit:
-            continue
-        layout, failed = Layout.of(model.config, least.spec, sizes), 0
-        room = Room(sizes.rows, layout.capacity, layout.room)
-        for way in ways(room, least, model, drafter, tree, rule):
-            if predicted(model, way.spec, sizes, given) > OFF * limit:
-                continue
-            if failed >= TRIES and way is not least:
-                continue
-            size = 0
-            for need in needs(model, way.spec, sizes):
-                size = max(size, given + int(SCRATCH * need))
-                if size > limit:
-                    break
-            else:
-                return Fit(way, sizes, size, limit - size)
-            failed += 1
-            if way is least:
-                break
-    raise ValueError(refusal(limit, model, least, wishes[-1], given))
+    def described(self, request: Sizes, candidate: Setup) -> str:
+        kept = f"context {request.context}, {request.prefixes} prefixes"
+        return f"{candidate.name}, {request.rows} rows, {kept}"
+
+    def count(self, request: Sizes, candidate: Setup) -> Count:
+        """Predicts the bytes of the steps, without sampling; `promised` is enough for a
+        row's prefill, too."""
+        spec = candidate.spec
+        shapes = batch_shapes(self.model, spec, request)
+        room = Room(request.rows, shapes.layout.capacity, shapes.layout.room)
+        memory = parts_of(spec, as_asked(shapes.whole, False, None), room)
+        memory = replace(memory, reading=0)  # of all rows; one at a time is read
+        held, steps = shapes.held(request), memory.temporaries.total
+        read = reading_at_most(spec, 1, max(shapes.layout.widths))
+        prefill = size_of(shapes.one) + read
+        if jax.default_backend() != "cpu":  # temporaries are known for the CPU alone
+            return Count(self.weights + held, self.weights + held, memory.parts)
+        return Count(
+            predicted=self.weights + held + steps,
+            promised=self.weights + int(UNFORESEEN * (held + max(steps, prefill))),
+            parts={
+                **memory.parts,
+                "kept prefixes": request.prefixes * size_of(shapes.past),
+                "log-probabilities": size_of(shapes.lists),
+            },
+        )
+
+    def compiled(self, request: Sizes, candidate: Setup) -> Iterator[int]:
+        return map(self.at_most, needs(self.model, candidate.spec, request))
+
+    def numbers(self, request: Sizes) -> dict[str, tuple[int, int]]:
+        least = {"context": SHORTEST, "rows": 1, "prefixes": 0}
+        return {name: (low, getattr(request, name)) for name, low in least.items()}
 
 
 @dataclass(frozen=True)
-class _Shapes:
-    """Of a batch, abstract.
+class BatchShapes:
+    """Shapes of a batch's arrays.
 
     Attributes:
-      one: a row by itself, just read.
-      whole: the batch, all rows drawn.
+      one: a row after its prefill.
+      whole: the batch, all rows sampled.
       lists: of log-probabilities.
-      past: of a row that has ended.
+      past: the state of a finished row, which is kept.
     """
 
     layout: Layout
@@ -142,12 +117,12 @@ class _Shapes:
     past: Any
 
     def held(self, sizes: Sizes) -> int:
-        """Bytes that are always there, beside the weights."""
+        """Returns the bytes that are always there, beside the weights."""
         kept = sizes.prefixes * size_of(self.past)
         return size_of(self.whole) + size_of(self.lists) + kept
 
 
-def _shapes(model: Model, spec: Spec, sizes: Sizes) -> _Shapes:
+def batch_shapes(model: Model, spec: Spec, sizes: Sizes) -> BatchShapes:
     layout = Layout.of(model.config, spec, sizes)
     stops = jnp.asarray(stop_token_table(model, None, 1))
     requests = requests_of(Asked([0], 1, GREEDY), stops, key_of(0))
@@ -158,7 +133,7 @@ def _shapes(model: Model, spec: Spec, sizes: Sizes) -> _Shapes:
         partial(logprobs.empty, sizes.rows, layout.room, sizes.top_logprobs)
     )
     past = jax.eval_shape(past_of, whole, NUMBER)
-    return _Shapes(layout, requests, one, whole, lists, past)
+    return BatchShapes(layout, requests, one, whole, lists, past)
 
 
 def _sizes(layout: Layout) -> dict[str, Any]:
@@ -170,49 +145,20 @@ def _text(width: int) -> tuple[Any, Any]:
     return ids, jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
-def predicted(model: Model, spec: Spec, sizes: Sizes, given: int) -> int:
-    """Bytes by shapes and `temporaries`; without what drawing takes besides."""
-    shapes = _shapes(model, spec, sizes)
-    layout = shapes.layout
-    room = Room(sizes.rows, layout.capacity, layout.room)
-    parts = parts_of(spec, as_asked(shapes.whole, False, None), room)
-    held = given + shapes.held(sizes)
-    if jax.default_backend() != "cpu":  # where nobody compared what steps hold besides
-        return held
-    return held + parts.temporaries.total
-
-
 def needs(model: Model, spec: Spec, sizes: Sizes) -> Iterator[int]:
-    """Bytes beside the weights of one program after another, by the compiler's word."""
-    spec, shapes = refilled(spec), _shapes(model, spec, sizes)
+    """Yields the bytes beside the weights while each program runs, by the compiler's
+    word."""
+    spec, shapes = refilled(spec), batch_shapes(model, spec, sizes)
     held, layout = shapes.held(sizes), shapes.layout
     pasts = [None, shapes.past] if sizes.prefixes else [None]
     for width, past in product(layout.widths, pasts):
         asked = spec, *_text(width), shapes.requests
-        yield held + _more(init_decoding_jit.lower(*asked, **_sizes(layout), past=past))
-    read = size_of(shapes.one)
-    yield held + read + _more(admit_jit.lower(spec, shapes.whole, NUMBER, shapes.one))
+        prefill = init_decoding_jit.lower(*asked, **_sizes(layout), past=past)
+        yield held + analysed(prefill).added
+    admit = admit_jit.lower(spec, shapes.whole, NUMBER, shapes.one)
+    yield held + size_of(shapes.one) + analysed(admit).added
     for drawn, lists in ((False, None), (True, None), (True, shapes.lists)):
         d = as_asked(shapes.whole, drawn, lists)
-        yield held + _more(advance_jit.lower(spec, d, NUMBER))
-    if sizes.prefixes:  # whose arrays are among `held`
-        yield held + _more(past_jit.lower(shapes.whole, NUMBER))
-
-
-def _more(lowered: Any) -> int:
-    """What a program makes, and holds while it runs."""
-    found = analysed(lowered)
-    return found.outputs + found.temporaries
-
-
-def refusal(limit: int, model: Model, least: Way, sizes: Sizes, given: int) -> str:
-    """In one line: how far off the least is."""
-    if given > limit:
-        why = f"its weights alone are {shown_bytes(given)}"
-    else:
-        size = max(predicted(model, least.spec, sizes, given), limit + 1)
-        why = f"{least.name}, {in_words(sizes)} take {shown_bytes(size)} at least"
-    return (
-        f"memory: {shown_bytes(limit)} are too few: {why}; ask for less of --rows, "
-        "--context, --prefixes or --logprobs, or take a smaller model or --dtype"
-    )
+        yield held + analysed(advance_jit.lower(spec, d, NUMBER)).added
+    if sizes.prefixes:  # their arrays are among `held`
+        yield held + analysed(past_jit.lower(shapes.whole, NUMBER)).added

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from stree_jax.arguments import encode_prompts
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.sampling.continuation import continuation
 from stree_jax.sampling.stop_strings import token_bytes

@@ -242,8 +242,13 @@ class CompiledBytes:
     temporaries: int
 
     @property
+    def added(self) -> int:
+        """Bytes that running the program adds: outputs and temporaries."""
+        return self.outputs + self.temporaries
+
+    @property
     def total(self) -> int:
-        return self.arguments + self.outputs + self.temporaries
+        return self.arguments + self.added
 
 
 def compiled_bytes(

@@ -1,14 +1,13 @@
-"""Which tree, drafter and dtype decode fastest in a given number of bytes.
+"""The tree, drafter and dtype that decode fastest in a given number of bytes.
 
-SpecMemo (Yildirim and Chen 2025, Algorithm 1) made sound. As it is printed, its loop
-ends only when something fits: at two heads it neither lowers the precision nor stops.
-Here the candidates are a finite list, the fastest by expectation first, and each is
-looked at once. No limit is ever raised: what does not fit is refused, with what to ask
-less of.
+The search of SpecMemo (Yildirim and Chen 2025, Algorithm 1), corrected. As it is
+printed, its loop ends only when something fits: at two heads it neither lowers the
+precision nor stops. Here the candidates are a finite list in order of expected speed,
+and each is tried once (`fit`). If nothing fits, the error says what to lower.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from stree_jax import models
@@ -20,6 +19,7 @@ from stree_jax.models import Format, ModelConfig
 from stree_jax.models.config import blocks
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.sizing.candidates import Candidate, by_speed, way
+from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
     SCRATCH,
     Memory,
@@ -29,27 +29,27 @@ from stree_jax.sizing.memory import (
     compiled_bytes,
     memory_of,
 )
-from stree_jax.sizing.units import bytes_named, shown_bytes
+from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.loop import cache_capacity
 from stree_jax.speculation.specs import LOOKUP, MTP, named_drafter
 from stree_jax.speculation.tree import Auto
 
-KEPT = 5  # choices that fit, the fastest first
+KEPT = 5  # choices that are returned
 
 Drafting = ModelConfig | HeadsConfig | NGrams | str | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be served.
+    """A workload to plan for.
 
     Attributes:
       batch: rows decoded together.
       context: tokens of a query, its prompt and its answer.
-      queries: that a row's caches keep, one after another.
-      max_new_tokens: of an answer.
+      queries: how many successive queries the caches of a row hold.
+      max_new_tokens: most tokens of an answer.
     """
 
     batch: int = 1
@@ -70,8 +70,8 @@ class Request:
         check("max_new_tokens", 1, most, what)
 
     def room(self, depth: int) -> Room:
-        """The smallest caches that serve it with trees so deep, whether the text comes
-        at once or, told of as `capacity`, turn by turn."""
+        """Returns the smallest capacity that is enough for trees of this depth, whether
+        the text comes at once or, with that `capacity`, turn by turn."""
         answer = bucket(self.max_new_tokens)
         whole = cache_capacity(bucket(self.text) + 1, answer, depth)
         padded = -(-self.text // models.PREFILL_CHUNK) * models.PREFILL_CHUNK + 1
@@ -80,7 +80,7 @@ class Request:
 
     @property
     def text(self) -> int:
-        """Most tokens that the last answer follows."""
+        """The number of tokens before the last answer, at most."""
         return self.queries * self.context - self.max_new_tokens
 
 
@@ -90,14 +90,14 @@ class Choice:
 
     Attributes:
       drafter: "model", "heads", "lookup", "mtp", "n-grams" or "none".
-      heads: how many of them (`models.heads.first_heads`); 0 without.
+      heads: number of heads (`models.heads.first_heads`), or 0.
       tree: as `generate` takes it.
       dtype: of all weights.
-      tau: tokens that a step is expected to gain, by row.
-      step_s: seconds of a step.
-      measured: whether those come from steps timed on this machine (`stree_jax.tune`).
+      tau: expected acceptance length: tokens of a row per step.
+      step_s: expected seconds of a step.
+      measured: whether `step_s` comes from steps timed here (`stree_jax.tune`).
       capacity: of the caches, as `generate` takes it.
-      memory: its bytes.
+      memory: bytes by part.
     """
 
     drafter: str
@@ -111,7 +111,7 @@ class Choice:
     memory: Memory
 
     def tokens_per_s(self, batch: int) -> float:
-        """Of all rows together."""
+        """Returns the expected tokens per second of all rows together."""
         return batch * self.tau / self.step_s
 
     def __str__(self) -> str:
@@ -120,12 +120,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """What fits.
+    """The choices that fit.
 
     Attributes:
-      request: what was asked for.
-      limit: bytes that there are.
-      choices: the fastest by expectation first.
+      request: the workload.
+      limit: bytes.
+      choices: at least one, in order of expected speed.
     """
 
     request: Request
@@ -137,7 +137,7 @@ class Planned:
         return self.choices[0]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values of everything."""
+        """Returns everything as values that JSON can hold."""
 
         def one(choice: Choice) -> dict[str, Any]:
             names = ["drafter", "heads", "tree", "dtype", "tau", "step_s", "measured"]
@@ -166,25 +166,26 @@ def plan(
     acceptance: Acceptance | None = None,
     check: bool = False,
 ) -> Planned:
-    """What decodes a request fastest in so many bytes; nothing is allocated.
+    """Finds the setups that decode a workload fastest in so many bytes. Nothing is
+    allocated.
 
-    Tried are the drafter's trees, lookup's, and plain decoding; of heads, the first
-    ones alone, too. A lower dtype changes the text, and is tried only where nothing
-    fits in the one before it.
+    It tries the drafter's trees (and with heads also fewer of them), prompt lookup and
+    plain decoding. A lower dtype changes the text, and is tried only if nothing fits in
+    the one before it.
 
     Args:
-      model, drafter: or their configs; "lookup", "mtp" (layers of the config), `NGrams`
-        or None, as of `generate`.
+      model, drafter: as for `generate`, or their configs. The drafter may be "lookup",
+        "mtp" (layers of the config), `NGrams` or None.
       memory: bytes, see `bytes_named`.
       batch, context, queries, max_new_tokens: see `Request`.
-      dtypes: of all weights, in the order of preference; "int8" is one, too.
-      acceptance: of the drafter's guesses, see `cost`; None: the accuracies that come
-        with heads, and for others what is assumed.
-      check: whether to compile what fits, and to leave out what the compiler says does
-        not: seconds to a minute each.
+      dtypes: of all weights, in order of preference; "int8" is allowed.
+      acceptance: of the drafter's guesses, see `cost`. If None, the accuracies that
+        come with heads, or assumed ones.
+      check: whether the compiler has the last word. It compiles the fastest candidates,
+        seconds to a minute each, until one fits.
 
     Raises:
-      ValueError: wrong arguments; or that nothing fits, and what to ask less of.
+      ValueError: wrong arguments, or nothing fits; see `fit.refusal`.
     """
     limit = bytes_named(memory)
     request = Request(batch, context, queries, max_new_tokens)
@@ -196,23 +197,17 @@ def plan(
     drafter = named_drafter(drafter)
     if isinstance(drafter, models.Model | Heads):
         drafter = drafter.config
-    least: list[_Option] = []
-    for dtype in dtypes:
-        kept = weights_named(dtype)
-        options = _options(config, drafter, kept, request, acceptance)
-        (plain,) = (option for option in options if option.way.who == "none")
-        least.append(plain)
-        if plain.bytes_of(request) > limit:  # and whatever drafts takes more
-            continue
-        fitting = _fitting(options, request, limit, check)
-        if fitting:
-            return Planned(request, limit, fitting)
-    smallest = min(least, key=lambda option: option.bytes_of(request))
-    raise ValueError(_refusal(smallest, request, limit))
+    wishes = (
+        _wish(config, drafter, weights_named(dtype), request, acceptance)
+        for dtype in dtypes
+    )
+    found = fastest(_PlanTask(check), wishes, limit, 1 if check else KEPT)
+    choices = tuple(one.request.choice(one.candidate) for one in found)
+    return Planned(request, limit, choices)
 
 
 def _check_plan(dtypes: Any, acceptance: Any) -> None:
-    """Raises ValueError for arguments of `plan` of a wrong type."""
+    """Raises ValueError for arguments of `plan` that have the wrong type."""
     if (
         isinstance(dtypes, str | bytes | bytearray)
         or not isinstance(dtypes, Sequence)
@@ -229,61 +224,78 @@ def _check_plan(dtypes: Any, acceptance: Any) -> None:
         )
 
 
-def _fitting(
-    options: "list[_Option]", request: Request, limit: int, check: bool
-) -> tuple[Choice, ...]:
-    """The first options that fit; to be checked by the compiler, one is enough."""
-    found: list[Choice] = []
-    for option in options:
-        choice = option.choice(request)
-        fits = choice.memory.promised <= limit
-        if fits and (not check or option.holds(request, limit)):
-            found.append(choice)
-        if len(found) == (1 if check else KEPT):
-            break
-    return tuple(found)
+@dataclass(frozen=True)
+class _Wish(Request):
+    """A request in one dtype.
+
+    Attributes:
+      target: abstract, in this dtype.
+      ways: the candidates, in order of expected speed.
+    """
+
+    _: KW_ONLY
+    target: models.Model
+    dtype: str
+    ways: Sequence[Candidate]
+
+    def program(self, way: Candidate) -> tuple[models.Model, Any, str, Room]:
+        """Returns the arguments of `memory_of` and `compiled_bytes`."""
+        return self.target, way.drafter, way.tree, self.room(way.topology.depth)
+
+    def choice(self, way: Candidate) -> Choice:
+        named = way.who, way.heads, way.tree, self.dtype
+        program = self.program(way)
+        facts = way.tau, way.step_s, way.measured, program[-1].capacity
+        return Choice(*named, *facts, memory_of(*program))
 
 
 @dataclass(frozen=True)
-class _Option:
-    """A candidate whose bytes are not known yet."""
+class _PlanTask(Task[_Wish, Candidate]):
+    """A search among models that are not loaded.
 
-    way: Candidate
-    target: models.Model
-    dtype: Format
+    Attributes:
+      check: True if the compiler has the last word; else predictions decide.
+    """
 
-    def choice(self, request: Request) -> Choice:
-        way = self.way
-        facts = way.tau, way.step_s, way.measured
-        named = way.who, way.heads, way.tree, self.dtype.name
-        who = self._who(request)
-        return Choice(*named, *facts, who[-1].capacity, memory_of(*who))
+    check: bool
+    tolerance = 1.0
 
-    def bytes_of(self, request: Request) -> int:
-        return memory_of(*self._who(request)).promised
+    def least(self, request: _Wish) -> Candidate:
+        (plain,) = (way for way in request.ways if way.who == "none")
+        return plain
 
-    def holds(self, request: Request, limit: int) -> bool:
-        """Whether both programs fit by the compiler's own word."""
-        args = self._who(request)
-        reads = args[-1].capacity - args[-1].max_new_tokens
-        memory = memory_of(*args)
+    def candidates(self, request: _Wish) -> Sequence[Candidate]:
+        return request.ways
+
+    def described(self, request: _Wish, candidate: Candidate) -> str:
+        return f"{candidate} in {request.dtype}"
+
+    def count(self, request: _Wish, candidate: Candidate) -> Count:
+        memory = memory_of(*request.program(candidate))
+        return Count(memory.promised, memory.promised, memory.parts)
+
+    def compiled(self, request: _Wish, candidate: Candidate) -> Iterator[int]:
+        """Yields the bytes of the loop, and of prefill."""
+        program = request.program(candidate)
+        memory, room = memory_of(*program), program[-1]
         weights = memory.weights + memory.drafter_weights
-        most = weights + (limit - weights) / SCRATCH
-        return all(compiled_bytes(*args, reads=n).total <= most for n in (0, reads))
+        for reads in (0, room.capacity - room.max_new_tokens) if self.check else ():
+            need = compiled_bytes(*program, reads=reads).total - weights
+            yield weights + int(SCRATCH * need)
 
-    def _who(self, request: Request) -> tuple[models.Model, Any, str, Room]:
-        way = self.way
-        return self.target, way.drafter, way.tree, request.room(way.topology.depth)
+    def numbers(self, request: _Wish) -> dict[str, tuple[int, int]]:
+        least = {"context": request.max_new_tokens + 1, "queries": 1, "batch": 1}
+        return {name: (low, getattr(request, name)) for name, low in least.items()}
 
 
-def _options(
+def _wish(
     config: ModelConfig,
     drafter: Drafting,
     dtype: Format,
     request: Request,
     acceptance: Acceptance | None,
-) -> list[_Option]:
-    """All candidates of a dtype, the fastest by expectation first."""
+) -> _Wish:
+    """Returns a request in a dtype."""
     mtp = isinstance(drafter, str) and drafter == MTP
     own_layers = config.mtp if mtp else ()
     target = abstract_model(replace(config, mtp=blocks(own_layers)), dtype)
@@ -306,48 +318,4 @@ def _options(
             )
     room = request.room(Auto().depth)
     ways = by_speed(target, drafting, room, acceptance)
-    return [_Option(way, target, dtype) for way in ways]
-
-
-def _refusal(option: _Option, request: Request, limit: int) -> str:
-    """In one line: how far off the least is, its largest parts, what would fit."""
-    least = option.choice(request)
-    total = least.memory.promised
-    parts = sorted(least.memory.parts.items(), key=lambda item: -item[1])[:2]
-    largest = " and ".join(f"{name} {shown_bytes(size)}" for name, size in parts)
-    fits = [
-        f"{name} {value}"
-        for name in ("context", "queries", "batch")
-        if (value := _largest(name, option, request, limit)) is not None
-    ]
-    one = replace(request, batch=1, queries=1)
-    if not fits and (value := _largest("context", option, one, limit)) is not None:
-        fits = [f"batch 1, queries 1 and context {value}"]
-    short = replace(one, context=request.max_new_tokens + 1)
-    never = shown_bytes(option.bytes_of(short))
-    if fits:
-        advice = f"it fits with {', or '.join(fits)}"
-    elif option.bytes_of(one) <= limit:
-        advice = "it fits with batch 1 and queries 1"
-    else:
-        advice = f"the shortest request takes {never}: take a smaller model or more"
-    return (
-        f"memory: {shown_bytes(limit)} are {shown_bytes(max(total - limit, 0))} too "
-        f"few; the least, {least}, takes {shown_bytes(total)} ({largest}); {advice}"
-    )
-
-
-def _largest(name: str, option: _Option, request: Request, limit: int) -> int | None:
-    """The most of one of a request's numbers that fits, or None where not one does."""
-    low = 1 if name != "context" else request.max_new_tokens + 1
-    high = getattr(request, name)
-
-    def fits(value: int) -> bool:
-        return option.bytes_of(replace(request, **{name: value})) <= limit
-
-    if low >= high or fits(high) or not fits(low):
-        return None
-    while high - low > max(1, low // 64):  # two digits are enough to go by
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return _Wish(**asdict(request), target=target, dtype=dtype.name, ways=ways)

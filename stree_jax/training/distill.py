@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from stree_jax import models
-from stree_jax.checkpoints.checkpoint import Model, load
+from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import base_model
 from stree_jax.training.kept import PROMPT, SPOKEN, keep_own_text, spread_windows
 from stree_jax.training.recipe import (

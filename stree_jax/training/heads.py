@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import Model, load
+from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import Model as BareModel
 from stree_jax.models import base_model, logits_of
 from stree_jax.models.heads import (

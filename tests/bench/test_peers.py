@@ -21,7 +21,7 @@ from stree_jax.bench.gguf_writer import gguf_tensors, write_gguf
 from stree_jax.bench.llama_process import llama_process, llama_version
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,

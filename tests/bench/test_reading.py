@@ -11,7 +11,7 @@ import pytest
 from stree_jax.bench import capacity, command, passes, reading, shapes
 from stree_jax.bench.method import Run
 from stree_jax.bench.registry import parse_bench
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stree_jax.bench import shapes
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.source import TensorInfo
 
@@ -16,7 +17,7 @@ def configs(directory, config, tensors, mixer=None):
     if mixer is not None:
         (directory / "mamba_config.json").write_text(json.dumps(mixer))
     found = {n: TensorInfo(Path("x"), shape, "BF16") for n, shape in tensors.items()}
-    return replace(read_config(directory, found)[1], stop_tokens=())
+    return replace(read_config(CheckpointFiles(directory), found)[1], stop_tokens=())
 
 
 def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):

@@ -15,6 +15,7 @@ from stree_jax.cli.chat import (
     read_special_tokens,
     render,
 )
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.training.corpus import train_tokenizer
 
@@ -115,23 +116,23 @@ def write_config(folder: Path, **values: object) -> None:
 
 
 def test_template_file_goes_before_the_config(tmp_path: Path) -> None:
-    assert read_chat_template(tmp_path) is None
+    assert read_chat_template(CheckpointFiles(tmp_path)) is None
     write_config(tmp_path, chat_template=None)
-    assert read_chat_template(tmp_path) is None
+    assert read_chat_template(CheckpointFiles(tmp_path)) is None
     write_config(tmp_path, chat_template="from the config")
-    assert read_chat_template(tmp_path) == "from the config"
+    assert read_chat_template(CheckpointFiles(tmp_path)) == "from the config"
     (tmp_path / "chat_template.jinja").write_text("from the file é", "utf-8")
-    assert read_chat_template(tmp_path) == "from the file é"
+    assert read_chat_template(CheckpointFiles(tmp_path)) == "from the file é"
 
 
 def test_default_of_named_templates(tmp_path: Path) -> None:
     tools = {"name": "tool_use", "template": "tools"}
     default = {"name": "default", "template": "plain"}
     write_config(tmp_path, chat_template=[tools, default])
-    assert read_chat_template(tmp_path) == "plain"
+    assert read_chat_template(CheckpointFiles(tmp_path)) == "plain"
     write_config(tmp_path, chat_template=[tools])
     with pytest.raises(CheckpointError, match=r"config.json: .* as chat_template\.jin"):
-        read_chat_template(tmp_path)
+        read_chat_template(CheckpointFiles(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -140,21 +141,21 @@ def test_default_of_named_templates(tmp_path: Path) -> None:
 def test_malformed_template(tmp_path: Path, value: object) -> None:
     write_config(tmp_path, chat_template=value)
     with pytest.raises(CheckpointError, match="config.json: chat_template: want.*got"):
-        read_chat_template(tmp_path)
+        read_chat_template(CheckpointFiles(tmp_path))
 
 
 def test_malformed_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ')
     for read in (read_chat_template, read_special_tokens):
         with pytest.raises(CheckpointError, match="config.json: not readable as JSON"):
-            read(tmp_path)
+            read(CheckpointFiles(tmp_path))
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="jinja: not UTF-8 text"):
-        read_chat_template(tmp_path)
+        read_chat_template(CheckpointFiles(tmp_path))
 
 
 def test_special_tokens(tmp_path: Path) -> None:
-    assert read_special_tokens(tmp_path) == {}
+    assert read_special_tokens(CheckpointFiles(tmp_path)) == {}
     write_config(
         tmp_path,
         bos_token={"content": "<s>", "lstrip": False},
@@ -164,14 +165,14 @@ def test_special_tokens(tmp_path: Path) -> None:
         tokenizer_class="T",
     )
     expected = {"bos_token": "<s>", "eos_token": "</s>"}
-    assert read_special_tokens(tmp_path) == expected
+    assert read_special_tokens(CheckpointFiles(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("value", [3, ["<s>"], {}, {"content": None}])
 def test_malformed_special_token(tmp_path: Path, value: object) -> None:
     write_config(tmp_path, bos_token=value)
     with pytest.raises(CheckpointError, match="config.json: bos_token: want .*got"):
-        read_special_tokens(tmp_path)
+        read_special_tokens(CheckpointFiles(tmp_path))
 
 
 def test_chatml() -> None:

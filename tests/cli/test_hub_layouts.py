@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from stree_jax.checkpoints.checkpoint import load
+from stree_jax.checkpoints.load import load
 from stree_jax.cli import main as cli
 from stree_jax.training.corpus import train_tokenizer
 from tests.support.hf_checkpoints import granite, mistral, nemotron, qwen3

@@ -84,7 +84,7 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
 
 
 def test_a_template_spells_a_conversation(tmp_path):
-    from stree_jax.checkpoints.checkpoint import load
+    from stree_jax.checkpoints.load import load
 
     model = load("demo", dtype="float32")
     file = tmp_path / "chat.jinja"

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, source
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.models import by_path
 from tests.support import mtp, quantized
 from tests.support.checkpoints import HF_CASES, NATIVE_CASES, granite, write_native
@@ -236,7 +237,8 @@ class Cases:
         save_file(tensors, file, metadata={"format": "pt"})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            checkpoint = stree_jax.convert.open_checkpoint(path, "float32")
+            opened = stree_jax.convert.open_local(CheckpointFiles(path))
+            checkpoint = stree_jax.convert.checked(opened, "float32")
             mesh = mesh_of(model=4)
             cut = stree_jax.models.sharding.placement.cut_for(
                 checkpoint.config, mesh, checkpoint.weight_format

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.models import init_params, param_shapes

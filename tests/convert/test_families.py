@@ -18,6 +18,7 @@ from transformers import (
 
 import stree_jax
 from stree_jax.convert import CheckpointError
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import export_format, hf_config, read_config
 from stree_jax.convert.families import (
     NAMES,
@@ -104,7 +105,7 @@ def exported(config, directory):
             row.sources, source_shapes(row, shapes[row.path]), strict=True
         ):
             tensors[name] = TensorInfo(Path("model.safetensors"), shape, "float32")
-    return read_config(directory, tensors)[1]
+    return read_config(CheckpointFiles(directory), tensors)[1]
 
 
 COMES_BACK = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.gguf import blocks

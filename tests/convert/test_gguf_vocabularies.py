@@ -4,6 +4,7 @@ import pytest
 
 import stree_jax
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.gguf.header import read_header
 from stree_jax.convert.gguf.vocabulary import PRETOKENIZERS, read_vocabulary
 from tests.support.gguf_files import GGUF_CASES, write_gguf
@@ -91,10 +92,10 @@ def test_pieces(write, prefix):
 def test_what_chat_needs(write):
     extra = write_byte_level(byte_level("smollm"), "smollm", "{{ messages[0] }}")
     file = write(extra)
-    assert read_chat_template(file) == "{{ messages[0] }}"
+    assert read_chat_template(CheckpointFiles(file)) == "{{ messages[0] }}"
     texts = {"bos": "<|im_start|>", "eos": "<|endoftext|>", "pad": "<|im_end|>"}
     wanted = {f"{name}_token": text for name, text in texts.items()}
-    assert read_special_tokens(file) == wanted
+    assert read_special_tokens(CheckpointFiles(file)) == wanted
     # The end of a turn stops, too, though the file names the end of a text alone.
     assert stree_jax.load(file).config.stop_tokens == (0, 2)
 

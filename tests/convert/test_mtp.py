@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.configs import hf_config

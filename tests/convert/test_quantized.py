@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import stree_jax
 from stree_jax import parity
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.convert import (
     CheckpointError,
     convert_checkpoint,

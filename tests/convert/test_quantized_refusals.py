@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from safetensors.numpy import save_file
 
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from tests.support.quantized import E4M3, MODELS, compressed_config, load_file, write
 
@@ -297,10 +297,12 @@ def test_odd_fields_never_crash(quantized, tmp_path, spelling):
 def test_bytes_cut_off_after_the_listing(quantized, tmp_path, monkeypatch):
     """What safetensors does not read for us is checked here."""
     from stree_jax.convert import quantized as module
+    from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.source import open_source
 
     shutil.copytree(quantized(F8), tmp_path / "in")
-    source = module.logical(open_source(tmp_path / "in"))
+    files = CheckpointFiles(tmp_path / "in")
+    source = module.logical(open_source(files.path), files)
     file = tmp_path / "in" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:4000])
     with pytest.raises(CheckpointError, match="up_proj.weight"):

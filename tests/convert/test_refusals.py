@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import stree_jax
 from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import read_config
 from stree_jax.convert.families import NAMES
 from stree_jax.convert.source import open_source
@@ -287,7 +288,9 @@ def test_odd_fields_never_crash(source, tmp_path, name):
                 holder[field] = odd
                 file.write_text(json.dumps(values))
                 try:
-                    format, config = read_config(tmp_path / name, opened.tensors)
+                    format, config = read_config(
+                        CheckpointFiles(tmp_path / name), opened.tensors
+                    )
                     check_tensors(opened, rows_of(NAMES[format], config), config)
                 except CheckpointError as error:
                     refused += 1

@@ -13,9 +13,10 @@ import pytest
 import tokenizers
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint, store
+from stree_jax.convert.source import read_json
 from tests.damage.attempts import watched
 from tests.support.hf_checkpoints import HF_CASES, mamba2
 
@@ -290,5 +291,5 @@ def test_pipe_as_json(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     with watched(tmp_path) as opened:
         with pytest.raises(CheckpointError, match="pipe.json: not a regular file"):
-            store.read_json(tmp_path / "pipe.json")
+            read_json(tmp_path / "pipe.json")
     assert opened == []

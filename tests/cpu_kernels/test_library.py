@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax
 from stree_jax import cpu_kernels
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cpu_kernels import library as module
 from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, Library
 from tests.support.native import INSTRUCTIONS, built, use

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.checkpoints import checkpoint
+from stree_jax.checkpoints import load as checkpoint
 from stree_jax.cpu_kernels import pages
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf

@@ -15,6 +15,7 @@ from stree_jax.server import fitting
 from stree_jax.server.batch import Asked, Batch, Sizes
 from stree_jax.server.prefixes import Kept, Prefixes
 from stree_jax.sizing import step_times
+from stree_jax.sizing.fit import fastest
 from stree_jax.sizing.memory import CompiledBytes
 from stree_jax.speculation.decoding import RUNNING
 from tests.server import served
@@ -134,7 +135,7 @@ def test_what_is_counted_is_what_a_batch_holds(batch, model, monkeypatch):
     pasts = [kept.past for kept in batch.prefixes._kept]
     held = size_of((batch._decoding, batch._lists, pasts))
     assert len(pasts) == 2
-    shapes = fitting._shapes(model, spec, SIZES)
+    shapes = fitting.batch_shapes(model, spec, SIZES)
     assert shapes.held(SIZES) == held
     monkeypatch.setattr(fitting, "analysed", lambda _: CompiledBytes(1000, 5, 7))
     needs = list(fitting.needs(model, spec, SIZES))
@@ -154,60 +155,77 @@ def test_less_is_offered_of_what_was_not_named():
 
 @pytest.fixture
 def fit(model, monkeypatch):
-    """`fitted`, whose predictions are the compiler's word as well."""
-
-    def word(model, spec, sizes):
-        yield fitting.predicted(model, spec, sizes, 0)
-
-    monkeypatch.setattr(fitting, "needs", word)
+    """`fitted`, where predictions are also the compiler's word."""
+    monkeypatch.setattr(fitting.ServeTask, "compiled", lambda *_: ())
 
     def fit(limit, named=(), drafter="lookup", tree=None):
-        wishes = list(fitting.smaller(SIZES, named))
-        return fitting.fitted(limit, model, drafter, tree, None, wishes)
+        wishes = fitting.smaller(SIZES, named)
+        return fitted(limit, wishes, model, drafter, tree)
 
     return fit
 
 
-def test_the_limit_decides_sizes_and_tree(fit, model):
+def fitted(limit, wishes, model, drafter=None, tree=None):
+    task = fitting.ServeTask(model, drafter, tree, None)
+    (found,) = fastest(task, wishes, limit)
+    return found
+
+
+def test_the_limit_decides_sizes_and_tree(fit, model, monkeypatch):
+    monkeypatch.setattr(fitting.ServeTask, "tolerance", 1.0)
     whole = fit(10**9)
-    assert whole.sizes == SIZES and "auto" in whole.way.name
+    assert whole.request == SIZES and "auto" in whole.candidate.name
     less = fit(whole.size - 1)
-    assert less.size < whole.size and less.size + less.spare == whole.size - 1
-    assert less.sizes == SIZES and less.way.name != whole.way.name
+    assert less.size < whole.size
+    assert less.request == SIZES and less.candidate.name != whole.candidate.name
     named = fit(whole.size - 1, tree="auto")
-    assert named.sizes == replace(SIZES, prefixes=1) and "auto" in named.way.name
+    assert named.request == replace(SIZES, prefixes=1)
+    assert "auto" in named.candidate.name
     plainly = fit(10**9, drafter=None)
-    less = fit(plainly.size - 1, drafter=None).sizes
+    less = fit(plainly.size - 1, drafter=None).request
     assert less == replace(SIZES, prefixes=1)
-    fewer = fit(plainly.size - 1, ["prefixes"], drafter=None).sizes
+    fewer = fit(plainly.size - 1, ["prefixes"], drafter=None).request
     assert fewer == replace(SIZES, rows=1)
-    shorter = fit(plainly.size - 1, ["prefixes", "rows"], drafter=None).sizes
+    shorter = fit(plainly.size - 1, ["prefixes", "rows"], drafter=None).request
     assert shorter == replace(SIZES, context=128)
     for limit in (size_of(model.params) // 2, size_of(model.params) + 1000):
-        with pytest.raises(ValueError, match="^memory: .* are too few: ") as error:
+        with pytest.raises(ValueError, match="^memory: .* too few for ") as error:
             fit(limit)
         assert "\n" not in str(error.value)
+
+
+def test_the_advice_fits(model):
+    """Each number by itself, by the compiler's word."""
+    whole = Sizes(rows=3, context=1024, top_logprobs=2, prefixes=3)
+    limit = fitted(10**9, [whole], model).size * 6 // 10
+    with pytest.raises(ValueError, match="it fits with context") as error:
+        fitted(limit, [whole], model)
+    for word in str(error.value).split("it fits with ")[1].split(", or "):
+        name, value = word.split()
+        less = replace(whole, **{name: int(value)})
+        assert getattr(less, name) < getattr(whole, name)
+        assert fitted(limit, [less], model).size <= limit
 
 
 def test_the_compiler_has_the_last_word(model):
     """The programs of a plain batch: exactly what they need suffices."""
     sizes = [Sizes(rows=2, context=128, top_logprobs=1, prefixes=1)]
-    asked = model, None, None, None, sizes
-    fit = fitting.fitted(10**9, *asked)
-    assert fitting.fitted(fit.size, *asked).spare == 0
-    with pytest.raises(ValueError, match="2 rows, context 128, 1 prefixes take"):
-        fitting.fitted(fit.size - 1, *asked)
-    weights = size_of(model.params)
-    by_shapes = fitting.predicted(model, fit.way.spec, sizes[0], weights)
-    assert weights < by_shapes < 1.3 * fit.size
+    fit = fitted(10**9, sizes, model)
+    again = fitted(fit.size, sizes, model)
+    assert (again.size, again.request) == (fit.size, fit.request)
+    with pytest.raises(ValueError, match="2 rows, context 128, 1 prefixes, which take"):
+        fitted(fit.size - 1, sizes, model)
+    task = fitting.ServeTask(model, None, None, None)
+    by_shapes = task.count(sizes[0], fit.candidate).predicted
+    assert task.weights < by_shapes < 1.3 * fit.size
 
 
 def test_a_batch_decodes_in_what_was_promised(model):
     """Arrays that are alive, at every moment that Python sees."""
     (sizes,) = [Sizes(rows=2, context=128, top_logprobs=1, prefixes=1)]
-    fit = fitting.fitted(10**9, model, None, None, None, [sizes])
+    fit = fitted(10**9, [sizes], model)
     before = {id(x) for x in jax.live_arrays()}
-    batch = Batch(model, fit.way.spec, sizes)
+    batch = Batch(model, fit.candidate.spec, sizes)
     batch.warm(lambda _: None)
     for seed in range(3):
         said(batch, Asked(prompt_of(seed, 70), 5), Asked(prompt_of(9, 30), 20))

@@ -18,8 +18,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import Model
-from stree_jax.convert import CheckpointError, open_checkpoint
+from stree_jax.checkpoints.load import Model
+from stree_jax.convert import CheckpointError, checked, open_local
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.configs import hf_config
 from stree_jax.models.config_json import from_json, to_json
 from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
@@ -199,7 +200,9 @@ class Edited:
 
     def opened(self):
         with warnings.catch_warnings(action="ignore"):
-            return open_checkpoint(self.directory, warn=warnings.warn)
+            return checked(
+                open_local(CheckpointFiles(self.directory), warn=warnings.warn)
+            )
 
     def logits(self, checkpoint):
         model = Model(checkpoint.read(), checkpoint.config)
@@ -271,7 +274,7 @@ def test_what_transformers_misreads_is_warned_of(edited):
     source = edited("mamba2")
     source.edit({"rescale_prenorm_residual": True})
     said = []
-    open_checkpoint(source.directory, warn=said.append)
+    checked(open_local(CheckpointFiles(source.directory), warn=said.append))
     assert len(said) == 1 and "rescale_prenorm_residual" in said[0]
 
 

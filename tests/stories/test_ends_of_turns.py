@@ -12,10 +12,11 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli.chat import read_special_tokens
 from stree_jax.cli.main import main
 from stree_jax.convert import convert_checkpoint
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from tests.support.table_models import byte_level, follow, padded_size, write_llama
 
 BASE, TURN = 2, 4  # ids of </s> and <|im_end|>
@@ -117,7 +118,9 @@ def test_the_reference_names_the_same_token(tmp_path):
         path = write(tmp_path / str(i), **options)
         theirs = AutoTokenizer.from_pretrained(path)
         assert theirs.eos_token_id in stops, case
-        assert read_special_tokens(path)["eos_token"] == theirs.eos_token
+        assert (
+            read_special_tokens(CheckpointFiles(path))["eos_token"] == theirs.eos_token
+        )
 
 
 def test_an_end_by_the_tokenizers_class(tmp_path):

@@ -12,7 +12,7 @@ import gguf
 import pytest
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli.main import main
 from stree_jax.convert import convert_checkpoint
 from tests.support.table_models import SPACE, byte_level, follow, spm, write_gguf

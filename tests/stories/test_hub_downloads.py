@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.checkpoints.ngrams import save_ngrams
 from stree_jax.cli import main as cli
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads

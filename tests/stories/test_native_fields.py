@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.convert import CheckpointError, find
+from stree_jax.convert import CheckpointError, open_local
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from tests.support.native_checkpoints import (
     NATIVE_CASES,
     VOCAB,
@@ -84,7 +85,8 @@ def test_fields_of_mambainllama(tmp_path, changes, outcome):
     edited = mixer | changes | {"ssm_cfg": ssm}
     (path / "mamba_config.json").write_text(json.dumps(edited))
     if " " not in outcome and "_first" in outcome:
-        assert find(path).config.mixers.get("mamba").norm == outcome
+        config = open_local(CheckpointFiles(path)).config
+        assert config.mixers.get("mamba").norm == outcome
         return
     with pytest.raises(CheckpointError, match=outcome):
-        find(path)
+        open_local(CheckpointFiles(path))

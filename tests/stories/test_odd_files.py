@@ -14,10 +14,11 @@ import pytest
 
 import stree_jax
 from bench.prompts import read_prompts
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from stree_jax.cli.chat import read_chat_template, read_special_tokens
 from stree_jax.cli.serve import api_keys
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import read_file
 from stree_jax.convert.store import atomic_directory
@@ -97,9 +98,9 @@ def test_files_of_a_model(model, tmp_path, name, kind):
 def test_files_of_a_chat(model, tmp_path, name, kind):
     folder = shutil.copytree(model, tmp_path / "model")
     put(folder / name, kind)
-    assert name in refused(read_chat_template, folder)
+    assert name in refused(read_chat_template, CheckpointFiles(folder))
     if name.startswith("tokenizer"):
-        assert name in refused(read_special_tokens, folder)
+        assert name in refused(read_special_tokens, CheckpointFiles(folder))
 
 
 @pytest.mark.parametrize("kind", KINDS)

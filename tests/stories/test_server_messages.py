@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from stree_jax.checkpoints.checkpoint import load
+from stree_jax.checkpoints.load import load
 from stree_jax.cli import template_limits
 from stree_jax.cli.chat import render
 from stree_jax.cli.main import main

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli import main as cli
 from tests.support import hf_checkpoints as hf
 from tests.support.checkpoints import edit_json, edit_tensors

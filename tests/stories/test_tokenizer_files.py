@@ -14,10 +14,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 import stree_jax
-from stree_jax.checkpoints.checkpoint import info
+from stree_jax.checkpoints.info import info
 from stree_jax.cli.chat import read_chat_template, read_special_tokens, render
 from stree_jax.cli.main import main
 from stree_jax.convert import CheckpointError, convert_checkpoint
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.tokenizer import (
     has_tokenizer,
     read_tokenizer,
@@ -138,7 +139,10 @@ def write(path, tokenizer=None, files=None, model_type="llama"):
 
 def same(path, texts=TEXTS):
     """Compares ids, texts and roles with transformers' for a directory."""
-    theirs, ours = AutoTokenizer.from_pretrained(path), read_tokenizer(path)
+    theirs, ours = (
+        AutoTokenizer.from_pretrained(path),
+        read_tokenizer(CheckpointFiles(path)),
+    )
     for text in texts:
         for around in (True, False):
             wanted = theirs(text, add_special_tokens=around)["input_ids"]
@@ -146,7 +150,7 @@ def same(path, texts=TEXTS):
         for skip in (True, False):
             back = theirs.decode(wanted, skip_special_tokens=skip)
             assert ours.decode(wanted, skip_special_tokens=skip) == back
-    assert read_special_tokens(path) == theirs.special_tokens_map
+    assert read_special_tokens(CheckpointFiles(path)) == theirs.special_tokens_map
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -196,7 +200,7 @@ def test_a_saved_model_keeps_split_special_tokens(tmp_path):
 def test_malformed_settings(tmp_path, files, said):
     path = write(tmp_path / "m", own(), files)
     with pytest.raises(CheckpointError, match=said):
-        read_tokenizer(path)
+        read_tokenizer(CheckpointFiles(path))
 
 
 def test_a_byte_order_mark(tmp_path):
@@ -210,7 +214,7 @@ def test_a_byte_order_mark(tmp_path):
             file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     model = stree_jax.load(path)
     assert stree_jax.generate(model, "x", max_new_tokens=5).texts == ["y"]
-    assert read_chat_template(path) == "{{ bos_token }}x"
+    assert read_chat_template(CheckpointFiles(path)) == "{{ bos_token }}x"
 
 
 # --- chat templates -------------------------------------------------------------------
@@ -255,7 +259,7 @@ FOLDER = "additional_chat_templates"
 )
 def test_where_templates_are(tmp_path, files, found):
     path = templates(write(tmp_path / "m", own()), files)
-    assert read_chat_template(path) == found
+    assert read_chat_template(CheckpointFiles(path)) == found
     if "chat_template.json" not in files:  # which is a processor's
         assert AutoTokenizer.from_pretrained(path).get_chat_template() == found
 
@@ -265,7 +269,7 @@ def test_only_named_templates(tmp_path):
     with pytest.raises(
         CheckpointError, match="rag: none is named default; save the on"
     ):
-        read_chat_template(path)
+        read_chat_template(CheckpointFiles(path))
 
 
 def test_templates_see_the_roles_of_every_file(tmp_path):
@@ -275,7 +279,7 @@ def test_templates_see_the_roles_of_every_file(tmp_path):
     theirs = AutoTokenizer.from_pretrained(path)
     said = [{"role": "user", "content": "x"}]
     wanted = theirs.apply_chat_template(said, chat_template=template, tokenize=False)
-    assert render(template, said, read_special_tokens(path)) == wanted
+    assert render(template, said, read_special_tokens(CheckpointFiles(path))) == wanted
     assert wanted == "<s><tool>False"
 
 
@@ -291,7 +295,7 @@ def test_all_files_go_along(tmp_path):
         for name in files | named:
             copy = tmp_path / written / name
             assert copy.read_text() == (path / name).read_text()
-        ids = read_tokenizer(tmp_path / written).encode("<tool>").ids
+        ids = read_tokenizer(CheckpointFiles(tmp_path / written)).encode("<tool>").ids
         assert ids == [own().token_to_id("<tool>")]
 
 
@@ -343,7 +347,7 @@ def test_vocabulary_and_merges(tmp_path, name, model_type, further):
         SETTINGS,
         "vocab.json",
     ]
-    assert has_tokenizer(path)
+    assert has_tokenizer(CheckpointFiles(path))
     same(path, (*WORDS, "<|im_start|>user\nhi<|im_end|>", "e\u0301", "a<fim>b"))
 
 
@@ -379,13 +383,13 @@ def test_a_sentencepiece_model(tmp_path, prefix):
     )
     path = write(tmp_path / "m", files=files)
     write_pieces(path / "tokenizer.model", tokens, scores, prefix=int(prefix))
-    ours = read_tokenizer(path)
+    ours = read_tokenizer(CheckpointFiles(path))
     for text in (t for t in WORDS if t):
         wanted = piece_ids(text, tokens, scores, prefix)
         assert ours.encode(text).ids == [1, *wanted], text
         assert ours.decode(wanted) == text
     assert ours.encode("</s>", add_special_tokens=False).ids == [2]
-    assert has_tokenizer(path)
+    assert has_tokenizer(CheckpointFiles(path))
 
 
 def test_flags_of_a_sentencepiece_model(tmp_path):
@@ -393,8 +397,8 @@ def test_flags_of_a_sentencepiece_model(tmp_path):
     files = settings(add_bos_token=False, add_eos_token=True)
     path = write(tmp_path / "m", files=files)
     write_pieces(path / "tokenizer.model", tokens, scores)
-    assert read_tokenizer(path).encode("a").ids[0] != 1
-    assert read_tokenizer(path).encode("a").ids[-1] == 2
+    assert read_tokenizer(CheckpointFiles(path)).encode("a").ids[0] != 1
+    assert read_tokenizer(CheckpointFiles(path)).encode("a").ids[-1] == 2
 
 
 @pytest.mark.parametrize("options", [dict(kind=1), dict(spaces=1), dict(charsmap=b"x")])
@@ -403,8 +407,8 @@ def test_other_sentencepiece_models(tmp_path, options):
     path = write(tmp_path / "m")
     write_pieces(path / "tokenizer.model", *pieces(), **options)
     told = []
-    assert read_tokenizer(path, told.append) is None
-    assert not has_tokenizer(path)
+    assert read_tokenizer(CheckpointFiles(path), told.append) is None
+    assert not has_tokenizer(CheckpointFiles(path))
     assert len(told) == 1 and "AutoTokenizer.from_pretrained" in told[0]
 
 
@@ -415,7 +419,7 @@ def test_a_damaged_sentencepiece_model(tmp_path, cut):
     data = (path / "tokenizer.model").read_bytes()
     (path / "tokenizer.model").write_bytes(data[:cut])
     with pytest.raises(CheckpointError, match="tokenizer.model: "):
-        read_tokenizer(path)
+        read_tokenizer(CheckpointFiles(path))
 
 
 def tekken(**config):
@@ -449,7 +453,7 @@ def test_tekken(tmp_path, config):
     """Mistral's newer repositories, such as Devstral's, have this file alone."""
     path = write(tmp_path / "m", model_type="mistral")
     (path / "tekken.json").write_text(json.dumps(tekken(**config)))
-    assert has_tokenizer(path)
+    assert has_tokenizer(CheckpointFiles(path))
     same(path, (*WORDS, "<s>[INST]hi[/INST]</s>", "e\u0301", "<SPECIAL_7>"))
 
 
@@ -469,7 +473,7 @@ def test_malformed_tekken(tmp_path, change, said):
     path = write(tmp_path / "m")
     (path / "tekken.json").write_text(json.dumps(tekken() | change))
     with pytest.raises(CheckpointError, match=f"tekken.json: {said}|{said}"):
-        read_tokenizer(path)
+        read_tokenizer(CheckpointFiles(path))
 
 
 def test_written_with_a_tokenizer_json(tmp_path):
@@ -481,7 +485,7 @@ def test_written_with_a_tokenizer_json(tmp_path):
     convert_checkpoint(path, tmp_path / "ours", progress=False)
     assert main(["export", str(path), str(tmp_path / "hf")]) == 0
     for written in ("ours", "hf"):
-        again = read_tokenizer(tmp_path / written)
+        again = read_tokenizer(CheckpointFiles(tmp_path / written))
         assert again.to_str() == model.tokenizer.to_str()
         assert info(tmp_path / written)["tokenizer"] is True
 

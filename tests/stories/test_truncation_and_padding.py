@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import stree_jax
-from stree_jax.checkpoints import checkpoint
+from stree_jax.checkpoints import load as checkpoint
 from stree_jax.cli.chat import next_turn
 from stree_jax.cli.main import main
 from stree_jax.cli.serve import speller

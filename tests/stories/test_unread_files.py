@@ -15,7 +15,8 @@ import torch
 from safetensors.numpy import save_file
 
 import stree_jax
-from stree_jax.convert import CheckpointError, find, open_checkpoint
+from stree_jax.convert import CheckpointError, checked, open_local
+from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.models.rope import rope_frequencies
 from tests.support.table_models import (
     byte_level,
@@ -82,7 +83,7 @@ def test_other_quantizations_are_refused_with_a_way_on(tmp_path, method):
     config = {"quantization_config": {"quant_method": method, "bits": 4}}
     path = write_llama(tmp_path / "model", V, config=config)
     with pytest.raises(CheckpointError, match=rf"quant_method.*'{method}'.*GGUF file"):
-        open_checkpoint(path)
+        checked(open_local(CheckpointFiles(path)))
 
 
 REFUSED_CONFIGS = {
@@ -102,7 +103,7 @@ REFUSED_CONFIGS = {
 def test_other_configs_are_refused(tmp_path, said):
     path = write_llama(tmp_path / "model", V, config=REFUSED_CONFIGS[said])
     with pytest.raises(CheckpointError, match=said):
-        open_checkpoint(path)
+        checked(open_local(CheckpointFiles(path)))
 
 
 # Fields that change which token transformers' `generate` takes without sampling.
@@ -129,7 +130,7 @@ def test_generation_settings_that_are_not_followed_are_said(counting, name):
     file = counting / "generation_config.json"
     write_json(file, {"eos_token_id": 2, name: GENERATION[name]})
     said = []
-    open_checkpoint(counting, warn=said.append)
+    checked(open_local(CheckpointFiles(counting), warn=said.append))
     assert len(said) == 1 and f"{name} {GENERATION[name]}"[:30] in said[0]
     option = "; Sampling(temperature=0, repetition_penalty=1.1) follows it"
     assert said[0].endswith(option) == (name == "repetition_penalty")
@@ -162,9 +163,8 @@ def gguf_file(path, keys):
 
 
 def rope_of(tmp_path, keys):
-    return (
-        find(gguf_file(tmp_path / "m.gguf", keys)).config.mixers.get("attention").rope
-    )
+    config = open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))).config
+    return config.mixers.get("attention").rope
 
 
 def yarn_of_llama_cpp(dim, factor, length):
@@ -249,11 +249,11 @@ def test_keys_that_would_change_the_numbers(tmp_path, key):
     for value in REFUSED_KEYS[key]:
         file = gguf_file(tmp_path / "m.gguf", {key: value})
         with pytest.raises(CheckpointError, match=key.removeprefix("llama.")):
-            find(file)
+            open_local(CheckpointFiles(file))
 
 
 def test_keys_that_change_nothing(tmp_path):
-    plain = find(gguf_file(tmp_path / "m.gguf", {})).config
+    plain = open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", {}))).config
     keys = {
         "general.quantization_version": 2,
         "general.file_type": 7,
@@ -264,4 +264,7 @@ def test_keys_that_change_nothing(tmp_path):
         "llama.attention.scale": 0.0,
         "llama.vocab_size": 272,
     }
-    assert find(gguf_file(tmp_path / "m.gguf", keys)).config == plain
+    assert (
+        open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", keys))).config
+        == plain
+    )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from stree_jax.checkpoints.checkpoint import Model
+from stree_jax.checkpoints.load import Model
 from stree_jax.models import (
     AttentionConfig,
     MambaConfig,

@@ -1,0 +1,70 @@
+"""What a checkpoint holds, from its config and headers."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stree_jax import models
+from stree_jax.checkpoints.resolve import headers, local_or_hub
+from stree_jax.convert import CheckpointFiles, Opened, open_local
+from stree_jax.convert.hub import HubName
+from stree_jax.convert.store import check_config
+from stree_jax.convert.tokenizer import has_tokenizer
+from stree_jax.cpu_kernels import level
+from stree_jax.models import param_shapes
+from stree_jax.models.memory import state_bytes, weight_bytes
+
+
+def described(path: Path) -> Opened:
+    """Opens a local directory or GGUF file that is not loaded afterwards."""
+    level()  # as in `load`
+    opened = open_local(CheckpointFiles(path), mtp=None)
+    if opened.source is None:
+        check_config(opened.files)
+    return opened
+
+
+def info(path_or_hub_id: str | Path) -> dict[str, Any]:
+    """Describes a checkpoint from its config and headers. No weights are read, or
+    fetched from the hub.
+
+    Parameters and bytes are those that `load` reads, without MTP layers unless the name
+    says so; "quantized" is how the file stores them, such as "nvfp4", or None.
+    """
+    return info_and_config(path_or_hub_id)[0]
+
+
+def info_and_config(
+    path_or_hub_id: str | Path,
+) -> tuple[dict[str, Any], models.ModelConfig]:
+    """Returns what `info` says, and the architecture with the layers for MTP."""
+    with headers(path_or_hub_id) as path:
+        opened = described(path)
+        tokenizer = has_tokenizer(opened.files)
+    on_hub = isinstance(local_or_hub(path_or_hub_id), HubName)
+    whole, dtype = opened.config, opened.dtype
+    config = replace(whole, mtp=())
+    weights = weight_bytes(config, dtype)
+    one, two = (state_bytes(config, 1, capacity, dtype) for capacity in (1, 2))
+    facts = {
+        "path": str(path_or_hub_id) if on_hub else str(path),
+        "format": opened.format,
+        "layers": dict(Counter(config.kinds)),
+        "d_model": config.d_model,
+        "vocab_size": config.vocab_size,
+        "num_tokens": config.num_tokens,
+        "parameters": sum(map(math.prod, param_shapes(config).values())),
+        "dtype": dtype.name,
+        "quantized": opened.quantized,
+        "weight_bytes": weights,
+        "mtp_layers": list(map(str, whole.mtp)),
+        "mtp_weight_bytes": weight_bytes(whole, dtype) - weights,
+        "state_bytes_per_sequence": 2 * one - two,
+        "cache_bytes_per_token": two - one,
+        "tied_head": config.tie_embeddings,
+        "stop_tokens": list(config.stop_tokens),
+        "tokenizer": tokenizer,
+    }
+    return facts, whole

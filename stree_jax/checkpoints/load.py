@@ -1,0 +1,104 @@
+"""Loading models."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import struct
+from jax.sharding import Mesh
+
+from stree_jax import models
+from stree_jax.checkpoints.resolve import resolve
+from stree_jax.checks import check_not_forked, flag, shown, with_hints
+from stree_jax.convert import CheckpointFiles, checked, open_local
+from stree_jax.convert.store import read_params, weights_named
+from stree_jax.convert.tokenizer import read_tokenizer
+from stree_jax.cpu_kernels import level
+from stree_jax.cpu_kernels.pages import to_large_pages
+from stree_jax.models.sharding.placement import automatic, cut_for
+from stree_jax.models.sharding.shards import WHOLE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@struct.dataclass
+class Model(models.Model):
+    """A model and its tokenizer, as `load` returns them.
+
+    Attributes:
+      params: nested dictionary of arrays, the only leaves.
+      config: the architecture.
+      tokenizer: of the checkpoint, or None.
+    """
+
+    tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
+
+    __repr__ = models.Model.__repr__
+
+
+@with_hints
+def load(
+    path_or_hub_id: str | Path,
+    dtype: Any = None,
+    *,
+    dt_floor: bool = False,
+    mtp: bool = False,
+    mesh: Mesh | None = None,
+    whole: bool = False,
+) -> Model:
+    """Loads a model from a directory of our own format, a supported one of PyTorch or
+    safetensors files, or a GGUF file.
+
+    On a mesh the model is cut as `shard` cuts it. Each process reads, part by part,
+    only what its own devices hold, so that no memory needs room for the whole model.
+    Tensors that are quantized or of a GGUF file are read whole, one at a time.
+
+    Args:
+      path_or_hub_id: a directory, a GGUF file or the first of its shards, a Hugging
+        Face hub id, or "demo" / "demo-drafter", the bundled pair.
+      dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
+        always float32). If None, bfloat16 weights stay, quantized ones become bfloat16,
+        and all others float32. With int8, the weights of products are rounded by groups
+        of columns as they are read, and all others are bfloat16 (`models.params`).
+      dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
+        `time_step_min`, as transformers 5.23 does; their authors' code does not.
+      mtp: whether to read the layers that predict further tokens, for drafter "mtp".
+      mesh, whole: see `shard`. If mesh is None, the model is on one device. All
+        processes of a mesh load it at the same time; each checks all files of a
+        directory of our own format.
+
+    Raises:
+      CheckpointError: one line saying what is wrong and where.
+      ValueError: as `shard`, or if STREE_JAX_CPU_KERNELS has an unknown value, before
+        a weight is read.
+    """
+    # Check STREE_JAX_CPU_KERNELS now: later, a bad value would be reported as the fault
+    # of a file.
+    level()
+    check_not_forked()
+    dt_floor, mtp = flag("dt_floor", dt_floor), flag("mtp", mtp)
+    whole = flag("whole", whole)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: want a mesh of stree_jax.make_mesh, got {shown(mesh)}")
+    if mesh is not None:
+        mesh = automatic(mesh)
+    if dtype is not None:
+        weights_named(dtype)
+    files, warn, cut = CheckpointFiles(resolve(path_or_hub_id)), warnings.warn, WHOLE
+    opened = open_local(files, dt_floor, warn, mtp)
+    kept = weights_named(opened.dtype if dtype is None else dtype)
+    config = opened.config if mtp else replace(opened.config, mtp=())
+    checkpoint = None if opened.source is None else checked(opened, kept)
+    if mesh is not None:
+        cut = cut_for(config, mesh, kept, whole)
+    if checkpoint is None:
+        params = read_params(files, opened.config, kept, mtp, mesh, cut)
+    else:
+        params = checkpoint.read(mesh=mesh, cut=cut)
+    if mesh is None:
+        to_large_pages(jax.tree.leaves(params))
+    tokenizer = read_tokenizer(files, warn)
+    return Model(params, config, tokenizer, mesh=mesh, cut=cut)

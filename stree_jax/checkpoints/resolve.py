@@ -1,0 +1,92 @@
+"""The local path of a model, from a path, a bundled name or a name on the hub."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from os import PathLike
+from pathlib import Path
+
+from stree_jax.checks import as_path
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.gguf.header import is_gguf, only_gguf
+from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
+
+BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
+_NAMES = ", ".join(BUNDLED)
+_ADDRESS = re.compile(  # of a page on the hub
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)"
+    r"|([^/.~]+/[^/]+)/(?:tree|blob|resolve)/"
+)
+
+
+def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
+    """Finds the local directory or GGUF file of a model, and fetches it from the hub if
+    need be. If a directory has one GGUF file and no other weights, it is that file.
+
+    Args:
+      path_or_hub_id: a path, a name of `BUNDLED`, or a name on the hub: OWNER/NAME,
+        OWNER/NAME/FILE.gguf or OWNER/NAME:Q4_K_M, each with @REVISION or without.
+      wanted: files to fetch from the hub in place of a model's; see `hub.fetch`.
+
+    Raises:
+      CheckpointError: there is no such model, or the hub cannot be reached.
+    """
+    found = local_or_hub(path_or_hub_id)
+    return fetch(found, wanted) if isinstance(found, HubName) else found
+
+
+@contextmanager
+def headers(path_or_hub_id: str | Path) -> Iterator[Path]:
+    """Yields a directory or GGUF file for `described`. Like `resolve`, but if a model
+    on the hub is not in the cache, only its headers are fetched, into a temporary
+    folder."""
+    found = local_or_hub(path_or_hub_id)
+    if not isinstance(found, HubName):
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="stree-jax-") as folder:
+        yield fetch_headers(found, Path(folder))
+
+
+def valid_path(name: str, path: str | PathLike[str]) -> Path:
+    """Returns the path; raises CheckpointError if no file system takes it."""
+    try:
+        return as_path(name, path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
+    """Tells paths from names on the hub, and checks that a path is there."""
+    name = str(path_or_hub_id)
+    if name in BUNDLED:
+        return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
+    path = valid_path("path_or_hub_id", path_or_hub_id)
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(f"{name:.80}: no path ({error.strerror})") from error
+    if not there and (found := hub_name(name)) is not None:
+        return found
+    if path.is_file() and is_gguf(path):
+        return path
+    if not path.is_dir():
+        raise CheckpointError(_no_model(name, path, there))
+    return only_gguf(path) or path
+
+
+def _no_model(name: str, path: Path, there: bool) -> str:
+    """Says that a path is no directory or GGUF file, and what to name instead."""
+    if there:
+        if (path.parent / "config.json").is_file():
+            return f"{path}: a file of a model; name its directory, {path.parent}"
+        return f"{path}: not a directory or a GGUF file"
+    if on_hub := _ADDRESS.match(name):
+        return f"{name}: no such directory; of the hub, name {on_hub[1] or on_hub[2]}"
+    if name.startswith("~"):
+        return f"{path}: no such directory; ~ is not replaced: want the whole path"
+    also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
+    what = "file" if path.suffix.lower() == ".gguf" else "directory"
+    return f"{path}: no such {what}{also}"

@@ -1,0 +1,49 @@
+"""Writing a model as a directory of our own format."""
+
+import json
+from os import PathLike
+
+from stree_jax import models
+from stree_jax.checkpoints.load import Model
+from stree_jax.checkpoints.resolve import valid_path
+from stree_jax.checks import with_hints
+from stree_jax.convert.errors import CheckpointError
+from stree_jax.convert.export import tokenizer_json
+from stree_jax.convert.special_tokens import SETTINGS
+from stree_jax.convert.store import (
+    atomic_directory,
+    check_space,
+    dtype_named,
+    write_directory,
+)
+from stree_jax.convert.whole_texts import for_whole_texts
+
+
+@with_hints
+def save(model: models.Model, dst: str | PathLike[str]) -> None:
+    """Writes a model as a directory of our own format, atomically.
+
+    Args:
+      dst: must not exist.
+
+    Raises:
+      CheckpointError: one line saying what is wrong; dst is not made.
+    """
+    if not isinstance(model, models.Model):
+        raise CheckpointError(
+            f"save: want a model as `load` returns it, got {type(model).__name__}"
+        )
+    if model.mesh is not None:
+        raise CheckpointError("save: the model is cut over a mesh; load it without one")
+    path = valid_path("save: dst", dst)
+    dtype = dtype_named(model.weight_format)
+    tokenizer = model.tokenizer if isinstance(model, Model) else None
+    with atomic_directory(path) as temporary:
+        check_space(path, model.config, dtype)
+        if tokenizer is not None:  # before its checksum is taken
+            whole = for_whole_texts(tokenizer)
+            whole.save(str(temporary / "tokenizer.json"))
+            if whole.encode_special_tokens:
+                said = tokenizer_json(model.config, whole)
+                (temporary / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
+        write_directory(temporary, model.config, dtype, model.params)

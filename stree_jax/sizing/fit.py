@@ -1,0 +1,212 @@
+"""The one search for what fits in a number of bytes, and the one refusal.
+
+`generate(memory=)`, `plan` and `serve --memory` each describe a `Task`: which
+candidates could decode a request, and how their bytes are counted. `fastest` looks at
+requests in order of preference and at candidates in order of expected speed. It
+predicts their bytes first; of a candidate that may fit, the task compiles the programs
+that would run, and the compiler has the last word.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+from stree_jax.sizing.units import shown_bytes
+
+# Predictions are at most this much too high: beyond it, a candidate is not compiled.
+TOLERANCE = 1.05
+TRIES = 4  # candidates that are compiled and do not fit, before only the least is tried
+
+Asked = TypeVar("Asked")  # a request
+Way = TypeVar("Way")  # a candidate
+
+
+@dataclass(frozen=True)
+class Count:
+    """Bytes of a candidate for a request.
+
+    Attributes:
+      predicted: of everything, as expected.
+      promised: of everything, with a margin that surely suffices.
+      parts: by name.
+    """
+
+    predicted: int
+    promised: int
+    parts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Found(Generic[Asked, Way]):
+    """A request, a candidate that decodes it, and the bytes that it takes."""
+
+    request: Asked
+    candidate: Way
+    size: int
+
+
+class Task(ABC, Generic[Asked, Way]):
+    """What a caller of the search knows about its requests and candidates.
+
+    Attributes:
+      tolerance: a candidate is left out if its prediction exceeds the limit by more
+        than this factor.
+    """
+
+    tolerance = TOLERANCE
+
+    @abstractmethod
+    def least(self, request: Asked) -> Way:
+        """Returns the candidate that takes least, which is one of `candidates`."""
+
+    @abstractmethod
+    def candidates(self, request: Asked) -> Iterable[Way]:
+        """Yields the candidates, the one that is expected to be fastest first."""
+
+    @abstractmethod
+    def count(self, request: Asked, candidate: Way) -> Count:
+        """Predicts the bytes; nothing is allocated or compiled."""
+
+    @abstractmethod
+    def compiled(self, request: Asked, candidate: Way) -> Iterable[int]:
+        """Yields the bytes while each program runs, by the compiler's word. If it
+        yields nothing, the prediction decides."""
+
+    @abstractmethod
+    def numbers(self, request: Asked) -> dict[str, tuple[int, int]]:
+        """Returns the numbers of a request that a refusal may advise to lower, by name:
+        the lowest useful value, and the request's."""
+
+    def lowered(self, request: Asked, name: str, value: int) -> Asked:
+        """Returns a request in which one of the `numbers` has another value."""
+        changed: Any = replace(cast(Any, request), **{name: value})
+        return changed
+
+    def described(self, request: Asked, candidate: Way) -> str:
+        """Names a candidate and what it decodes, in words for a message."""
+        return str(candidate)
+
+
+def fastest(
+    task: Task[Asked, Way], requests: Iterable[Asked], limit: int, count: int = 1
+) -> list[Found[Asked, Way]]:
+    """Finds the first request that fits, and its fastest candidates that fit.
+
+    Args:
+      requests: at least one, in order of preference.
+      limit: bytes.
+      count: how many candidates to return at most.
+
+    Returns:
+      At least one, the fastest by expectation first.
+
+    Raises:
+      ValueError: nothing fits; see `refusal`.
+    """
+    smallest: Found[Asked, Way] | None = None
+    for request in requests:
+        found, least = _fastest_of(task, request, limit, count)
+        if found:
+            return found
+        if smallest is None or least.size <= smallest.size:
+            smallest = least
+    assert smallest is not None
+    raise ValueError(refusal(task, smallest, limit))
+
+
+def _fastest_of(
+    task: Task[Asked, Way], request: Asked, limit: int, count: int
+) -> tuple[list[Found[Asked, Way]], Found[Asked, Way]]:
+    """Returns the candidates that fit, and the least one with its bytes."""
+    bound = task.tolerance * limit
+    least = task.least(request)
+    least_size = task.count(request, least).predicted
+    found: list[Found[Asked, Way]] = []
+    failed = 0
+    # If even the least is predicted not to fit, no other does.
+    for candidate in task.candidates(request) if least_size <= bound else ():
+        is_least = candidate is least
+        size = least_size if is_least else task.count(request, candidate).predicted
+        if size > bound or (failed >= TRIES and not is_least):
+            continue
+        size = _needed(task.compiled(request, candidate), limit) or size
+        if is_least:
+            least_size = size
+        if size <= limit:
+            found.append(Found(request, candidate, size))
+        failed += size > limit
+        if len(found) == count or (is_least and size > limit):
+            break
+    return found, Found(request, least, least_size)
+
+
+def _needed(compiled: Iterable[int], limit: int) -> int:
+    """Returns the most bytes of any program; stops at the first one over the limit."""
+    most = 0
+    for size in compiled:
+        most = max(most, size)
+        if most > limit:
+            break
+    return most
+
+
+def refusal(task: Task[Asked, Way], least: Found[Asked, Way], limit: int) -> str:
+    """Says in one line how many bytes are missing, the largest parts, and what to
+    lower.
+
+    Args:
+      least: what takes least of all that was tried.
+    """
+    parts = task.count(least.request, least.candidate).parts
+    two = sorted(parts.items(), key=lambda item: -item[1])[:2]
+    largest_parts = " and ".join(f"{part} {shown_bytes(n)}" for part, n in two)
+    return (
+        f"memory: {shown_bytes(limit)} are {shown_bytes(least.size - limit)} too few "
+        f"for {task.described(least.request, least.candidate)}, which takes "
+        f"{shown_bytes(least.size)} ({largest_parts}); "
+        + _advice(task, least.request, least.candidate, limit)
+    )
+
+
+def _advice(task: Task[Asked, Way], request: Asked, candidate: Way, limit: int) -> str:
+    """Says which numbers of a request to lower so that the candidate fits: one of them,
+    or as many as it takes."""
+
+    def promised(changed: Asked) -> int:
+        return task.count(changed, candidate).promised
+
+    def most(name: str, request: Asked) -> int | None:
+        def fits(value: int) -> bool:
+            return promised(task.lowered(request, name, value)) <= limit
+
+        return largest(*task.numbers(request)[name], fits)
+
+    numbers = task.numbers(request)
+    names = [name for name, (low, value) in numbers.items() if low < value]
+    alone = [(name, most(name, request)) for name in names]
+    advice = [f"{n} {to}" for n, to in alone if to is not None and to < numbers[n][1]]
+    if advice:
+        return f"it fits with {', or '.join(advice)}"
+    together = []
+    for name in reversed(names):
+        value = most(name, request)
+        together.append(f"{name} {numbers[name][0] if value is None else value}")
+        if value is not None:
+            return f"it fits with {' and '.join(together)}"
+        request = task.lowered(request, name, numbers[name][0])
+    size = shown_bytes(promised(request))
+    return f"the shortest request takes {size}: take a smaller model or more memory"
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """Finds the largest number in low..high that fits, to two digits; None if not even
+    `low` does."""
+    if not fits(low):
+        return None
+    if fits(high):
+        return high
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
