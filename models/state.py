@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, like
 from stree_jax.models.config import LayerKind, MambaConfig, ModelConfig, given
 from stree_jax.models.tracing import traced_once
 from stree_jax.pallas_kernels import (
@@ -314,25 +315,37 @@ def commit_mamba(state: MambaState, pending: LayerPending[MambaRecord]) -> Mamba
     return MambaState(ssm, commit_window(state.conv, xBC, pending.path, pending.length))
 
 
+def _other_arrays(
+    caches: tuple[jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+    path: jax.Array,
+    start: jax.Array,
+) -> bool:
+    sizes = {z.dtype.itemsize for z in (*caches, *rows)}
+    known = len(sizes) == 1 and path.dtype == start.dtype == jnp.int32
+    return not known or 0 in (path.size, *(z.size for z in (*caches, *rows)))
+
+
+@cpu_kernel(
+    "stree_append",
+    outputs=lambda caches, *_: like(caches),
+    unsupported=_other_arrays,
+    aliases={"caches": None},
+)
 def append_both(
     caches: tuple[jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
     path: jax.Array,
     start: jax.Array,
-) -> list[jax.Array]:
-    """`append_rows` of keys and of values; on a CPU a kernel that copies them.
+) -> tuple[jax.Array, jax.Array]:
+    """Appends rows of keys and of values; on a CPU by a kernel that copies them.
 
     Args:
       caches: of both, [B, Hk, S, hd].
       rows: of both, of the tree's nodes [B, T, Hk, hd].
       path, start: [B, M] and [B] int32.
     """
-    given = caches, rows, path, start
-    return cpu_kernels.appended_rows(*given, definition=_append_both)
-
-
-def _append_both(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    k_cache, v_cache, k, v, *place = arrays
+    (k_cache, v_cache), (k, v), place = caches, rows, (path, start)
     return append_rows(k_cache, k, *place), append_rows(v_cache, v, *place)
 
 

@@ -1,17 +1,19 @@
 """Products with weights, written as each platform streams them fastest."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
 from stree_jax.cpu_kernels import (
+    CpuKernel,
     by_platform,
-    counts,
-    skinny_product,
-    skinny_product_int8,
-    unsupported,
+    cpu_kernel,
+    floats,
+    int8_unsupported,
+    product_unsupported,
 )
 from stree_jax.models.sharding.shards import total
 from stree_jax.models.weights.int8 import (
@@ -20,6 +22,8 @@ from stree_jax.models.weights.int8 import (
     int8_product,
     int8_product_cuda,
 )
+
+Function = Callable[..., jax.Array]
 
 
 def linear(
@@ -48,25 +52,24 @@ def linear(
       ValueError: the implementation is unknown or cannot take these.
     """
     rows = x.reshape(-1, x.shape[-1])
-    reason = unsupported(rows, _matrix(weight), live)
+    kernel: CpuKernel[..., jax.Array] = _skinny_cpu
+    arrays: tuple[Any, ...] = rows, weight, live
+    cuda: Function = _skinny_gpu
+    default: Function = _whole
+    if isinstance(weight, Quantized):
+        kernel, arrays = _int8_product, (rows, weight.q, weight.scale, live)
+        cuda, default = _int8_product_cuda, _int8_product.definition
+    reason = kernel.unsupported(*arrays)
     if implementation not in (None, "xla", "native"):
         raise ValueError(f"linear: no implementation {implementation!r}")
     if implementation == "native" and reason is not None:
         raise ValueError(f"linear: native: {reason}")
     native = reason is None and implementation != "xla"
-    if isinstance(weight, Quantized):
-        y = _by_int8(rows, weight, live, native)
-    elif rows.shape[0] > SKINNY and not native:
-        y = _whole(rows, weight)
+    if rows.shape[0] > SKINNY and not native and default is _whole:
+        y = default(*arrays)
     else:
-        y = by_platform(
-            rows,
-            weight,
-            counts(live),
-            cpu=_skinny_native if native else _skinny_cpu,
-            cuda=_skinny_gpu,
-            default=_whole,
-        )
+        cpu = kernel if native else kernel.definition
+        y = by_platform(*arrays, cpu=cpu, cuda=cuda, default=default)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -84,32 +87,31 @@ def linear_summed(
     return y if bias is None else y + as_row(bias, y.ndim)
 
 
-def _matrix(weight: jax.Array | Quantized) -> jax.Array:
-    return weight.q if isinstance(weight, Quantized) else weight
+def _in_float32(rows: jax.Array, *rest: Any) -> tuple[Any, ...]:
+    return rows.astype(jnp.float32), *rest
 
 
-def _by_int8(
-    rows: jax.Array, weight: Quantized, live: jax.Array | None, native: bool
+def _product_shape(rows: jax.Array, weight: jax.Array, *_: Any) -> jax.ShapeDtypeStruct:
+    return floats(rows.shape[0], weight.shape[0])
+
+
+@cpu_kernel(
+    "stree_product_int8",
+    outputs=_product_shape,
+    unsupported=int8_unsupported,
+    shared=("weight", "scale"),
+    prepare=_in_float32,
+)
+def _int8_product(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array, live: jax.Array | None
 ) -> jax.Array:
-    args = rows.astype(jnp.float32), weight.q, weight.scale, counts(live)
-    return by_platform(
-        *args,
-        cpu=_int8_native if native else _int8_product,
-        cuda=_int8_product_cuda,
-        default=_int8_product,
-    )
+    return int8_product(rows.astype(jnp.float32), weight, scale)
 
 
-def _int8_native(*arrays: jax.Array) -> jax.Array:
-    return skinny_product_int8(*arrays, definition=_int8_product)
-
-
-def _int8_product(*arrays: jax.Array) -> jax.Array:
-    return int8_product(*arrays[:3])
-
-
-def _int8_product_cuda(*arrays: jax.Array) -> jax.Array:
-    return int8_product_cuda(*arrays[:3])
+def _int8_product_cuda(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array, live: jax.Array | None
+) -> jax.Array:
+    return int8_product_cuda(rows.astype(jnp.float32), weight, scale)
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -127,10 +129,6 @@ def _whole(rows: jax.Array, weight: jax.Array, _: jax.Array | None = None) -> ja
     return _product("tk,mk->tm", rows.astype(weight.dtype), weight)
 
 
-def _skinny_native(rows: jax.Array, weight: jax.Array, live: jax.Array) -> jax.Array:
-    return skinny_product(rows, weight, live, definition=_skinny_cpu)
-
-
 def _skinny_gpu(
     rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
 ) -> jax.Array:
@@ -145,8 +143,15 @@ def _skinny_gpu(
     return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
 
 
+@cpu_kernel(
+    "stree_product",
+    outputs=_product_shape,
+    unsupported=product_unsupported,
+    shared=("weight",),
+    prepare=_in_float32,
+)
 def _skinny_cpu(
-    rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
+    rows: jax.Array, weight: jax.Array, live: jax.Array | None
 ) -> jax.Array:
     """rows [t, k] @ weight.T for few rows, in the form XLA:CPU streams fastest.
 

@@ -54,8 +54,8 @@ def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
     wide = partial(normal, dtype="float32")
     weights = MixerWeights(
         normal(c.d_xBC, K),
-        normal(c.d_xBC) if c.conv_bias else normal(0),
-        normal(c.d_inner) if c.norm else normal(0),
+        normal(c.d_xBC) if c.conv_bias else None,
+        normal(c.d_inner) if c.norm else None,
         wide(H),
         wide(H),
         wide(c.d_inner if c.D_per_channel else H),

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from stree_jax.cpu_kernels import accept_greedy
 from stree_jax.models import tree_nodes
 from stree_jax.models.argmax import argmax
 from stree_jax.models.nodes import NO_NODE, _tree_tables
 from stree_jax.speculation import layout
-from stree_jax.speculation.accept import _likeliest
+from stree_jax.speculation.accept import likeliest_path
 from stree_jax.speculation.adaptive import pool
 from stree_jax.speculation.adaptive.best_first import nothing_grown, with_level
 from stree_jax.speculation.adaptive.pool import (
@@ -194,7 +193,7 @@ def test_rows_may_be_mapped(rng, monkeypatch):
     use(monkeypatch, "portable")
     parents = jnp.asarray(random_parents(rng, 6, 9)).reshape(3, 2, 9)
     mapped = jax.vmap(lambda z: tree_nodes(z, 4))(parents)
-    flat = _tree_tables(parents.reshape(6, 9), 4)
+    flat = _tree_tables(parents.reshape(6, 9), conv_taps=4)
     for ours, wanted in zip(jax.tree.leaves(mapped), flat, strict=True):
         np.testing.assert_array_equal(ours.reshape(wanted.shape), wanted)
     text = jnp.asarray(rng.integers(0, 3, (3, 2, 30)), jnp.int32)
@@ -244,11 +243,8 @@ def test_greedy_paths(size, vocabulary, rng, both):
 
     def accept(draft, scores):
         arrays = draft.tokens, draft.layout.parents, draft.layout.depth
-        return accept_greedy(
-            *(scores, *arrays, draft.layout.paths),
-            vocabulary=vocabulary,
-            definition=_likeliest(vocabulary),
-        )
+        arrays = scores, *arrays, draft.layout.paths
+        return likeliest_path(*arrays, num_tokens=vocabulary)
 
     for one in (draft, less):
         assert_same(*both(accept, one, jnp.asarray(scores)))
@@ -260,7 +256,6 @@ def test_the_first_of_what_is_no_number(both):
     shape = draft.layout.parents, draft.layout.depth, draft.layout.paths
 
     def accept(scores):
-        how = {"vocabulary": 40, "definition": _likeliest(40)}
-        return accept_greedy(scores, draft.tokens, *shape, **how)[2]
+        return likeliest_path(scores, draft.tokens, *shape, num_tokens=40).tokens
 
     assert_same(*both(accept, scores))
