@@ -73,8 +73,7 @@ def dispatch(
             first.setdefault(kernel.platform, kernel.function)
     if not first:
         return reference(*args)
-    # Without a kernel's own derivatives the backward pass computes the definition again,
-    # and keeps nothing of it meanwhile.
+    # The backward pass computes the definition again, keeping nothing of it meanwhile.
     return by_platform(*args, default=_recomputed(reference), **first)
 
 
