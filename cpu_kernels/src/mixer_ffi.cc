@@ -61,7 +61,8 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in,
   m.dt_bias = dt_bias.typed_data(), m.A_log = A_log.typed_data();
   m.window = window.typed_data();
   m.conv0 = conv0.untyped_data(), m.past_xBC = past_xBC.untyped_data();
-  m.conv = reads ? conv0.untyped_data() : conv->untyped_data(), m.x = x->untyped_data(), m.B = B->untyped_data();
+  m.conv = reads ? conv0.untyped_data() : conv->untyped_data();
+  m.x = x->untyped_data(), m.B = B->untyped_data();
   m.xBC = xBC->untyped_data(), m.dt = dt_out, m.a = a_out;
   m.eps = eps, m.least_dt = least_dt, m.most_dt = most_dt;
   m.weights_bf16 = !weights_wide;

@@ -36,11 +36,11 @@ ffi::Error cut(S32 tokens, S32 accepted, S32 lengths, S32 finish, S32 limits, S3
   return ffi::Error::Success();
 }
 
-ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 gained, F32
-                  margin, S32 choice, Bool running, S32 new_tokens, S32 path, F32 margins, S32
-                  counts, U8 origins, Out<S32> to_tokens, Out<U8> to_origin, Out<S32> to_root,
-                  Out<S32> to_lengths, Out<S32> to_used, Out<S32> to_gained, Out<F32> to_margin)
-                  {
+ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 gained,
+                  F32 margin, S32 choice, Bool running, S32 path, S32 counts, S32 new_tokens,
+                  F32 margins, U8 origins, Out<S32> to_tokens, Out<U8> to_origin,
+                  Out<S32> to_root, Out<S32> to_lengths, Out<S32> to_used,
+                  Out<S32> to_gained, Out<F32> to_margin) {
   kept(tokens, to_tokens), kept(origin, to_origin), kept(root, to_root);
   kept(lengths, to_lengths), kept(used, to_used), kept(gained, to_gained);
   kept(margin, to_margin);

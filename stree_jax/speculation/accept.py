@@ -44,6 +44,7 @@ from stree_jax.sampling.distribution import (
 )
 from stree_jax.sampling.threefry import uniform
 from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.layout import Layout
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
 
 Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
@@ -260,12 +261,13 @@ def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accept
     scores = logits
     if dist.requests.min_new_tokens is not None:
         scores = dist.scores(logits, layout.depth)
-    arrays = scores, draft.tokens, layout.parents, layout.depth, layout.paths
-    return likeliest_path(*arrays, num_tokens=V)
+    return likeliest_path(scores, draft.tokens, layout, num_tokens=V)
 
 
-def _accepted_shapes(*arrays: jax.Array, num_tokens: int) -> Accepted:
-    B, _, most = arrays[-1].shape
+def _accepted_shapes(
+    scores: jax.Array, tokens: jax.Array, layout: Layout, *, num_tokens: int
+) -> Accepted:
+    B, _, most = layout.paths.shape
     return Accepted(ints(B, most), ints(B), ints(B, most), floats(B, most))
 
 
@@ -273,17 +275,16 @@ def _accepted_shapes(*arrays: jax.Array, num_tokens: int) -> Accepted:
     "stree_accept_greedy",
     outputs=_accepted_shapes,
     attributes=lambda num_tokens: {"vocabulary": num_tokens},
+    prepare=lambda scores, tokens, layout, *, num_tokens: (
+        *(scores, tokens),
+        *(layout.parents, layout.depth, layout.paths),
+    ),
 )
 def likeliest_path(
-    scores: jax.Array,
-    tokens: jax.Array,
-    parents: jax.Array,
-    depth: jax.Array,
-    paths: jax.Array,
-    *,
-    num_tokens: int,
+    scores: jax.Array, tokens: jax.Array, layout: Layout, *, num_tokens: int
 ) -> Accepted:
-    """Accepts greedily by scores [B, T, >= V]; the tables are the tree's layout."""
+    """Accepts greedily by scores [B, T, >= V] of a tree's tokens [B, T]."""
+    parents, depth, paths = layout.parents, layout.depth, layout.paths
     scores = scores[..., :num_tokens]
     best = argmax(scores)
     above = jnp.take_along_axis(best, jnp.maximum(parents, 0), axis=1)

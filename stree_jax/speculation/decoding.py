@@ -224,8 +224,7 @@ def record_step(
         origin = jnp.full_like(draft.tokens, DRAFTER, jnp.uint8)
     before = Output(d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin)
     trees, running = jnp.broadcast_to(trees, d.length.shape), d.finish == RUNNING
-    gain = accepted.tokens, accepted.path, accepted.margin, accepted.length, origin
-    after = _recorded(before, trees, running, *gain)
+    after = _recorded(before, trees, running, accepted, origin)
     return replace(
         d,
         **after._asdict(),
@@ -265,10 +264,7 @@ def _recorded(
     before: Output,
     choice: jax.Array,
     running: jax.Array,
-    tokens: jax.Array,
-    path: jax.Array,
-    margins: jax.Array,
-    length: jax.Array,
+    accepted: Accepted,
     origin: jax.Array,
 ) -> Output:
     """Returns the output and statistics after a step.
@@ -277,10 +273,10 @@ def _recorded(
       before: the output so far.
       choice: [B] int32, the step's trees, as places in the menu.
       running: [B] bool, rows that were not finished.
-      tokens, path, margins: [B, M + 1], of `Accepted`.
-      length: [B] int32, how many of them count.
+      accepted: of the step, after the cut.
       origin: [B, T] uint8, of the tree's nodes.
     """
+    tokens, path, length = accepted.tokens, accepted.path, accepted.length
     places = _places(before.length, length, tokens, before.tokens.shape[1])
     after = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))  # nodes lead to the next; 0: none
     drafted = jnp.take_along_axis(origin, after, axis=1)
@@ -294,7 +290,7 @@ def _recorded(
     row = jnp.arange(length.shape[0], dtype=jnp.int32)
     ran = running.astype(jnp.int32)
     counts = jnp.arange(path.shape[1], dtype=jnp.int32)[None] < length[:, None]
-    least = jnp.where(counts, margins, jnp.inf).min(axis=1)
+    least = jnp.where(counts, accepted.margin, jnp.inf).min(axis=1)
     return Output(
         jax.vmap(write)(before.tokens, places, tokens),
         jax.vmap(write)(before.origin, places, drafted),

@@ -285,6 +285,19 @@ def test_mapped_rows_are_rows_of_the_batch():
     agree(got, run(turned), "float32")
 
 
+def test_mapped_inputs_share_the_queried_rows():
+    c = CONFIGS["plain"]
+    one = case(c)
+    run = adding(mixed, c, [1, 4])
+    mapped = jax.vmap(lambda z: run(one._replace(zxbcdt=z)))
+    text = jax.jit(mapped).lower(jnp.stack([one.zxbcdt] * 2)).as_text()
+    assert text.count("@stree_mixer") == 1
+    both = mapped(jnp.stack([one.zxbcdt, -one.zxbcdt]))
+    got = jax.tree.map(lambda z: z[1], both)
+    wanted = run(one._replace(zxbcdt=-one.zxbcdt))
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
 @pytest.mark.parametrize("T", [32, 8])
 def test_records_and_state_are_changed_in_place_only_where_they_may_be(optimised, T):
     """In a loop nothing of the records' size is copied; what is read later stays."""

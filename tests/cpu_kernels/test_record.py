@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.decoding import OPEN, Output, _cut_by_tokens, _recorded
 from tests.support.native import assert_same, built
 
@@ -54,10 +55,12 @@ def test_what_is_written(choice, nodes, rng, both):
     step = (
         jnp.full((ROWS,), choice, jnp.int32).at[::3].set(1),
         ints(2, ROWS) > 0,
-        ints(99, ROWS, WIDTH),
-        ints(nodes, ROWS, WIDTH),
-        jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32),
-        count,
+        Accepted(
+            path=ints(nodes, ROWS, WIDTH),
+            length=count,
+            tokens=ints(99, ROWS, WIDTH),
+            margin=jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32),
+        ),
         ints(5, ROWS, nodes).astype(jnp.uint8),
     )
     assert_same(*both(_recorded, before, *step))

@@ -173,6 +173,26 @@ def test_levels(width, depth, taps, ahead, alike, rng, both):
     assert_same(*both(all_levels, *asked))
 
 
+def test_levels_of_mapped_rows(rng, monkeypatch):
+    use(monkeypatch, "portable")
+    start = nothing_grown(None, 2, 3, 5)
+    scores = jnp.asarray(rng.normal(size=(2, 2, 3, 50)), jnp.float32)
+
+    def grown(scores):
+        after = start
+        for _ in range(2):
+            best, guess = lax.top_k(scores, 3)
+            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            worth = jnp.linspace(0.1, 0.9, KINDS)
+            after = with_level(after, best, guess, total, worth)
+        return after.pool
+
+    mapped = jax.jit(jax.vmap(grown))
+    assert "stree_next_level" in mapped.lower(scores).as_text()
+    one = jax.tree.map(lambda z: z[1], mapped(scores))
+    assert_same(one, jax.jit(grown)(scores[1]))
+
+
 def test_tokens_that_are_out_of_the_question(both):
     """Scores of -inf are of the worst kind; one token alone is of the best."""
     start = nothing_grown(None, 1, 3, 2)
@@ -242,9 +262,7 @@ def test_greedy_paths(size, vocabulary, rng, both):
     less = without_rest(draft, count)
 
     def accept(draft, scores):
-        arrays = draft.tokens, draft.layout.parents, draft.layout.depth
-        arrays = scores, *arrays, draft.layout.paths
-        return likeliest_path(*arrays, num_tokens=vocabulary)
+        return likeliest_path(scores, draft.tokens, draft.layout, num_tokens=vocabulary)
 
     for one in (draft, less):
         assert_same(*both(accept, one, jnp.asarray(scores)))
@@ -253,9 +271,8 @@ def test_greedy_paths(size, vocabulary, rng, both):
 def test_the_first_of_what_is_no_number(both):
     scores = jnp.zeros((1, 1, 40)).at[0, 0, 7].set(jnp.nan).at[0, 0, 33].set(jnp.nan)
     draft = only_root(jnp.zeros((1,), jnp.int32))
-    shape = draft.layout.parents, draft.layout.depth, draft.layout.paths
 
     def accept(scores):
-        return likeliest_path(scores, draft.tokens, *shape, num_tokens=40).tokens
+        return likeliest_path(scores, draft.tokens, draft.layout, num_tokens=40).tokens
 
     assert_same(*both(accept, scores))

@@ -104,8 +104,7 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     Returns:
       the tree, and the values of its nodes [B, T] float32; the root's is 1.
     """
-    arrays = pool.tokens, pool.parents, pool.value, pool.kind, pool.guessed
-    nodes = _best_nodes(*arrays, root, size=tree.size)
+    nodes = _best_nodes(pool, root, size=tree.size)
     tokens, parents, value, kind, guessed = nodes
     origin = jnp.where(guessed, NGRAM, DRAFTER)
     origin = jnp.where(kind < MODEL_KINDS, origin, LOOKUP)
@@ -119,8 +118,10 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     return draft, value
 
 
-def _nodes_shapes(*arrays: jax.Array, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = arrays[0].shape[0], size
+def _nodes_shapes(
+    pool: Pool, root: jax.Array, *, size: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = root.shape[0], size
     guessed = jax.ShapeDtypeStruct(shape, jnp.bool_)
     return ints(*shape), ints(*shape), floats(*shape), ints(*shape), guessed
 
@@ -129,19 +130,14 @@ def _nodes_shapes(*arrays: jax.Array, size: int) -> tuple[jax.ShapeDtypeStruct, 
     "stree_best_nodes",
     outputs=_nodes_shapes,
     attributes=lambda size: {"no_kind": NO_KIND},
+    prepare=lambda z, root, *, size: (
+        *(z.tokens, z.parents, z.value, z.kind, z.guessed),
+        root,
+    ),
 )
-def _best_nodes(
-    tokens: jax.Array,
-    parents: jax.Array,
-    value: jax.Array,
-    kind: jax.Array,
-    guessed: jax.Array,
-    root: jax.Array,
-    *,
-    size: int,
-) -> tuple[jax.Array, ...]:
+def _best_nodes(pool: Pool, root: jax.Array, *, size: int) -> tuple[jax.Array, ...]:
     """Returns tokens, parents, values, kinds and `guessed` of the best nodes [B, T]."""
-    best, place = lax.top_k(value, min(size - 1, value.shape[1]))
+    best, place = lax.top_k(pool.value, min(size - 1, pool.value.shape[1]))
     padding = ((0, 0), (0, size - 1 - best.shape[1]))
     best, place = jnp.pad(best, padding), jnp.pad(place.astype(jnp.int32), padding)
     exists = best > 0
@@ -152,16 +148,16 @@ def _best_nodes(
     def with_root(nodes: jax.Array, first: jax.Array) -> jax.Array:
         return jnp.concatenate([first[:, None], nodes], axis=1)
 
-    above = of(parents, 0)
+    above = of(pool.parents, 0)
     at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
     nearest = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
     none = jnp.full_like(root, -1)
     return (
-        with_root(of(tokens, 0), root),
+        with_root(of(pool.tokens, 0), root),
         with_root(nearest, none),
         with_root(best, jnp.ones(root.shape, jnp.float32)),
-        with_root(of(kind, NO_KIND), none + 1 + NO_KIND),
-        with_root(of(guessed, False), none >= 0),
+        with_root(of(pool.kind, NO_KIND), none + 1 + NO_KIND),
+        with_root(of(pool.guessed, False), none >= 0),
     )
 
 

@@ -117,16 +117,17 @@ def look_up(
       depth: M.
       room: for so many candidates behind them, which are none yet.
     """
-    arrays = history.tokens, history.length, probability
-    tokens, parents, value, kind, path = _found(*arrays, depth=depth, room=room)
+    tokens, parents, value, kind, path = _found(
+        history, probability, depth=depth, room=room
+    )
     nobody = jnp.zeros(tokens.shape, bool)
     return Pool(tokens, parents, value, kind, path, nobody)
 
 
 def _found_shapes(
-    tokens: jax.Array, *_: jax.Array, depth: int, room: int
+    history: History, _: jax.Array, *, depth: int, room: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    shape = tokens.shape[0], PLACES * depth + room
+    shape = history.tokens.shape[0], PLACES * depth + room
     path = jax.ShapeDtypeStruct(shape, jnp.uint32)
     return ints(*shape), ints(*shape), floats(*shape), ints(*shape), path
 
@@ -144,23 +145,17 @@ def _found_shapes(
     ),
 )
 def _found(
-    tokens: jax.Array,
-    length: jax.Array,
-    probability: jax.Array,
-    *,
-    depth: int,
-    room: int,
+    history: History, probability: jax.Array, *, depth: int, room: int
 ) -> tuple[jax.Array, ...]:
     """Returns tokens, parents, value, kind and path [B, W * M + room] of the pool."""
-    pool = _candidates(tokens, length, probability, depth)
+    pool = _candidates(history, probability, depth)
     return tuple(jnp.pad(z, ((0, 0), (0, room))) for z in pool)
 
 
 def _candidates(
-    tokens: jax.Array, length: jax.Array, probability: jax.Array, depth: int
+    history: History, probability: jax.Array, depth: int
 ) -> tuple[jax.Array, ...]:
-    """The pool of `look_up`, but for who guessed."""
-    history = History(tokens, length)
+    """Returns the pool of `look_up`, without `guessed`."""
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
     step = jnp.arange(M, dtype=jnp.int32)[None, None]
