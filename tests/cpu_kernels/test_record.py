@@ -6,7 +6,7 @@ import pytest
 
 from stree_jax.speculation.accept import Accepted
 from stree_jax.speculation.decoding import OPEN, Output, _cut_by_tokens, _recorded
-from tests.support.native import assert_same, built
+from tests.support.native import assert_same, built, in_place
 
 pytestmark = built
 ROWS, WIDTH, STOPS = 64, 5, 3
@@ -63,4 +63,5 @@ def test_what_is_written(choice, nodes, rng, both):
         ),
         ints(5, ROWS, nodes).astype(jnp.uint8),
     )
+    assert in_place(_recorded, before, *step) == len(before)
     assert_same(*both(_recorded, before, *step))
