@@ -4,41 +4,13 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 VARIABLE = "STREE_JAX_CPU_KERNELS"
 # As src/levels.cc counts them.
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
-TARGETS = (
-    "stree_product",
-    "stree_product_int8",
-    "stree_scan",
-    "stree_mixer",
-    "stree_attention",
-    "stree_tree_nodes",
-    "stree_tree_layout",
-    "stree_look_up",
-    "stree_merged",
-    "stree_best_nodes",
-    "stree_gains",
-    "stree_first_level",
-    "stree_next_level",
-    "stree_accept_greedy",
-    "stree_argmax",
-    "stree_cut",
-    "stree_record",
-    "stree_window",
-    "stree_append",
-    "stree_norm",
-    "stree_gate",
-    "stree_heads",
-    "stree_rows",
-    "stree_noise",
-    "stree_best",
-    "stree_best_drawn",
-)
 
 
 class Library(NamedTuple):
@@ -56,21 +28,24 @@ class Library(NamedTuple):
 
 @cache
 def library() -> Library:
-    """Load the kernels, and tell XLA of them; done once."""
+    """Loads the kernels and registers all that they list with XLA, once."""
     files = sorted(Path(__file__).parent.glob("_native*.so"))
     if not files:
         return Library(None, "not built: there was no C++ compiler")
     try:
         loaded = ctypes.CDLL(str(files[0]))
-        for target in TARGETS:
+        for target in _text_of(loaded.stree_kernels).split():
             capsule = jax.ffi.pycapsule(getattr(loaded, target))
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     except (OSError, AttributeError, RuntimeError) as error:
         # Made for another machine, or for a jaxlib with another interface.
         return Library(None, " ".join(str(error).split()))
-    loaded.stree_instructions.restype = ctypes.c_char_p
-    names = loaded.stree_instructions().decode().split()
-    return Library(tuple(names), None)
+    return Library(tuple(_text_of(loaded.stree_instructions).split()), None)
+
+
+def _text_of(function: Any) -> str:
+    function.restype = ctypes.c_char_p
+    return function().decode()
 
 
 def level() -> int | None:

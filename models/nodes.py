@@ -5,14 +5,13 @@ child of the committed context (one for a tree, several for a forest), and `NO_N
 padding: rows of a smaller tree in arrays made for a larger one.
 """
 
-from functools import cache, partial
 from typing import Any, Generic, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, ints
 from stree_jax.models.mixer import MixerPending, Record
 
 # How SSM layers go through nodes: "tree", any mask, all nodes at once; "chain", one
@@ -129,21 +128,29 @@ def tree_nodes(parents: jax.Array, conv_taps: int, *, partly: bool = False) -> N
       conv_taps: K.
       partly: True if the last rows may be padding.
     """
-    tables = cpu_kernels.tree_nodes(parents, conv_taps, _tables(conv_taps))
-    mask, depth, window = tables
+    mask, depth, window = _tree_tables(parents, conv_taps=conv_taps)
     count = (parents != NO_NODE).sum(axis=1, dtype=jnp.int32) if partly else None
     return Nodes(mask, depth, window, count)
 
 
-@cache
-def _tables(conv_taps: int) -> Any:
-    return partial(_tree_tables, conv_taps=conv_taps)
+def _tables_shapes(
+    parents: jax.Array, *, conv_taps: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    B, T = parents.shape
+    mask = jax.ShapeDtypeStruct((B, T, T), jnp.bool_)
+    return mask, ints(B, T), ints(B, T, conv_taps)
 
 
+@cpu_kernel(
+    "stree_tree_nodes",
+    outputs=_tables_shapes,
+    # The tables of the root alone are constants to XLA.
+    unsupported=lambda parents, **_: parents.shape[1] == 1,
+)
 def _tree_tables(
-    parents: jax.Array, conv_taps: int
+    parents: jax.Array, *, conv_taps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns mask, depth and window of `tree_nodes`."""
+    """Returns mask [B, T, T], depth [B, T] and window [B, T, K] of `tree_nodes`."""
     T, none = parents.shape[1], (parents == NO_NODE)[..., None]
     lineage = jnp.where(none, -1, ancestors(parents, T))  # [B, T, T]
     rows = jnp.arange(T, dtype=jnp.int32).reshape(1, 1, 1, T)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
+from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.params import declare, norm_params
 from stree_jax.models.sharding.shards import mean_of_neighbours
 from stree_jax.models.weights.linear import as_row
@@ -37,7 +37,7 @@ class ScaledNorm:
     groups: int = 1
     parts: int = 1
 
-    def __call__(self, x: jax.Array, scale: jax.Array, *_: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         normed = rms_norm(x, self.eps, self.groups, self.parts)
         return normed * as_row(scale, x.ndim)
 
@@ -45,15 +45,42 @@ class ScaledNorm:
 def scaled_rms_norm(
     x: jax.Array, scale: jax.Array, norm: ScaledNorm, live: jax.Array | None = None
 ) -> jax.Array:
-    """Returns norm(x, scale), on a CPU from the kernel, which takes whole rows.
+    """Returns norm(x, scale), on a CPU by the compiled kernel if rows are whole.
 
     Args:
       live: as in `linear`.
     """
-    whole = norm.groups == norm.parts == 1
-    if whole and norm_unsupported(x, scale) is None:
-        return scaled_norm(x, scale, norm.eps, live, definition=norm)
+    if norm.groups == norm.parts == 1:
+        return whole_norm(x, scale, live, eps=norm.eps)
     return norm(x, scale)
+
+
+def _no_rows(
+    x: jax.Array, scale: jax.Array, live: jax.Array | None, *, eps: float
+) -> bool:
+    known = scale.dtype in (jnp.float32, jnp.bfloat16)
+    return x.ndim < 2 or x.size == 0 or not known
+
+
+# XLA makes four operations of it, each compiled and run by itself. In the kernel a row
+# has the same bits whatever stands beside it, with any number of threads, everywhere.
+@cpu_kernel(
+    "stree_norm",
+    outputs=lambda x, *_, **__: floats(*x.shape),
+    unsupported=_no_rows,
+    shared=("scale",),
+    attributes=lambda eps: {"eps": float(eps)},
+    prepare=lambda x, *rest, **_: (x.astype(jnp.float32), *rest),
+)
+def whole_norm(
+    x: jax.Array, scale: jax.Array, live: jax.Array | None, *, eps: float
+) -> jax.Array:
+    """Returns x / rms(x) * scale of x [..., d] and a scale [d], in float32.
+
+    Args:
+      live: as of `linear`.
+    """
+    return ScaledNorm(eps)(x, scale)
 
 
 def gated_norm(

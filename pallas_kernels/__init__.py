@@ -7,10 +7,10 @@ Hq/Hk query/KV heads, M longest path.
 
 from stree_jax.pallas_kernels.attention import ATTENTION_BLOCK as ATTENTION_BLOCK
 from stree_jax.pallas_kernels.attention import as_bits as as_bits
+from stree_jax.pallas_kernels.conv import commit_window as commit_window
 from stree_jax.pallas_kernels.conv import tree_conv as tree_conv
 from stree_jax.pallas_kernels.dispatch import Implementation as Implementation
 from stree_jax.pallas_kernels.ops import chunk_scan as chunk_scan
-from stree_jax.pallas_kernels.ops import commit_window as commit_window
 from stree_jax.pallas_kernels.ops import replay as replay
 from stree_jax.pallas_kernels.ops import replay_tree_scan as replay_tree_scan
 from stree_jax.pallas_kernels.ops import tree_attention as tree_attention

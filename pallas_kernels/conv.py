@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from stree_jax.cpu_kernels import cpu_kernel, like
+
 
 def _gather_rows(z: jax.Array, rows: jax.Array) -> jax.Array:
     """z [B, T, C], rows [B, ...] -> [B, ..., C]."""
@@ -40,10 +42,23 @@ def tree_conv(
     return y
 
 
+def _other_arrays(
+    window0: jax.Array, u: jax.Array, path: jax.Array, length: jax.Array
+) -> bool:
+    known = u.dtype == window0.dtype and path.dtype == length.dtype == jnp.int32
+    return not known or 0 in (window0.size, u.size, path.size)
+
+
+@cpu_kernel(
+    "stree_window",
+    outputs=lambda window0, *_: like(window0),
+    unsupported=_other_arrays,
+    aliases={"window0": None},
+)
 def commit_window(
     window0: jax.Array, u: jax.Array, path: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """The last K-1 inputs of the committed sequence after an accepted path.
+    """Returns the last K-1 inputs of the committed sequence after an accepted path.
 
     Args:
       window0: [B, K-1, C], before the path.

@@ -1,7 +1,7 @@
 """Which of an op's implementations runs."""
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -73,23 +73,8 @@ def dispatch(
             first.setdefault(kernel.platform, kernel.function)
     if not first:
         return reference(*args)
-    return _by_platform(reference, tuple(first.items()), *args)
+    # The backward pass computes the definition again, keeping nothing of it meanwhile.
+    return by_platform(*args, default=_recomputed(reference), **first)
 
 
-Choices = tuple[tuple[str, Callable[..., Any]], ...]  # a platform, and what runs there
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_platform(reference: Callable, kernels: Choices, *args: Any) -> Any:
-    return by_platform(*args, default=reference, **dict(kernels))
-
-
-def _forward(reference: Callable, kernels: Choices, *args: Any) -> tuple[Any, Any]:
-    return _by_platform(reference, kernels, *args), args
-
-
-def _backward(reference: Callable, kernels: Choices, args: Any, given: Any) -> Any:
-    return jax.vjp(reference, *args)[1](given)
-
-
-_by_platform.defvjp(_forward, _backward)
+_recomputed = cache(jax.checkpoint)

@@ -12,15 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from stree_jax.cpu_kernels import CpuKernel, cpu_kernel, floats
 from stree_jax.cpu_kernels import attention as cpu_attention
-from stree_jax.cpu_kernels import committed_window
 from stree_jax.cpu_kernels import scan as cpu_scan
 from stree_jax.pallas_kernels import (
     attention,
-    conv,
     mosaic_scan,
     scan,
     triton_attention,
@@ -68,8 +66,8 @@ def replay_tree_scan(
         "triton": Kernel(triton_scan.replay_tree_scan, triton),
         "mosaic_gpu": Kernel(mosaic_scan.replay_tree_scan, mosaic),
     }
-    native = cpu_scan.scan_unsupported(h0, mask)
-    kernels["native"] = Kernel(_native_replay_tree_scan, native, "cpu")
+    native = native_replay_tree_scan.unsupported(h0, past, inputs, mask)
+    kernels["native"] = Kernel(native_replay_tree_scan, native, "cpu")
     if implementation is None and mask.shape[-1] == past.path.shape[-1] == 1:
         # A token after a token has no products, and XLA fuses it with what is around
         # it: a plain step of Mamba2-2.7B takes 4.2 ms on an H200, with a kernel 4.7;
@@ -79,41 +77,32 @@ def replay_tree_scan(
     return dispatch(name, implementation, scan.replay_tree_scan, kernels, *args)
 
 
-def _native_replay_tree_scan(
-    h0: jax.Array, past: Replayed, inputs: ScanInputs, mask: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    arrays = h0, *past, *inputs, mask
-    return cpu_scan.replay_tree_scan(*arrays, definition=_replay_tree_scan_of)
-
-
-def _replay_tree_scan_of(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    h0, mask, past = arrays[0], arrays[-1], Replayed(*arrays[1:7])
-    return scan.replay_tree_scan(h0, past, ScanInputs(*arrays[7:-1]), mask)
+native_replay_tree_scan = cpu_kernel(
+    "stree_scan",
+    outputs=lambda h0, _, inputs, __: (floats(*inputs.x.shape), floats(*h0.shape)),
+    unsupported=cpu_scan.scan_unsupported,
+    shared=("inputs.D",),
+    aliases={"h0": 1},
+    prepare=cpu_scan.scan_arrays,
+)(scan.replay_tree_scan)
 
 
 def replay(
     h0: jax.Array, past: Replayed, *, implementation: Implementation | None = None
 ) -> jax.Array:
     """The state after an accepted path: `scan.replay`."""
-    native = cpu_scan.replay_unsupported(h0, past.path)
-    kernels = {"native": Kernel(_native_replay, native, "cpu")}
+    native = native_replay.unsupported(h0, past)
+    kernels = {"native": Kernel(native_replay, native, "cpu")}
     return dispatch("replay", implementation, scan.replay, kernels, h0, past)
 
 
-def _native_replay(h0: jax.Array, past: Replayed) -> jax.Array:
-    return cpu_scan.replay(h0, *past, definition=_replay_of)
-
-
-def _replay_of(h0: jax.Array, *past: jax.Array) -> jax.Array:
-    return scan.replay(h0, Replayed(*past))
-
-
-def commit_window(
-    window0: jax.Array, u: jax.Array, path: jax.Array, length: jax.Array
-) -> jax.Array:
-    """A convolution's last inputs after an accepted path: `conv.commit_window`."""
-    arrays = window0, u, path, length
-    return committed_window(*arrays, definition=conv.commit_window)
+native_replay = cpu_kernel(
+    "stree_replay",
+    outputs=lambda h0, _: floats(*h0.shape),
+    unsupported=cpu_scan.replay_unsupported,
+    aliases={"h0": None},
+    prepare=cpu_scan.replay_arrays,
+)(scan.replay)
 
 
 def tree_attention(
@@ -131,7 +120,8 @@ def tree_attention(
     """Attention to the committed cache and to ancestors: `attention.tree_attention`."""
     _check_heads("tree_attention", q.shape[2], k.shape[2])
     reason = triton_attention.unsupported(q, k_cache, v_cache, mask)
-    native = cpu_attention.attention_unsupported(q, k_cache, scale)
+    arrays = q, k, v, k_cache, v_cache, length, mask
+    native = native_attention.unsupported(*arrays, scale=scale)
     return dispatch(
         "tree_attention",
         implementation,
@@ -140,13 +130,13 @@ def tree_attention(
             "triton": Kernel(_Scaled(triton_attention.tree_attention, scale), reason),
             "native": Kernel(_Scaled(_native_attention, scale), native, "cpu"),
         },
-        *(q, k, v, k_cache, v_cache, length, mask),
+        *arrays,
     )
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """An attention of arrays, whose last argument is known."""
+    """An attention of arrays, with its last argument bound."""
 
     attention: Callable[..., jax.Array]
     scale: float
@@ -155,30 +145,26 @@ class _Scaled:
         return self.attention(*arrays, self.scale)
 
 
-def _native_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any
-) -> jax.Array:
-    k_cache, v_cache, length, mask, scale = rest
-    dtype = k_cache.dtype
-    wide = q.astype(jnp.float32)
-    bits = (attention.as_bits(z.astype(dtype)) for z in (k, v, k_cache, v_cache))
-    args = wide, *bits, length, mask
-    definition = _InBlocks(dtype, float(scale))
-    return cpu_attention.tree_attention(*args, scale=scale, definition=definition)
+def _native_attention(*args: Any) -> jax.Array:
+    *arrays, scale = args
+    return native_attention(*arrays, scale=scale)
 
 
-@dataclass(frozen=True)
-class _InBlocks:
-    """`attention.in_blocks` of numbers as bits."""
+def _attention_arrays(q: jax.Array, *rest: jax.Array, scale: float) -> tuple[Any, ...]:
+    """Returns the arrays as the kernel reads them: 16-bit numbers are uint16."""
+    *numbers, length, mask = rest
+    dtype = numbers[2].dtype  # of the caches
+    bits = (attention.as_bits(z.astype(dtype)) for z in numbers)
+    return q.astype(jnp.float32), *bits, length, mask
 
-    dtype: np.dtype
-    scale: float
 
-    def __call__(self, q: jax.Array, *rest: jax.Array) -> jax.Array:
-        *bits, length, mask = rest
-        k, v, k_cache, v_cache = (z.view(self.dtype) for z in bits)
-        nodes, cache = (q, k, v), (k_cache, v_cache)
-        return attention.in_blocks(*nodes, *cache, length, mask, self.scale)
+native_attention: CpuKernel[..., jax.Array] = cpu_kernel(
+    "stree_attention",
+    outputs=lambda q, *_, **__: floats(*q.shape),
+    unsupported=cpu_attention.attention_unsupported,
+    attributes=lambda scale: {"scale": float(scale)},
+    prepare=_attention_arrays,
+)(attention.in_blocks)
 
 
 def chunk_scan(

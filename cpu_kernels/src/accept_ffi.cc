@@ -8,17 +8,12 @@
 #include <algorithm>
 #include <limits>
 
-#include "work.h"
+#include "handler.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
-
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-template <class Array>
-using Out = ffi::Result<Array>;
 
 struct Top {
   int32_t place;
@@ -61,7 +56,7 @@ ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 pat
   const auto shape = scores.dimensions();
   const int64_t B = shape[0], T = shape[1], V = shape[2], room = paths.dimensions()[2];
   if (vocabulary < 1 || vocabulary > V)
-    return ffi::Error::InvalidArgument("want scores of all tokens");
+    return refused("want scores of all tokens");
   auto* const top = static_cast<Top*>(scratch_of_thread<0>(T * sizeof(Top)));
   auto* const right = static_cast<bool*>(scratch_of_thread<1>(T));
   for (int64_t b = 0; b < B; b++) {
@@ -95,11 +90,11 @@ ffi::Error accept_greedy(F32 scores, S32 tokens, S32 parents, S32 depth, S32 pat
   return ffi::Error::Success();
 }
 
-ffi::Error argmax(ffi::ThreadPool pool, F32 numbers, Out<S32> places) {
+ffi::Error argmax(ffi::ThreadPool pool, F32 numbers, Out<S32> places, int64_t) {
   const auto shape = numbers.dimensions();
   const auto rows = static_cast<int64_t>(places->element_count());
   if (shape.size() == 0 || rows * shape.back() != static_cast<int64_t>(numbers.element_count()))
-    return ffi::Error::InvalidArgument("want numbers [.., n] and places [..]");
+    return refused("want numbers [.., n] and places [..]");
   const int64_t n = shape.back();
   share(pool, row_parts(rows, n), rows, [&](int64_t i) {
     places->typed_data()[i] = top_of(numbers.typed_data() + i * n, n).place;
@@ -110,27 +105,5 @@ ffi::Error argmax(ffi::ThreadPool pool, F32 numbers, Out<S32> places) {
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_argmax(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::Buffer<ffi::S32>>()
-                                   .To(stree::argmax)
-                                   .release();
-  return handler->Call(frame);
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_accept_greedy(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<accept_greedy>(frame, bind_serial()
-                                   .Arg<F32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Ret<S32>()
-                                   .Ret<S32>()
-                                   .Ret<S32>()
-                                   .Ret<F32>()
-                                   .Attr<int64_t>("vocabulary"));
-}
+STREE_KERNEL(argmax)
+STREE_KERNEL(accept_greedy, "vocabulary")

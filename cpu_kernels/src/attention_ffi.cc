@@ -1,8 +1,8 @@
 // What XLA calls for attention.
 #include <algorithm>
 
+#include "handler.h"
 #include "levels.h"
-#include "work.h"
 
 namespace ffi = xla::ffi;
 
@@ -24,18 +24,16 @@ void count_queries(Attention& a, int64_t* counts) {
   a.queries = counts;
 }
 
-ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k,
-                     ffi::AnyBuffer v, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
-                     ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::PRED> mask,
-                     ffi::ResultBuffer<ffi::F32> out, float scale, int64_t level) {
+ffi::Error attention(ffi::ThreadPool pool, F32 q, Any k, Any v, Any k_cache, Any v_cache,
+                     S32 length, Bool mask, Out<F32> out, float scale, int64_t level) {
   const auto queries = q.dimensions(), nodes = k.dimensions(), cache = k_cache.dimensions();
   if (queries.size() != 4 || nodes.size() != 4 || cache.size() != 4 ||
       queries[2] % nodes[2] != 0)
-    return ffi::Error::InvalidArgument("want q [B, Tq, Hq, hd] and k [B, T, Hk, hd]");
+    return refused("want q [B, Tq, Hq, hd] and k [B, T, Hk, hd]");
   const bool wide = k.element_type() == ffi::F32;
   for (const auto* array : {&k, &v, &k_cache, &v_cache})
     if (array->element_type() != (wide ? ffi::F32 : ffi::U16))
-      return ffi::Error::InvalidArgument("want all of k and v in float32, or as bits");
+      return refused("want all of k and v in float32, or as bits");
   Attention a{};
   a.q = q.typed_data(), a.out = out->typed_data(), a.length = length.typed_data();
   a.k = k.untyped_data(), a.v = v.untyped_data();
@@ -77,20 +75,4 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuff
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_attention(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<float>("scale")
-                                   .Attr<int64_t>("level")
-                                   .To(stree::attention)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(attention, "scale")

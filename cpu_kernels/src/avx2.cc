@@ -22,14 +22,6 @@ TARGET inline void store_sums(float* out, const __m256 (&sum)[4], int count) {
   for (int c = 0; c < count; c++) out[c] = values[c];
 }
 
-template <class T, int COUNT>
-struct Tail {
-  T values[COUNT];
-  TARGET inline Tail(const T* from, int count) {
-    for (int i = 0; i < COUNT; i++) values[i] = i < count ? from[i] : T(0);
-  }
-};
-
 struct Float32 {
   using Weight = float;
   using Row = float;
@@ -107,33 +99,9 @@ struct Int8 {
 };
 
 #include "int8_body.h"
-// Rows and columns of a square of numbers change places.
-TARGET inline void turn_block(__m256 (&x)[Float32::step]) {
-  float numbers[Float32::step][Float32::step];
-  for (int i = 0; i < Float32::step; i++)
-    for (int j = 0; j < Float32::step; j++) numbers[j][i] = x[i][j];
-  for (int i = 0; i < Float32::step; i++) x[i] = Float32::row(numbers[i]);
-}
 
-#include "lanes.h"
-#include "layout.h"
-#include "scan_body.h"
-#include "mixer_body.h"
-#include "attention_body.h"
-#include "gate_body.h"
-#include "noise_body.h"
+constexpr ProductKernel int8_products = int8_kernel<Int8>();
 
-}  // namespace
-
-const Kernels& avx2() {
-  static constexpr Kernels kernels{product_kernel<Float32>(), product_kernel<Bfloat16>(),
-                                   int8_kernel<Int8>(), scan_kernel<Float32>(),
-                                   mixer_kernel<Float32>(),
-                                   attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>(), gate_row,
-                                   noise_row, best_row, drawn_row};
-  return kernels;
-}
-
-}  // namespace stree
+#define LEVEL avx2
+#include "level_kernels.h"
 #endif

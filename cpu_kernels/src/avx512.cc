@@ -11,25 +11,8 @@ namespace {
 #include "product_body.h"
 #include "avx512_lanes.h"
 
-#include "lanes.h"
-#include "layout.h"
-#include "scan_body.h"
-#include "mixer_body.h"
-#include "attention_body.h"
-#include "gate_body.h"
-#include "noise_body.h"
+constexpr ProductKernel int8_products{};
 
-}  // namespace
-
-const Kernels& avx512() {
-  static constexpr Kernels kernels{product_kernel<Float32>(), product_kernel<Bfloat16>(),
-                                   ProductKernel{}, scan_kernel<Float32>(),
-                                   mixer_kernel<Float32>(),
-                                   attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>(), gate_row,
-                                   noise_row, best_row, drawn_row};
-  return kernels;
-}
-
-}  // namespace stree
+#define LEVEL avx512
+#include "level_kernels.h"
 #endif

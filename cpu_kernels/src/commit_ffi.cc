@@ -9,16 +9,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "work.h"
+#include "handler.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
-
-using S32 = ffi::Buffer<ffi::S32>;
-using Any = ffi::AnyBuffer;
-using Out = ffi::Result<ffi::AnyBuffer>;
 
 const char* bytes_of(const Any& array) {
   return static_cast<const char*>(array.untyped_data());
@@ -30,13 +26,13 @@ int64_t node_at(const S32& path, int64_t place, int64_t T) {
 }
 
 // The last K1 of `before` [B, K1, C] and of the path's `inputs` [B, T, C].
-ffi::Error window(Any before, Any inputs, S32 path, S32 length, Out after) {
+ffi::Error window(Any before, Any inputs, S32 path, S32 length, Out<Any> after) {
   const auto shape = before.dimensions();
   const int64_t B = shape[0], K1 = shape[1], T = inputs.dimensions()[1];
   const int64_t M = path.dimensions()[1], row = before.size_bytes() / (B * K1);
   const bool rows = path.dimensions()[0] == B && length.dimensions()[0] == B;
   if (!rows || inputs.size_bytes() != static_cast<size_t>(B * T * row))
-    return ffi::Error::InvalidArgument("want inputs as they are in the window");
+    return refused("want inputs as they are in the window");
   char* const out = kept(before, after);
   for (int64_t b = 0; b < B; b++) {
     const int64_t count = std::clamp<int64_t>(length.typed_data()[b], 0, M);
@@ -53,7 +49,7 @@ ffi::Error window(Any before, Any inputs, S32 path, S32 length, Out after) {
 }
 
 // cache [B, Hk, S, hd] from `start` [B] on: rows [B, T, Hk, hd] of the path.
-void append(char* cache, const Any& rows, const S32& path, const S32& start, int64_t S) {
+void append_rows(char* cache, const Any& rows, const S32& path, const S32& start, int64_t S) {
   const auto shape = rows.dimensions();
   const int64_t B = shape[0], T = shape[1], Hk = shape[2], M = path.dimensions()[1];
   const int64_t row = rows.size_bytes() / (B * T * Hk);
@@ -74,36 +70,20 @@ bool alike(const Any& cache, const Any& rows, const S32& path, const S32& start)
          c[0] == start.dimensions()[0];
 }
 
-ffi::Error append_both(Any k_cache, Any v_cache, Any k, Any v, S32 path, S32 start,
-                       Out to_k, Out to_v) {
+ffi::Error append(Any k_cache, Any v_cache, Any k, Any v, S32 path, S32 start,
+                  Out<Any> to_k, Out<Any> to_v) {
   const int64_t S = k_cache.dimensions()[2];
   if (path.dimensions()[1] > S)
-    return ffi::Error::InvalidArgument("want a path that the cache has room for");
+    return refused("want a path that the cache has room for");
   if (!alike(k_cache, k, path, start) || !alike(v_cache, v, path, start))
-    return ffi::Error::InvalidArgument("want rows of as many heads as the caches have");
-  append(kept(k_cache, to_k), k, path, start, S);
-  append(kept(v_cache, to_v), v, path, start, S);
+    return refused("want rows of as many heads as the caches have");
+  append_rows(kept(k_cache, to_k), k, path, start, S);
+  append_rows(kept(v_cache, to_v), v, path, start, S);
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_window(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<window>(
-      frame, bind_serial().Arg<Any>().Arg<Any>().Arg<S32>().Arg<S32>().Ret<Any>());
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_append(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<append_both>(frame, bind_serial()
-                                             .Arg<Any>()  // caches
-                                             .Arg<Any>()
-                                             .Arg<Any>()  // rows
-                                             .Arg<Any>()
-                                             .Arg<S32>()
-                                             .Arg<S32>()
-                                             .Ret<Any>()
-                                             .Ret<Any>());
-}
+STREE_KERNEL(window)
+STREE_KERNEL(append)

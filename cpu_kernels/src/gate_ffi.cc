@@ -1,22 +1,22 @@
 // What XLA calls for gated rows of an MLP.
+#include "handler.h"
 #include "levels.h"
-#include "work.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
 
-ffi::Error gate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> in,
-                ffi::Buffer<ffi::S32> counts, ffi::ResultBuffer<ffi::F32> out, float multiplier, int64_t level) {
+ffi::Error gate(ffi::ThreadPool pool, F32 in, S32 counts, Out<F32> out, float multiplier,
+                int64_t level) {
   const auto shape = in.dimensions(), half = out->dimensions();
   if (shape.size() == 0 || half.size() == 0 || shape.back() != 2 * half.back())
-    return ffi::Error::InvalidArgument("want rows [.., 2 f], and room for [.., f]");
+    return refused("want rows [.., 2 f], and room for [.., f]");
   const int64_t size = half.back();
   if (size == 0) return ffi::Error::Success();
   const int64_t rows = static_cast<int64_t>(out->element_count()) / size;
   const Live live(counts, rows);
-  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
+  if (!live.fits()) return refused(NOT_ROWS);
   const Kernels& kernels = kernels_of(level);
   const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * size * 2 / PART_BYTES));
   share(pool, parts, rows, [&](int64_t i) {
@@ -29,15 +29,4 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> in,
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_gate(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<float>("multiplier")
-                                   .Attr<int64_t>("level")
-                                   .To(stree::gate)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(gate, "multiplier")

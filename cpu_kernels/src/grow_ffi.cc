@@ -38,9 +38,9 @@ struct Grown {
 };
 
 // Level d below a frontier.
-ffi::Error add_level(const F32& best, const S32& guess, const F32& total, int64_t d,
-                     const F32& probability, Grown& grown, int64_t prime, float step,
-                     int64_t model_kinds) {
+ffi::Error add_level(const F32& best, const S32& guess, const F32& total, int64_t d, const F32&
+                     probability, Grown& grown, int64_t prime, float step, int64_t model_kinds)
+                     {
   const int64_t B = grown.mask->dimensions()[0], W = grown.mask->dimensions()[1];
   const int64_t C = grown.mask->dimensions()[2], K = grown.window->dimensions()[2];
   const int64_t Q = best.dimensions()[1], nodes = grown.node_depth->dimensions()[1];
@@ -99,13 +99,13 @@ ffi::Error add_level(const F32& best, const S32& guess, const F32& total, int64_
 }
 
 // The next level of a tree that grows. All is written in place.
-ffi::Error next_level(F32 best, S32 guess, F32 total, F32 probability, S32 level,
-                      Bool mask, S32 window, F32 value, U32 path, S32 tokens, S32 parents,
-                      F32 values, S32 kinds, U32 paths, Bool node_mask, S32 node_depth,
-                      S32 node_window, Out<Bool> to_mask, Out<S32> to_window,
-                      Out<F32> to_value, Out<U32> to_path, Out<S32> to_tokens,
-                      Out<S32> to_parents, Out<F32> to_values, Out<S32> to_kinds,
-                      Out<U32> to_paths, Out<Bool> to_node_mask, Out<S32> to_node_depth,
+ffi::Error next_level(F32 best, S32 guess, F32 total, F32 probability, S32 level, Bool mask,
+                      S32 window, F32 value, U32 path, S32 tokens, S32 parents, F32 values,
+                      S32 kinds, U32 paths, Bool node_mask, S32 node_depth, S32 node_window,
+                      Out<Bool> to_mask, Out<S32> to_window, Out<F32> to_value,
+                      Out<U32> to_path, Out<S32> to_tokens, Out<S32> to_parents,
+                      Out<F32> to_values, Out<S32> to_kinds, Out<U32> to_paths,
+                      Out<Bool> to_node_mask, Out<S32> to_node_depth,
                       Out<S32> to_node_window, int64_t prime, float step,
                       int64_t model_kinds) {
   kept(mask, to_mask), kept(window, to_window), kept(value, to_value), kept(path, to_path);
@@ -142,63 +142,5 @@ ffi::Error first_level(F32 best, S32 guess, F32 total, F32 probability, Out<Bool
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_next_level(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<next_level>(frame, bind_serial()
-                  .Arg<F32>()  // what the model says
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<F32>()  // what kinds are worth, and which level
-                  .Arg<S32>()
-                  .Arg<Bool>()  // the frontier
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<U32>()
-                  .Arg<S32>()  // the pool
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<U32>()
-                  .Arg<Bool>()  // its nodes
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Ret<Bool>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<U32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<S32>()
-                  .Ret<U32>()
-                  .Ret<Bool>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Attr<int64_t>("prime")
-                  .Attr<float>("step")
-                  .Attr<int64_t>("model_kinds"));
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_first_level(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<first_level>(frame, bind_serial()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<F32>()
-                  .Ret<Bool>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<U32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<S32>()
-                  .Ret<U32>()
-                  .Ret<Bool>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Attr<int64_t>("prime")
-                  .Attr<float>("step")
-                  .Attr<int64_t>("model_kinds"));
-}
+STREE_KERNEL(next_level, "prime", "step", "model_kinds")
+STREE_KERNEL(first_level, "prime", "step", "model_kinds")

@@ -4,7 +4,7 @@
 // Written for no instruction set, as norm_ffi.cc: every number is computed by itself.
 #include <algorithm>
 
-#include "work.h"
+#include "handler.h"
 
 #define TARGET
 
@@ -60,22 +60,19 @@ void cut(ffi::ThreadPool& pool, const Heads& h, const Live& live, float* q, E* k
   });
 }
 
-ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> in, ffi::Buffer<ffi::F32> cos,
-                 ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> counts,
-                 ffi::ResultBuffer<ffi::F32> q,
-                 ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
-                 float key_multiplier) {
+ffi::Error heads(ffi::ThreadPool pool, F32 in, F32 cos, F32 sin, S32 counts, Out<F32> q,
+                 Out<Any> k, Out<Any> v, float key_multiplier, int64_t) {
   const auto given = in.dimensions(), asked = q->dimensions(), keys = k->dimensions();
   const auto angles = cos.dimensions();
   if (given.size() != 3 || asked.size() != 4 || keys.size() != 4 || angles.size() != 3)
-    return ffi::Error::InvalidArgument("want [B, T, width] and angles [B, T, pairs]");
+    return refused("want [B, T, width] and angles [B, T, pairs]");
   const Heads h{in.typed_data(), cos.typed_data(),     sin.typed_data(),
                 given[0] * given[1], given[2], angles[2], asked[3],
                 asked[2],            keys[2],  key_multiplier};
   if (2 * h.half > h.size || h.width != (h.queries + 2 * h.keys) * h.size)
-    return ffi::Error::InvalidArgument("want all heads, as wide as pairs of angles at least");
+    return refused("want all heads, as wide as pairs of angles at least");
   const Live live(counts, h.rows);
-  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
+  if (!live.fits()) return refused(NOT_ROWS);
   switch (k->element_type()) {
     case ffi::F32:
       cut(pool, h, live, q->typed_data(), static_cast<float*>(k->untyped_data()),
@@ -86,25 +83,11 @@ ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> in, ffi::Buffer<ffi
           static_cast<uint16_t*>(v->untyped_data()));
       return ffi::Error::Success();
     default:
-      return ffi::Error::InvalidArgument("want keys in float32 or bfloat16");
+      return refused("want keys in float32 or bfloat16");
   }
 }
 
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_heads(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::AnyBuffer>()
-                                   .Ret<ffi::AnyBuffer>()
-                                   .Attr<float>("key_multiplier")
-                                   .To(stree::heads)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(heads, "key_multiplier")

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "work.h"
+#include "handler.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -138,6 +138,12 @@ const char* instruction_names() {
   return name.c_str();
 }
 
+std::string& kernel_names() {
+  static std::string names;
+  return names;
+}
+
 }  // namespace stree
 
 STREE_PUBLIC const char* stree_instructions() { return stree::instruction_names(); }
+STREE_PUBLIC const char* stree_kernels() { return stree::kernel_names().c_str(); }

@@ -4,7 +4,7 @@
 
 namespace stree {
 
-// The best kernels of this machine up to a level: 0 portable, 1 AVX2, 2 AVX-512.
+// The best kernels of this machine up to a level: 0 portable, 1 AVX2, 2 AVX-512, 3 AMX.
 const Kernels& kernels_of(int64_t level);
 
 // For a weight [m, k] in float32, whatever the rows.

@@ -1,6 +1,7 @@
 // What XLA calls for a Mamba2 mixer between its projections.
 #include <cstring>
 
+#include "handler.h"
 #include "levels.h"
 #include "scan_work.h"
 
@@ -9,23 +10,19 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-using Any = ffi::AnyBuffer;
-using F32 = ffi::Buffer<ffi::F32>;
-using S32 = ffi::Buffer<ffi::S32>;
-using Out = ffi::Result<ffi::AnyBuffer>;
-
 const void* if_any(const Any& array) {
   return array.element_count() ? array.untyped_data() : nullptr;
 }
 
-ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, Any norm,
-                 F32 dt_bias, F32 A_log, F32 D, F32 h0, Any conv0, Any past_x,
-                 F32 past_dt, F32 past_a, Any past_B, Any past_xBC, S32 path, S32 length,
-                 S32 rows, ffi::Buffer<ffi::PRED> mask, S32 window,
-                 ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> h, Out conv,
-                 Out x, Out dt, Out a, Out B, Out xBC, int64_t to_z, int64_t norm_groups,
-                 bool norm_first, float eps, float least_dt, float most_dt,
-                 int64_t level) {
+ffi::Error mixer(ffi::ThreadPool pool, F32 in,
+                 // Weights, the state, records of the last tree with its path, and this tree.
+                 Any conv_weight, Any conv_bias, Any norm, F32 dt_bias, F32 A_log, F32 D,
+                 F32 h0, Any conv0, Any past_x, F32 past_dt, F32 past_a, Any past_B, Any past_xBC,
+                 S32 path, S32 length, S32 rows, Bool mask, S32 window,
+                 // The output, the new state, and records of this tree.
+                 Out<F32> y, Out<F32> h, Out<Any> conv, Out<Any> x, Out<Any> dt, Out<Any> a,
+                 Out<Any> B, Out<Any> xBC, int64_t to_z, int64_t norm_groups, bool norm_first,
+                 float eps, float least_dt, float most_dt, int64_t level) {
   const auto state = h0.dimensions(), taps = window.dimensions();
   const auto given = in.dimensions(), groups = B->dimensions();
   const bool wide = x->element_type() == ffi::F32;
@@ -34,11 +31,11 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
   const int64_t T = taps[1], H = state[1], P = state[2];
   const int64_t channels = conv_weight.dimensions()[0];
   if (given.size() != 3 || taps[2] > 16 || given[1] != (partly ? rows.dimensions()[0] : T))
-    return ffi::Error::InvalidArgument("want [B, Tq, width] and at most 16 taps");
+    return refused("want [B, Tq, width] and at most 16 taps");
   if (partly && past_x.dimensions()[1] != T)
-    return ffi::Error::InvalidArgument("want records of this tree");
+    return refused("want records of this tree");
   if (x->dimensions()[1] != std::max(T, past_x.dimensions()[1]))
-    return ffi::Error::InvalidArgument("want room for the larger one of both trees");
+    return refused("want room for the larger one of both trees");
   Mixer m{};
   Scan& s = m.scan;
   auto* const dt_out = static_cast<float*>(dt->untyped_data());
@@ -64,14 +61,15 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
   m.dt_bias = dt_bias.typed_data(), m.A_log = A_log.typed_data();
   m.window = window.typed_data();
   m.conv0 = conv0.untyped_data(), m.past_xBC = past_xBC.untyped_data();
-  m.conv = reads ? conv0.untyped_data() : conv->untyped_data(), m.x = x->untyped_data(), m.B = B->untyped_data();
+  m.conv = reads ? conv0.untyped_data() : conv->untyped_data();
+  m.x = x->untyped_data(), m.B = B->untyped_data();
   m.xBC = xBC->untyped_data(), m.dt = dt_out, m.a = a_out;
   m.eps = eps, m.least_dt = least_dt, m.most_dt = most_dt;
   m.weights_bf16 = !weights_wide;
   count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
   for (int64_t b = 0; reads && b < s.batch; b++)
-    if (s.length[b] > 0) return ffi::Error::InvalidArgument("a path wants a state to go to");
-  if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
+    if (s.length[b] > 0) return refused("a path wants a state to go to");
+  if (!paths_inside(s)) return refused(OUTSIDE);
   if (partly || s.now.room > T) {
     // What this tree does not write stays.
     kept(past_x, x), kept(past_B, B), kept(past_xBC, xBC);
@@ -97,45 +95,4 @@ ffi::Error mixer(ffi::ThreadPool pool, F32 in, Any conv_weight, Any conv_bias, A
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_mixer(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<F32>()  // what in_proj gave
-                                   .Arg<Any>()  // weights
-                                   .Arg<Any>()
-                                   .Arg<Any>()
-                                   .Arg<F32>()
-                                   .Arg<F32>()
-                                   .Arg<F32>()
-                                   .Arg<F32>()  // state
-                                   .Arg<Any>()
-                                   .Arg<Any>()  // record of the last tree
-                                   .Arg<F32>()
-                                   .Arg<F32>()
-                                   .Arg<Any>()
-                                   .Arg<Any>()
-                                   .Arg<S32>()  // its path
-                                   .Arg<S32>()
-                                   .Arg<S32>()  // this tree
-                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                   .Arg<S32>()
-                                   .Ret<F32>()  // y
-                                   .Ret<F32>()  // state
-                                   .Ret<Any>()
-                                   .Ret<Any>()  // record of this tree
-                                   .Ret<Any>()
-                                   .Ret<Any>()
-                                   .Ret<Any>()
-                                   .Ret<Any>()
-                                   .Attr<int64_t>("to_z")
-                                   .Attr<int64_t>("norm_groups")
-                                   .Attr<bool>("norm_first")
-                                   .Attr<float>("eps")
-                                   .Attr<float>("least_dt")
-                                   .Attr<float>("most_dt")
-                                   .Attr<int64_t>("level")
-                                   .To(mixer)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(mixer, "to_z", "norm_groups", "norm_first", "eps", "least_dt", "most_dt")

@@ -1,20 +1,18 @@
 // What XLA calls for noise, and for the best of many scores.
 #include <algorithm>
 
+#include "handler.h"
 #include "levels.h"
-#include "work.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
 
-ffi::Error noise(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
-                 ffi::Buffer<ffi::S32> numbers, ffi::ResultBuffer<ffi::F32> out,
-                 int64_t level) {
+ffi::Error noise(ffi::ThreadPool pool, U32 keys, S32 numbers, Out<F32> out, int64_t level) {
   const auto shape = keys.dimensions(), folds = numbers.dimensions();
   if (shape.size() != 2 || shape[1] != 2 || folds.size() != 2 || folds[0] != shape[0])
-    return ffi::Error::InvalidArgument("want keys [n, 2] and numbers [n, ..]");
+    return refused("want keys [n, 2] and numbers [n, ..]");
   const int64_t size = out->dimensions()[1], cuts = (size + NUMBERS - 1) / NUMBERS;
   const Kernels& kernels = kernels_of(level);
   const int64_t pieces = shape[0] * cuts;
@@ -29,17 +27,14 @@ ffi::Error noise(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
   return ffi::Error::Success();
 }
 
-using F32 = ffi::Buffer<ffi::F32>;
-using Places = ffi::ResultBuffer<ffi::S32>;
-using Numbers = ffi::ResultBuffer<ffi::F32>;
-
 // Of rows of V scores, which `scores_of(row, room)` gives or makes, the W best of each.
 template <class ScoresOf>
-ffi::Error best_of(ffi::ThreadPool& pool, const F32& scores, Numbers& values, Places& places,
-                   Numbers& totals, const Kernels& kernels, const ScoresOf& scores_of) {
+ffi::Error best_of(ffi::ThreadPool& pool, const F32& scores, Out<F32>& values,
+                   Out<S32>& places, Out<F32>& totals, const Kernels& kernels,
+                   const ScoresOf& scores_of) {
   const auto shape = scores.dimensions(), asked = values->dimensions();
   if (shape.size() == 0 || asked.size() != shape.size() || asked.back() > shape.back())
-    return ffi::Error::InvalidArgument("want scores [.., V], and no more than V of them");
+    return refused("want scores [.., V], and no more than V of them");
   const int64_t V = shape.back(), W = asked.back();
   const int64_t rows = static_cast<int64_t>(totals->element_count());
   keep_awake(pool);
@@ -50,20 +45,20 @@ ffi::Error best_of(ffi::ThreadPool& pool, const F32& scores, Numbers& values, Pl
   return ffi::Error::Success();
 }
 
-ffi::Error best(ffi::ThreadPool pool, F32 scores, Numbers values, Places places, Numbers totals,
-                int64_t level) {
+ffi::Error best(ffi::ThreadPool pool, F32 scores, Out<F32> values, Out<S32> places,
+                Out<F32> totals, int64_t level) {
   const int64_t V = scores.dimensions().size() ? scores.dimensions().back() : 0;
   const auto as_they_are = [&](int64_t row) { return scores.typed_data() + row * V; };
   return best_of(pool, scores, values, places, totals, kernels_of(level), as_they_are);
 }
 
 ffi::Error best_drawn(ffi::ThreadPool pool, F32 logits, F32 temperature, F32 noise,
-                      Numbers values, Places places, Numbers totals, int64_t level) {
+                      Out<F32> values, Out<S32> places, Out<F32> totals, int64_t level) {
   const auto shape = logits.dimensions(), drawn = noise.dimensions();
   const bool fits = shape.size() == 3 && drawn.size() == 2 && drawn[0] == shape[0] &&
                     drawn[1] == shape[2] && temperature.element_count() == shape[0];
   if (!fits)
-    return ffi::Error::InvalidArgument("want logits [B, Q, V], and of each row a temperature "
+    return refused("want logits [B, Q, V], and of each row a temperature "
                                        "and noise [B, V]");
   const int64_t Q = shape[1], V = shape[2];
   const Kernels& kernels = kernels_of(level);
@@ -79,42 +74,6 @@ ffi::Error best_drawn(ffi::ThreadPool pool, F32 logits, F32 temperature, F32 noi
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_noise(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::U32>>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<int64_t>("level")
-                                   .To(stree::noise)
-                                   .release();
-  return handler->Call(frame);
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_best(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<int64_t>("level")
-                                   .To(stree::best)
-                                   .release();
-  return handler->Call(frame);
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_best_drawn(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<int64_t>("level")
-                                   .To(stree::best_drawn)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(noise)
+STREE_KERNEL(best)
+STREE_KERNEL(best_drawn)

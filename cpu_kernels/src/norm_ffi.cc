@@ -2,7 +2,7 @@
 //
 // Written for no instruction set: a row is small, and stands in a cache. It has sixteen
 // sums, which the compiler makes vectors, and so the same bits on every machine.
-#include "work.h"
+#include "handler.h"
 
 #define TARGET
 
@@ -32,7 +32,7 @@ void norm_row(const float* __restrict__ x, const E* __restrict__ scale,
 }
 
 template <class E>
-void norm_rows(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, const void* scale,
+void norm_rows(ffi::ThreadPool& pool, const F32& x, const void* scale,
                const Live& live, float* out, int64_t rows, int64_t d, float eps) {
   const int64_t parts = std::max<int64_t>(1, std::min(rows, rows * d / PART_BYTES));
   share(pool, parts, rows, [&](int64_t i) {
@@ -41,15 +41,15 @@ void norm_rows(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, const void
   });
 }
 
-ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer scale,
-                ffi::Buffer<ffi::S32> counts, ffi::ResultBuffer<ffi::F32> out, float eps) {
+ffi::Error norm(ffi::ThreadPool pool, F32 x, Any scale, S32 counts, Out<F32> out, float eps,
+                int64_t) {
   const auto shape = x.dimensions();
   const auto d = static_cast<int64_t>(scale.element_count());
   if (d == 0 || shape.size() == 0 || shape[shape.size() - 1] != d)
-    return ffi::Error::InvalidArgument("want rows [.., d] and a scale [d]");
+    return refused("want rows [.., d] and a scale [d]");
   const int64_t rows = static_cast<int64_t>(x.element_count()) / d;
   const Live live(counts, rows);
-  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
+  if (!live.fits()) return refused(NOT_ROWS);
   float* const to = out->typed_data();
   switch (scale.element_type()) {
     case ffi::F32:
@@ -59,7 +59,7 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer sc
       norm_rows<uint16_t>(pool, x, scale.untyped_data(), live, to, rows, d, eps);
       break;
     default:
-      return ffi::Error::InvalidArgument("want a scale in float32 or bfloat16");
+      return refused("want a scale in float32 or bfloat16");
   }
   return ffi::Error::Success();
 }
@@ -67,15 +67,4 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer sc
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_norm(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<float>("eps")
-                                   .To(stree::norm)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(norm, "eps")

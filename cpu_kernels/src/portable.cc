@@ -23,14 +23,6 @@ inline V loaded(const void* from) {
   return v;
 }
 
-template <class T, int COUNT>
-struct Tail {
-  T values[COUNT];
-  inline Tail(const T* from, int count) {
-    for (int i = 0; i < COUNT; i++) values[i] = i < count ? from[i] : T(0);
-  }
-};
-
 inline void store_sums(float* out, const Floats (&sum)[4], int count) {
   for (int c = 0; c < count; c++)
     out[c] = (sum[c][0] + sum[c][1]) + (sum[c][2] + sum[c][3]);
@@ -105,32 +97,8 @@ struct Int8 {
 };
 
 #include "int8_body.h"
-// Rows and columns of a square of numbers change places.
-TARGET inline void turn_block(Floats (&x)[Float32::step]) {
-  float numbers[Float32::step][Float32::step];
-  for (int i = 0; i < Float32::step; i++)
-    for (int j = 0; j < Float32::step; j++) numbers[j][i] = x[i][j];
-  for (int i = 0; i < Float32::step; i++) x[i] = Float32::row(numbers[i]);
-}
 
-#include "lanes.h"
-#include "layout.h"
-#include "scan_body.h"
-#include "mixer_body.h"
-#include "attention_body.h"
-#include "gate_body.h"
-#include "noise_body.h"
+constexpr ProductKernel int8_products = int8_kernel<Int8>();
 
-}  // namespace
-
-const Kernels& portable() {
-  static constexpr Kernels kernels{product_kernel<Float32>(), product_kernel<Bfloat16>(),
-                                   int8_kernel<Int8>(), scan_kernel<Float32>(),
-                                   mixer_kernel<Float32>(),
-                                   attention_kernel<Float32>(),
-                                   attention_kernel<Bfloat16>(), gate_row,
-                                   noise_row, best_row, drawn_row};
-  return kernels;
-}
-
-}  // namespace stree
+#define LEVEL portable
+#include "level_kernels.h"

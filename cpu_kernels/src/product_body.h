@@ -23,6 +23,15 @@ TARGET inline int64_t rounded_up(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
 }
 
+// The first `count` of COUNT numbers, and zeros.
+template <class T, int COUNT>
+struct Tail {
+  T values[COUNT];
+  TARGET inline Tail(const T* from, int count) {
+    for (int i = 0; i < COUNT; i++) values[i] = i < count ? from[i] : T(0);
+  }
+};
+
 // What is to be in the caches for the next block: `bytes` from `next` on are fetched during
 // each step of this one. Not sooner: memory is to be busy all the time, and what waits for
 // it keeps rows from coming out of the outer caches.

@@ -1,8 +1,8 @@
 // What XLA calls for products.
 #include <algorithm>
 
+#include "handler.h"
 #include "levels.h"
-#include "work.h"
 
 namespace ffi = xla::ffi;
 
@@ -69,7 +69,7 @@ void multiply(ffi::ThreadPool& pool, const ProductKernel& kernel, const Product&
 // Of the rows that are tokens; they are put together, and their results to their places.
 ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
                const Live& live, int64_t row_bytes) {
-  if (!live.fits()) return ffi::Error::InvalidArgument(NOT_ROWS);
+  if (!live.fits()) return refused(NOT_ROWS);
   auto* const place = static_cast<int64_t*>(scratch_of_thread<1>(p.t * sizeof(int64_t)));
   int64_t count = 0;
   for (int64_t t = 0; t < p.t; t++)
@@ -94,12 +94,11 @@ ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
   return ffi::Error::Success();
 }
 
-ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
-                   ffi::AnyBuffer weight, ffi::Buffer<ffi::S32> counts,
-                   ffi::ResultBuffer<ffi::F32> out, int64_t level) {
+ffi::Error product(ffi::ThreadPool pool, F32 rows, Any weight, S32 counts, Out<F32> out,
+                   int64_t level) {
   const auto shape = rows.dimensions(), wide = weight.dimensions();
   if (shape.size() != 2 || wide.size() != 2 || shape[1] != wide[1])
-    return ffi::Error::InvalidArgument("want rows [t, k] and a weight [m, k]");
+    return refused("want rows [t, k] and a weight [m, k]");
   const Product p{rows.typed_data(), weight.untyped_data(), nullptr, out->typed_data(),
                   shape[0],          shape[1],              wide[0], 1};
   const Live live(counts, p.t);
@@ -109,18 +108,17 @@ ffi::Error product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
     case ffi::BF16:
       return run(pool, kernels_of(level).bfloat16, p, live, 2 * p.k);
     default:
-      return ffi::Error::InvalidArgument("want a weight in float32 or bfloat16");
+      return refused("want a weight in float32 or bfloat16");
   }
 }
 
-ffi::Error product_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
-                        ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::F32> scale,
-                        ffi::Buffer<ffi::S32> counts, ffi::ResultBuffer<ffi::F32> out, int64_t level) {
+ffi::Error product_int8(ffi::ThreadPool pool, F32 rows, S8 weight, F32 scale, S32 counts,
+                        Out<F32> out, int64_t level) {
   const auto shape = rows.dimensions(), wide = weight.dimensions();
   const auto groups = scale.dimensions();
   if (shape.size() != 2 || wide.size() != 2 || shape[1] != wide[1] ||
       groups.size() != 2 || groups[0] != wide[0] || shape[1] % groups[1] != 0)
-    return ffi::Error::InvalidArgument(
+    return refused(
         "want rows [t, k], a weight [m, k] and a scale [m, groups]");
   const Product p{rows.typed_data(), weight.typed_data(), scale.typed_data(),
                   out->typed_data(), shape[0],            shape[1],
@@ -131,29 +129,5 @@ ffi::Error product_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_product(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<int64_t>("level")
-                                   .To(stree::product)
-                                   .release();
-  return handler->Call(frame);
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_product_int8(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::S8>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<int64_t>("level")
-                                   .To(stree::product_int8)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(product)
+STREE_KERNEL(product_int8)

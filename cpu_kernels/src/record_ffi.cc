@@ -6,19 +6,12 @@
 #include <algorithm>
 #include <limits>
 
-#include "work.h"
+#include "handler.h"
 
 namespace ffi = xla::ffi;
 
 namespace stree {
 namespace {
-
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using U8 = ffi::Buffer<ffi::U8>;
-using Bool = ffi::Buffer<ffi::PRED>;
-template <class Array>
-using Out = ffi::Result<Array>;
 
 constexpr int32_t RUNNING = 0, STOP_TOKEN = 1, OUT_OF_LENGTH = 2;  // of decoding.py
 constexpr uint8_t TARGET_SAID = 0;                                 // of draft.py
@@ -44,8 +37,8 @@ ffi::Error cut(S32 tokens, S32 accepted, S32 lengths, S32 finish, S32 limits, S3
 }
 
 ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 gained,
-                  F32 margin, S32 choice, Bool running, S32 new_tokens, S32 path,
-                  F32 margins, S32 counts, U8 origins, Out<S32> to_tokens, Out<U8> to_origin,
+                  F32 margin, S32 choice, Bool running, S32 path, S32 counts, S32 new_tokens,
+                  F32 margins, U8 origins, Out<S32> to_tokens, Out<U8> to_origin,
                   Out<S32> to_root, Out<S32> to_lengths, Out<S32> to_used,
                   Out<S32> to_gained, Out<F32> to_margin) {
   kept(tokens, to_tokens), kept(origin, to_origin), kept(root, to_root);
@@ -84,41 +77,5 @@ ffi::Error record(S32 tokens, U8 origin, S32 root, S32 lengths, S32 used, S32 ga
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_cut(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<cut>(frame, bind_serial()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Ret<S32>()
-                                   .Ret<S32>());
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_record(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<record>(frame, bind_serial()
-                                   .Arg<S32>()  // what is written
-                                   .Arg<U8>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<F32>()
-                                   .Arg<S32>()  // the step
-                                   .Arg<Bool>()
-                                   .Arg<S32>()
-                                   .Arg<S32>()
-                                   .Arg<F32>()
-                                   .Arg<S32>()
-                                   .Arg<U8>()
-                                   .Ret<S32>()
-                                   .Ret<U8>()
-                                   .Ret<S32>()
-                                   .Ret<S32>()
-                                   .Ret<S32>()
-                                   .Ret<S32>()
-                                   .Ret<F32>());
-}
+STREE_KERNEL(cut)
+STREE_KERNEL(record)

@@ -3,7 +3,7 @@
 // Written for no instruction set: a row is copied, or its numbers are widened.
 #include <algorithm>
 
-#include "work.h"
+#include "handler.h"
 
 #define TARGET
 
@@ -22,13 +22,12 @@ void copy_row(const E* from, int64_t size, float* to) {
 }
 
 // As in JAX a row below 0 is counted from the end, and one outside is the nearest.
-ffi::Error copied(ffi::AnyBuffer& table, ffi::Buffer<ffi::S32>& ids,
-                  ffi::ResultBuffer<ffi::F32>& out) {
+ffi::Error copied(Any& table, S32& ids, Out<F32>& out) {
   const auto shape = table.dimensions();
   if (shape.size() != 2 || shape[0] < 1 ||
       static_cast<int64_t>(out->element_count()) !=
           static_cast<int64_t>(ids.element_count()) * shape[1])
-    return ffi::Error::InvalidArgument("want a table [V, d], ids and room for their rows");
+    return refused("want a table [V, d], ids and room for their rows");
   const int64_t V = shape[0], d = shape[1];
   const auto copy = [&](const auto* numbers) {
     for (int64_t i = 0; i < static_cast<int64_t>(ids.element_count()); i++) {
@@ -44,26 +43,16 @@ ffi::Error copied(ffi::AnyBuffer& table, ffi::Buffer<ffi::S32>& ids,
     case ffi::BF16:
       return copy(static_cast<const uint16_t*>(table.untyped_data()));
     default:
-      return ffi::Error::InvalidArgument("want a table in float32 or bfloat16");
+      return refused("want a table in float32 or bfloat16");
   }
 }
 
 // Every pass of a model begins with it.
-ffi::Future rows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::Buffer<ffi::S32> ids,
-                 ffi::ResultBuffer<ffi::F32> out) {
+ffi::Future rows(ffi::ThreadPool pool, Any table, S32 ids, Out<F32> out, int64_t) {
   return going_on_in(pool, copied(table, ids, out));
 }
 
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_rows(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .To(stree::rows)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(rows)

@@ -1,4 +1,5 @@
 // What XLA calls for a replay and scan.
+#include "handler.h"
 #include "levels.h"
 #include "scan_work.h"
 
@@ -7,49 +8,28 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-bool is_wide(const ffi::AnyBuffer& array) { return array.element_type() == ffi::F32; }
+// Tokens [B, room, ...] of one tree.
+Tokens tokens_of(const Any& x, const F32& dt, const F32& a, const Any& B) {
+  return {x.untyped_data(), B.untyped_data(), dt.typed_data(), a.typed_data(),
+          x.dimensions()[1]};
+}
 
-ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer past_x,
-                ffi::Buffer<ffi::F32> past_dt, ffi::Buffer<ffi::F32> past_a,
-                ffi::AnyBuffer past_B, ffi::Buffer<ffi::S32> path,
-                ffi::Buffer<ffi::S32> length, ffi::AnyBuffer x,
-                ffi::Buffer<ffi::F32> dt, ffi::Buffer<ffi::F32> a, ffi::AnyBuffer B,
-                ffi::AnyBuffer C, ffi::Buffer<ffi::F32> D, ffi::Buffer<ffi::PRED> mask,
-                ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> h,
-                int64_t level) {
-  const auto state = h0.dimensions(), groups = B.dimensions();
-  const bool wide = is_wide(x);
-  if (is_wide(past_x) != wide || is_wide(past_B) != wide || is_wide(B) != wide ||
-      is_wide(C) != wide || (!wide && x.element_type() != ffi::BF16))
-    return ffi::Error::InvalidArgument("want all of x, B, C in float32 or bfloat16");
-  Scan s{{past_x.untyped_data(), past_B.untyped_data(), past_dt.typed_data(),
-                past_a.typed_data(), past_x.dimensions()[1]},
-               {x.untyped_data(), B.untyped_data(), dt.typed_data(), a.typed_data(),
-                x.dimensions()[1]},
-               C.untyped_data(),
-               D.typed_data(),
-               h0.typed_data(),
-               path.typed_data(),
-               length.typed_data(),
-               nullptr,
-               reinterpret_cast<const uint8_t*>(mask.typed_data()),
-               nullptr,
-               nullptr,
-               y->typed_data(),
-               h->typed_data(),
-               state[0],
-               state[1],
-               state[2],
-               state[3],
-               groups[2],
-               path.dimensions()[1],
-               x.dimensions()[1],
-               x.dimensions()[1],
-               0,
-               !wide,
-               D.element_count() > static_cast<size_t>(state[1])};
+// A path of the last tree; what this tree has is set by `scan`.
+Scan replay_of(const F32& h0, const Tokens& past, int64_t groups, const S32& path,
+               const S32& length, Out<F32>& h) {
+  const auto state = h0.dimensions();
+  Scan s{};
+  s.past = s.now = past;
+  s.h0 = h0.typed_data(), s.h = h->typed_data();
+  s.path = path.typed_data(), s.length = length.typed_data();
+  s.batch = state[0], s.H = state[1], s.P = state[2], s.N = state[3];
+  s.G = groups, s.M = path.dimensions()[1];
+  return s;
+}
+
+ffi::Error run(ffi::ThreadPool& pool, Scan& s, int64_t level) {
   count_nodes(s, static_cast<int64_t*>(scratch_of_thread<2>(2 * s.batch * sizeof(int64_t))));
-  if (!paths_inside(s)) return ffi::Error::InvalidArgument(OUTSIDE);
+  if (!paths_inside(s)) return refused(OUTSIDE);
   const ScanKernel& kernel = kernels_of(level).scan;
   void* const shared = scratch_of_thread<0>(kernel.shared_bytes(s));
   const int64_t own = kernel.own_bytes(s);
@@ -62,30 +42,41 @@ ffi::Error scan(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> h0, ffi::AnyBuffer p
   return ffi::Error::Success();
 }
 
+// Whether all have the same of two dtypes, which becomes that of the scan.
+bool of_one_dtype(Scan& s, std::initializer_list<const Any*> arrays) {
+  const auto dtype = (*arrays.begin())->element_type();
+  s.bf16 = dtype == ffi::BF16;
+  return (s.bf16 || dtype == ffi::F32) &&
+         std::all_of(arrays.begin(), arrays.end(),
+                     [&](const Any* array) { return array->element_type() == dtype; });
+}
+
+ffi::Error scan(ffi::ThreadPool pool, F32 h0, Any past_x, F32 past_dt, F32 past_a,
+                Any past_B, S32 path, S32 length, Any x, F32 dt, F32 a, Any B, Any C, F32 D,
+                Bool mask, Out<F32> y, Out<F32> h, int64_t level) {
+  const Tokens past = tokens_of(past_x, past_dt, past_a, past_B);
+  Scan s = replay_of(h0, past, B.dimensions()[2], path, length, h);
+  if (!of_one_dtype(s, {&x, &past_x, &past_B, &B, &C}))
+    return refused("want all of x, B, C in float32 or bfloat16");
+  s.now = tokens_of(x, dt, a, B);
+  s.T = s.Tq = s.now.room;
+  s.C = C.untyped_data(), s.D = D.typed_data(), s.y = y->typed_data();
+  s.mask = reinterpret_cast<const uint8_t*>(mask.typed_data());
+  s.D_by_channel = D.element_count() > static_cast<size_t>(s.H);
+  return run(pool, s, level);
+}
+
+// A scan of a tree of no nodes.
+ffi::Error replay(ffi::ThreadPool pool, F32 h0, Any x, F32 dt, F32 a, Any B, S32 path,
+                  S32 length, Out<F32> h, int64_t level) {
+  Scan s = replay_of(h0, tokens_of(x, dt, a, B), B.dimensions()[2], path, length, h);
+  if (!of_one_dtype(s, {&x, &B})) return refused("want x and B in float32 or bfloat16");
+  s.now.room = 0;
+  return run(pool, s, level);
+}
+
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_scan(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()  // h0
-                                   .Arg<ffi::AnyBuffer>()         // of the last tree
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                   .Arg<ffi::AnyBuffer>()  // of this one
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::AnyBuffer>()
-                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                   .Attr<int64_t>("level")
-                                   .To(stree::scan)
-                                   .release();
-  return handler->Call(frame);
-}
+STREE_KERNEL(scan)
+STREE_KERNEL(replay)

@@ -2,20 +2,9 @@
 #pragma once
 #include <algorithm>
 
-#include "work.h"
+#include "handler.h"
 
 namespace stree {
-
-using S32 = xla::ffi::Buffer<xla::ffi::S32>;
-using U32 = xla::ffi::Buffer<xla::ffi::U32>;
-using F32 = xla::ffi::Buffer<xla::ffi::F32>;
-using Bool = xla::ffi::Buffer<xla::ffi::PRED>;
-template <class Array>
-using Out = xla::ffi::Result<Array>;
-
-inline xla::ffi::Error refused(const char* why) {
-  return xla::ffi::Error::InvalidArgument(why);
-}
 
 // The places of the `wanted` largest values, of equals the first: -1 where there are no
 // more. Values are at least 0.

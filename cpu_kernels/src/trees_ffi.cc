@@ -222,9 +222,8 @@ void merge(const Given& second, int64_t C, const Made& to) {
 
 ffi::Error merged(S32 tokens, S32 parents, F32 value, S32 kind, U32 path, Bool guessed,
                   S32 tokens2, S32 parents2, F32 value2, S32 kind2, U32 path2,
-                  Bool guessed2, Out<S32> to_tokens, Out<S32> to_parents,
-                  Out<F32> to_value, Out<S32> to_kind, Out<U32> to_path,
-                  Out<Bool> to_guessed) {
+                  Bool guessed2, Out<S32> to_tokens, Out<S32> to_parents, Out<F32> to_value,
+                  Out<S32> to_kind, Out<U32> to_path, Out<Bool> to_guessed) {
   const int64_t B = tokens.dimensions()[0];
   const int64_t C = tokens.dimensions()[1], C2 = tokens2.dimensions()[1];
   if (C < C2) return refused("want room for both pools");
@@ -295,75 +294,9 @@ ffi::Error gains(F32 value, S32 last, Out<F32> gained) {
 }  // namespace
 }  // namespace stree
 
-STREE_PUBLIC XLA_FFI_Error* stree_tree_nodes(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<tree_nodes>(frame, bind_serial().Arg<S32>().Ret<Bool>().Ret<S32>().Ret<S32>());
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_tree_layout(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<tree_layout>(frame, bind_serial().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_look_up(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<look_up>(frame, bind_serial()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<S32>()
-                  .Ret<U32>()
-                  .Attr<int64_t>("places")
-                  .Attr<int64_t>("depth")
-                  .Attr<int64_t>("longest")
-                  .Attr<int64_t>("prime")
-                  .Attr<int64_t>("first_kind"));
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_merged(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<merged>(frame, bind_serial()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<U32>()
-                  .Arg<Bool>()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<U32>()
-                  .Arg<Bool>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<S32>()
-                  .Ret<U32>()
-                  .Ret<Bool>());
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_best_nodes(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<best_nodes>(frame, bind_serial()
-                  .Arg<S32>()
-                  .Arg<S32>()
-                  .Arg<F32>()
-                  .Arg<S32>()
-                  .Arg<Bool>()
-                  .Arg<S32>()
-                  .Ret<S32>()
-                  .Ret<S32>()
-                  .Ret<F32>()
-                  .Ret<S32>()
-                  .Ret<Bool>()
-                  .Attr<int64_t>("no_kind"));
-}
-
-STREE_PUBLIC XLA_FFI_Error* stree_gains(XLA_FFI_CallFrame* frame) {
-  using namespace stree;
-  return call_serial<gains>(frame, bind_serial().Arg<F32>().Arg<S32>().Ret<F32>());
-}
+STREE_KERNEL(tree_nodes)
+STREE_KERNEL(tree_layout)
+STREE_KERNEL(look_up, "places", "depth", "longest", "prime", "first_kind")
+STREE_KERNEL(merged)
+STREE_KERNEL(best_nodes, "no_kind")
+STREE_KERNEL(gains)

@@ -174,23 +174,4 @@ void share(xla::ffi::ThreadPool& pool, int64_t parts, int64_t count, const Work&
   });
 }
 
-// Handlers of serial work, which keep a thread awake for whatever comes after them.
-template <auto run>
-struct Awake;
-template <class... Args, xla::ffi::Error (*run)(Args...)>
-struct Awake<run> {
-  static xla::ffi::Error call(xla::ffi::ThreadPool pool, Args... args) {
-    keep_awake(pool);
-    return run(args...);
-  }
-};
-
-inline auto bind_serial() { return xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>(); }
-
-template <auto run, class Binding>
-XLA_FFI_Error* call_serial(XLA_FFI_CallFrame* frame, Binding binding) {
-  static const auto* handler = binding.To(Awake<run>::call).release();
-  return handler->Call(frame);
-}
-
 }  // namespace stree

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax import cpu_kernels
-from stree_jax.cpu_kernels import HeadOptions, turned_heads
+from stree_jax.cpu_kernels import cpu_kernel, floats, like
 from stree_jax.models.mixer import FLOAT, Mixer, MixerPending, leaf, padded_rows
 from stree_jax.models.nodes import Pass
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
@@ -120,25 +120,37 @@ def append_rows(
     return cache
 
 
+def _other_arrays(
+    caches: tuple[jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+    path: jax.Array,
+    start: jax.Array,
+) -> bool:
+    sizes = {z.dtype.itemsize for z in (*caches, *rows)}
+    known = len(sizes) == 1 and path.dtype == start.dtype == jnp.int32
+    return not known or 0 in (path.size, *(z.size for z in (*caches, *rows)))
+
+
+@cpu_kernel(
+    "stree_append",
+    outputs=lambda caches, *_: like(caches),
+    unsupported=_other_arrays,
+    aliases={"caches": None},
+)
 def append_both(
     caches: tuple[jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
     path: jax.Array,
     start: jax.Array,
-) -> list[jax.Array]:
-    """`append_rows` of keys and of values; on a CPU a kernel that copies them.
+) -> tuple[jax.Array, jax.Array]:
+    """Appends rows of keys and of values; on a CPU by a kernel that copies them.
 
     Args:
       caches: of both, [B, Hk, S, hd].
       rows: of both, of the tree's nodes [B, T, Hk, hd].
       path, start: [B, M] and [B] int32.
     """
-    given = caches, rows, path, start
-    return cpu_kernels.appended_rows(*given, definition=_append_both)
-
-
-def _append_both(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    k_cache, v_cache, k, v, *place = arrays
+    (k_cache, v_cache), (k, v), place = caches, rows, (path, start)
     return append_rows(k_cache, k, *place), append_rows(v_cache, v, *place)
 
 
@@ -251,8 +263,7 @@ class Attention(nn.Module):
                 qkv = normed_heads(qkv, p["q_norm"], p["k_norm"], c)
             depth, mask = map(pass_.of_queries, (pass_.nodes.depth, pass_.nodes.mask))
             turns = angles(length[:, None] + depth, c.rope)
-            cut = Heads(c, self.dtype)
-            q, *kv = turned_heads(qkv, *turns, cut.options, live, definition=cut)
+            q, *kv = cut_heads(qkv, *turns, live, config=c, dtype=self.dtype)
             new = AttentionRecord(*kv)
             before = None if record is None else replace(record, qkv=None)
             record = replace(pass_.merged(before, new), qkv=inputs)
@@ -270,33 +281,55 @@ class Attention(nn.Module):
             return scaled(out, c.out_multiplier), record, state
 
 
-@dataclass(frozen=True)
-class Heads:
-    """q [B,T,Hq,hd] float32 and k, v [B,T,Hk,hd] of `dtype`, of qkv [B,T,d_qkv]."""
+def _heads_shapes(
+    qkv: jax.Array, *_: Any, config: AttentionConfig, dtype: Any
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    lead, width = qkv.shape[:2], config.head_dim
+    k = jax.ShapeDtypeStruct((*lead, config.num_kv_heads, width), dtype)
+    return floats(*lead, config.num_heads, width), k, k
 
-    config: AttentionConfig
-    dtype: Any
 
-    @property
-    def options(self) -> HeadOptions:
-        c = self.config
-        sizes = c.num_heads, c.num_kv_heads, c.head_dim
-        return HeadOptions(*sizes, c.key_multiplier, self.dtype)
+def _other_dtypes(qkv: jax.Array, *_: Any, config: AttentionConfig, dtype: Any) -> bool:
+    return qkv.dtype != jnp.float32 or dtype not in (jnp.float32, jnp.bfloat16)
 
-    def __call__(
-        self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, counts: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        c = self.config
-        if counts.size:  # queries look at all keys, if only to leave them out
-            place = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
-            qkv = jnp.where((place < counts[:, None])[..., None], qkv, 0.0)
-        heads = np.cumsum([c.num_heads, c.num_kv_heads])
-        whole = qkv.reshape(*qkv.shape[:2], -1, c.head_dim)
-        q, k, v = jnp.split(whole, heads, axis=2)
-        k = scaled(k, c.key_multiplier)
-        if c.rope is not None:
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        return q, rounded_to(k, self.dtype), rounded_to(v, self.dtype)
+
+# XLA makes eight operations of it, of which those that join rotated halves go number by
+# number. In the kernel a number has the same bits whatever stands beside it.
+@cpu_kernel(
+    "stree_heads",
+    outputs=_heads_shapes,
+    unsupported=_other_dtypes,
+    attributes=lambda config, dtype: {"key_multiplier": float(config.key_multiplier)},
+)
+def cut_heads(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    live: jax.Array | None,
+    *,
+    config: AttentionConfig,
+    dtype: Any,
+) -> tuple[jax.Array, ...]:
+    """Cuts the projection into heads and rotates queries and keys.
+
+    Args:
+      qkv: [B, T, (Hq + 2 Hk) hd] float32.
+      cos, sin: [B, T, half] float32, of the angles; half may be 0.
+      live: as of `linear`; keys and values of other rows are 0.
+
+    Returns:
+      q [B, T, Hq, hd] float32 and k, v [B, T, Hk, hd] of `dtype`.
+    """
+    if live is not None:  # queries look at all keys, if only to leave them out
+        place = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+        qkv = jnp.where((place < live[:, None])[..., None], qkv, 0.0)
+    heads = np.cumsum([config.num_heads, config.num_kv_heads])
+    whole = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
+    q, k, v = jnp.split(whole, heads, axis=2)
+    k = scaled(k, config.key_multiplier)
+    if config.rope is not None:
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    return q, rounded_to(k, dtype), rounded_to(v, dtype)
 
 
 class AttentionMixer(Mixer[AttentionConfig]):

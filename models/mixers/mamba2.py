@@ -15,12 +15,11 @@ from flax import struct
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels import (
     MixerMemory,
-    MixerOptions,
     MixerTree,
     MixerWeights,
-    mixer_pass,
+    cpu_kernel,
+    mixer_outputs,
     mixer_unsupported,
-    parted,
 )
 from stree_jax.cpu_kernels.scan import MOST_NODES
 from stree_jax.models.mixer import (
@@ -266,11 +265,10 @@ class Mamba2Module(nn.Module):
             live = pass_.live
             zxbcdt = linear(u, p["in_proj"], p.get("in_proj_bias"), live=live)
             zxbcdt = scaled_parts(zxbcdt, c)
-        none = jnp.zeros((0,), self.dtype)
         weights = MixerWeights(
             p["conv_weight"],
-            p.get("conv_bias", none),
-            p.get("norm", none),
+            p.get("conv_bias"),
+            p.get("norm"),
             *(p[name].astype(jnp.float32) for name in ("dt_bias", "A_log", "D")),
         )
         y, record, state = mixed(c, zxbcdt, weights, pass_, state, record)
@@ -308,65 +306,95 @@ def mixed(
     if last is None:
         # The kernel replays a last tree; where there was none, no node of an empty one.
         last = empty_record(c, state.ssm.shape[0], 1, state.conv.dtype)
-    zeros, none = partial(jnp.zeros, dtype=jnp.int32), jnp.zeros((0,), jnp.int32)
+    zeros = partial(jnp.zeros, dtype=jnp.int32)
     tree = MixerTree(
         zeros((zxbcdt.shape[0], 1)) if pending is None else pending.path,
         zeros((zxbcdt.shape[0],)) if pending is None else pending.length,
-        none if pass_.rows is None else pass_.rows,
+        pass_.rows,
         nodes.mask,
         nodes.taps(c.d_conv),
     )
     memory = MixerMemory(
         state.ssm, state.conv, last.x, last.dt, last.a, last.B, last.xBC
     )
-    options = MixerOptions(
-        2 * c.d_mlp, c.norm_groups, c.norm == "norm_first", c.norm_eps, c.dt_limit
+    options: dict[str, Any] = dict(
+        config=c,
+        scan=nodes.scan,
+        of_last=record is None,
+        replays=pending is not None,
+        has_padding=pass_.live is not None and pass_.rows is None,
     )
-    if mixer_unsupported(weights, memory, tree, options) is not None:
+    if mixer_kernel.unsupported(zxbcdt, weights, memory, tree, **options) is not None:
         return equations(c, zxbcdt, weights, pass_, state, record)
-    partly = pass_.live is not None and pass_.rows is None
-    of_path = record is None, pending is not None
-    definition = Definition(c, nodes.scan, *of_path, partly)
-    args = zxbcdt, weights, memory, tree
-    kernel = partial(mixer_pass, options=options, definition=definition)
     with jax.named_scope("mixer"):
-        y, new = kernel(*args, replays=pending is not None)
-    return y, MambaRecord(*new[2:]), MambaState(*new[:2])
+        y, new = mixer_kernel(zxbcdt, weights, memory, tree, **options)
+    if pending is not None:
+        state = MambaState(new.ssm, new.conv)
+    return y, MambaRecord(*new[2:]), state
 
 
-@dataclass(frozen=True)
-class Definition:
-    """`equations` of the arrays that the kernel takes, one after another."""
+def _attributes(config: MambaConfig, **options: Any) -> dict[str, Any]:
+    least, most = config.dt_limit
+    return dict(
+        to_z=2 * config.d_mlp,  # where z, xBC and dt begin among the outputs of in_proj
+        norm_groups=config.norm_groups,
+        norm_first=config.norm == "norm_first",
+        eps=float(config.norm_eps),
+        least_dt=float(least),
+        most_dt=float(most),
+    )
 
-    config: MambaConfig
-    scan: Scan
-    of_last: bool  # the records are those of the last tree, or there was none
-    replays: bool  # a path of it
-    partly: bool  # what descends not from itself is no node
 
-    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        zxbcdt, weights, memory, tree = parted(arrays)
-        record = MambaRecord(*memory[2:])
-        pending = MixerPending(record, tree.path, tree.length)
-        alone = jnp.diagonal(tree.mask, axis1=1, axis2=2)
-        count = alone.sum(axis=1, dtype=jnp.int32) if self.partly else None
-        nodes = Nodes(tree.mask, tree.window[..., 0], tree.window, scan=self.scan)
-        pass_ = Pass(
-            nodes,
-            tree.rows if tree.rows.size else None,
-            pending if self.of_last else None,
-            tree.length,
-            count,
-        )
-        state = MambaState(memory.ssm, memory.conv)
-        given = None if self.of_last else record
-        args = self.config, zxbcdt, weights, pass_, state, given
-        y, new, state = equations(*args)
-        r = jax.tree.map(written_over, record, new)
-        kept = [state.ssm, state.conv]
-        if not self.replays:
-            kept = [jnp.zeros((z.shape[0], 0), z.dtype) for z in kept]
-        return y, *kept, r.x, r.dt, r.a, r.B, r.xBC
+@cpu_kernel(
+    "stree_mixer",
+    outputs=mixer_outputs,
+    unsupported=mixer_unsupported,
+    shared=("weights", "tree.rows"),
+    aliases={"memory": 1},
+    attributes=_attributes,
+)
+def mixer_kernel(
+    zxbcdt: jax.Array,
+    weights: MixerWeights,
+    memory: MixerMemory,
+    tree: MixerTree,
+    *,
+    config: MambaConfig,
+    scan: Scan,
+    of_last: bool,
+    replays: bool,
+    has_padding: bool,
+) -> tuple[jax.Array, MixerMemory]:
+    """Runs `equations` on the arrays that the kernel takes.
+
+    Args:
+      zxbcdt: [B, Tq, W] float32, of the queried nodes.
+      memory: the state before the path, and records of the last tree.
+      of_last: True if there are records of a last tree only; otherwise `memory` has
+        those of this tree's nodes so far, and `tree.rows` are the new ones.
+      replays: True if there is a path. Without one the state is not returned.
+      has_padding: True if nodes that do not descend from themselves are padding.
+
+    Returns:
+      The mixer's output before out_proj [B, Tq, H * P] float32, and the new memory. Its
+      records are this tree's, then those that a larger last tree has more.
+    """
+    record = MambaRecord(*memory[2:])
+    alone = jnp.diagonal(tree.mask, axis1=1, axis2=2)
+    pass_ = Pass(
+        Nodes(tree.mask, tree.window[..., 0], tree.window, scan=scan),
+        tree.rows,
+        MixerPending(record, tree.path, tree.length) if of_last else None,
+        tree.length,
+        alone.sum(axis=1, dtype=jnp.int32) if has_padding else None,
+    )
+    state, given = MambaState(memory.ssm, memory.conv), None if of_last else record
+    y, new, state = equations(config, zxbcdt, weights, pass_, state, given)
+    r = jax.tree.map(written_over, record, new)
+    ssm, conv = state.ssm, state.conv
+    if not replays:
+        ssm, conv = (jnp.zeros((z.shape[0], 0), z.dtype) for z in (ssm, conv))
+    return y, MixerMemory(ssm, conv, r.x, r.dt, r.a, r.B, r.xBC)
 
 
 def equations(

@@ -1,14 +1,13 @@
 """The MLP of every token."""
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.mixer import FLOAT, Mixer, padded_rows
 from stree_jax.models.nodes import Pass
 from stree_jax.models.params import ZEROS, Param, Table, declare
@@ -76,19 +75,23 @@ def activate_gated(
     Args:
       live: as of `linear`.
     """
-    definition = _gated(name, multiplier)
-    if name == "silu":
-        return cpu_kernels.silu_gated(h, multiplier, live, definition=definition)
-    return definition(h)
+    return _gated(h, live, name=name, multiplier=float(multiplier))
 
 
-@cache
-def _gated(name: Activation, multiplier: float) -> Any:
-    return partial(_activate_gated, name=name, multiplier=multiplier)
+def _no_silu(
+    h: jax.Array, live: jax.Array | None, *, name: Activation, **options: float
+) -> bool:
+    return name != "silu" or h.dtype != jnp.float32 or h.ndim < 2 or h.shape[-1] % 2 > 0
 
 
-def _activate_gated(
-    h: jax.Array, *_: jax.Array, name: Activation, multiplier: float
+@cpu_kernel(
+    "stree_gate",
+    outputs=lambda h, *_, **__: floats(*h.shape[:-1], h.shape[-1] // 2),
+    unsupported=_no_silu,
+    attributes=lambda name, multiplier: {"multiplier": multiplier},
+)
+def _gated(
+    h: jax.Array, live: jax.Array | None, *, name: Activation, multiplier: float
 ) -> jax.Array:
     gate, up = jnp.split(h, 2, axis=-1)
     return activate(scaled(gate, multiplier), name) * up

@@ -15,14 +15,9 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.cpu_kernels import (
-    by_platform,
-    counts,
-    skinny_product_int8,
-    unsupported,
-)
+from stree_jax.cpu_kernels import by_platform, cpu_kernel, int8_unsupported
 from stree_jax.models.serialization import register_for_export
-from stree_jax.models.weights.plain import GPU_LEAST
+from stree_jax.models.weights.plain import GPU_LEAST, in_float32, product_shape
 from stree_jax.models.weights.weight import BFLOAT16, Format, Weight
 
 LARGEST = 127  # of q, either sign
@@ -80,18 +75,15 @@ class Quantized(Weight):
         return self.q.shape
 
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
-        return unsupported(rows, self.q, valid_count)
+        return _product.unsupported(rows, self.q, self.scale, valid_count)
 
     def product(
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
     ) -> jax.Array:
         """Rounds the rows to int8, too; sums within a group are exact."""
-        return by_platform(
-            *(rows.astype(jnp.float32), self.q, self.scale, counts(valid_count)),
-            cpu=_native if native else _definition,
-            cuda=_cuda,
-            default=_definition,
-        )
+        args = rows, self.q, self.scale, valid_count
+        cpu = _product if native else _product.definition
+        return by_platform(*args, cpu=cpu, cuda=_cuda, default=_product.definition)
 
     def rows(self, ids: jax.Array) -> jax.Array:
         q, scale = self.q[ids], self.scale[ids]
@@ -107,16 +99,24 @@ def _quantized(weight: jax.Array, group: int | None) -> Quantized:
     return quantize(weight, group)
 
 
-def _native(*arrays: jax.Array) -> jax.Array:
-    return skinny_product_int8(*arrays, definition=_definition)
+@cpu_kernel(
+    "stree_product_int8",
+    outputs=product_shape,
+    unsupported=int8_unsupported,
+    shared=("weight", "scale"),
+    prepare=in_float32,
+)
+def _product(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array, valid_count: jax.Array | None
+) -> jax.Array:
+    """Computes rows [t, k] @ (weight * scale).T, the rows rounded to int8."""
+    return int8_product(rows.astype(jnp.float32), weight, scale)
 
 
-def _definition(*arrays: jax.Array) -> jax.Array:
-    return int8_product(*arrays[:3])
-
-
-def _cuda(*arrays: jax.Array) -> jax.Array:
-    return int8_product_cuda(*arrays[:3])
+def _cuda(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array, _: jax.Array | None
+) -> jax.Array:
+    return int8_product_cuda(rows.astype(jnp.float32), weight, scale)
 
 
 def quantize(weight: jax.Array, group: int | None = None) -> Quantized:

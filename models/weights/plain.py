@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.cpu_kernels import MOST_ROWS as SKINNY
-from stree_jax.cpu_kernels import (
-    by_platform,
-    counts,
-    skinny_product,
-    table_rows,
-    unsupported,
-)
+from stree_jax.cpu_kernels import by_platform, cpu_kernel, floats, product_unsupported
 from stree_jax.models.weights.weight import Format, Weight
 
 GPU_LEAST = 16  # rows of a product of 8 or 16 bits on a GPU, where there are few
@@ -55,7 +49,7 @@ class PlainWeight(Weight):
         return self.array.shape
 
     def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
-        return unsupported(rows, self.array, valid_count)
+        return _skinny_cpu.unsupported(rows, self.array, valid_count)
 
     def product(
         self, rows: jax.Array, valid_count: jax.Array | None, native: bool
@@ -63,21 +57,39 @@ class PlainWeight(Weight):
         """Rounds the rows to the weight's dtype; sums are float32."""
         if rows.shape[0] > SKINNY and not native:
             return _whole(rows, self.array)
-        return by_platform(
-            rows,
-            self.array,
-            counts(valid_count),
-            cpu=_skinny_native if native else _skinny_cpu,
-            cuda=_skinny_gpu,
-            default=_whole,
-        )
+        cpu = _skinny_cpu if native else _skinny_cpu.definition
+        args = rows, self.array, valid_count
+        return by_platform(*args, cpu=cpu, cuda=_skinny_gpu, default=_whole)
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        return table_rows(self.array, ids, definition=_looked_up)
+        return table_rows(self.array, ids)
 
 
-def _looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+def _other_arrays(table: jax.Array, ids: jax.Array) -> bool:
+    known = table.dtype in (jnp.float32, jnp.bfloat16) and ids.dtype == jnp.int32
+    return not known or 0 in (table.size, ids.size)
+
+
+# XLA looks numbers of 16 bits up one by one: 8 rows of 192 take it 40 us.
+@cpu_kernel(
+    "stree_rows",
+    outputs=lambda table, ids: floats(*ids.shape, table.shape[1]),
+    unsupported=_other_arrays,
+    shared=("table",),
+)
+def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns table[ids] [..., d] float32 of a table [V, d] and ids [...] int32."""
     return table[ids].astype(jnp.float32)
+
+
+def in_float32(rows: jax.Array, *rest: Any) -> tuple[Any, ...]:
+    """Returns the arguments of a product with the rows in float32."""
+    return rows.astype(jnp.float32), *rest
+
+
+def product_shape(rows: jax.Array, weight: jax.Array, *_: Any) -> Any:
+    """Describes the result [t, m] float32 of a product."""
+    return floats(rows.shape[0], weight.shape[0])
 
 
 def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -95,12 +107,6 @@ def _whole(rows: jax.Array, weight: jax.Array, _: jax.Array | None = None) -> ja
     return _product("tk,mk->tm", rows.astype(weight.dtype), weight)
 
 
-def _skinny_native(
-    rows: jax.Array, weight: jax.Array, valid_count: jax.Array
-) -> jax.Array:
-    return skinny_product(rows, weight, valid_count, definition=_skinny_cpu)
-
-
 def _skinny_gpu(
     rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
 ) -> jax.Array:
@@ -115,8 +121,15 @@ def _skinny_gpu(
     return _whole(jnp.pad(rows, ((0, GPU_LEAST - count), (0, 0))), weight)[:count]
 
 
+@cpu_kernel(
+    "stree_product",
+    outputs=product_shape,
+    unsupported=product_unsupported,
+    shared=("weight",),
+    prepare=in_float32,
+)
 def _skinny_cpu(
-    rows: jax.Array, weight: jax.Array, _: jax.Array | None = None
+    rows: jax.Array, weight: jax.Array, valid_count: jax.Array | None
 ) -> jax.Array:
     """Computes rows [t, k] @ weight.T in the form that XLA:CPU streams fastest.
 

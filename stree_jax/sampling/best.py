@@ -1,32 +1,13 @@
-"""The best of many scores, and of what is drawn."""
+"""The best of many scores, and of scores with noise."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.models.argmax import argmax
-
-
-def best_scores(scores: jax.Array, count: int) -> Sequence[jax.Array]:
-    """The largest [..., count] of scores [..., V] float32, their places, of equals the
-    first, and the logarithm of the sum of exponentials [..., 1]."""
-    return cpu_kernels.best_scores(scores, count, definition=_best(count))
-
-
-def best_drawn(
-    logits: jax.Array, temperature: jax.Array, noise: jax.Array, count: int
-) -> Sequence[jax.Array]:
-    """`best_scores` of logits [B, Q, V], tempered, and their row's noise [B, V].
-
-    Args:
-      temperature: [B] float32; rows of 0 are greedy, and have no noise.
-    """
-    asked = logits, temperature, noise
-    return cpu_kernels.best_drawn(*asked, count, definition=_drawn(count))
 
 
 def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
@@ -36,33 +17,46 @@ def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
     return z / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
 
 
-@cache
-def _best(count: int) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    def best(scores: jax.Array) -> tuple[jax.Array, ...]:
-        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        if count > 2:
-            return *lax.top_k(scores, count), total
-        places = argmax(scores)[..., None]  # on a GPU it is faster than a sort
-        if count == 2:
-            place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-            others = jnp.where(place == places, -jnp.inf, scores)
-            second = argmax(others)[..., None]
-            # Where nothing else is left, the first of the others.
-            second = jnp.where(
-                second == places, (places == 0).astype(jnp.int32), second
-            )
-            places = jnp.concatenate([places, second], axis=-1)
-        return jnp.take_along_axis(scores, places, axis=-1), places, total
-
-    return best
+def _best_shapes(
+    scores: jax.Array, *_: Any, count: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    lead = scores.shape[:-1]
+    return floats(*lead, count), ints(*lead, count), floats(*lead, 1)
 
 
-@cache
-def _drawn(count: int) -> Callable[..., tuple[jax.Array, ...]]:
-    def drawn(
-        logits: jax.Array, temperature: jax.Array, noise: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        noise = jnp.where(temperature[:, None] == 0, 0.0, noise)
-        return _best(count)(tempered(temperature, logits) + noise[:, None])
+def _no_rows(scores: jax.Array, *_: Any, count: int) -> bool:
+    return scores.ndim < 2 or scores.size == 0
 
-    return drawn
+
+@cpu_kernel("stree_best", outputs=_best_shapes, unsupported=_no_rows)
+def best_scores(scores: jax.Array, *, count: int) -> tuple[jax.Array, ...]:
+    """Returns the largest [..., count] of scores [..., V] float32, their places, of
+    equals the first, and the logarithm of the sum of exponentials [..., 1]."""
+    total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    if count > 2:
+        return *lax.top_k(scores, count), total
+    places = argmax(scores)[..., None]  # on a GPU it is faster than a sort
+    if count == 2:
+        place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+        others = jnp.where(place == places, -jnp.inf, scores)
+        second = argmax(others)[..., None]
+        # Where nothing else is left, the first of the others.
+        second = jnp.where(second == places, (places == 0).astype(jnp.int32), second)
+        places = jnp.concatenate([places, second], axis=-1)
+    return jnp.take_along_axis(scores, places, axis=-1), places, total
+
+
+@cpu_kernel("stree_best_drawn", outputs=_best_shapes, unsupported=_no_rows)
+def best_drawn(
+    logits: jax.Array, temperature: jax.Array, noise: jax.Array, *, count: int
+) -> tuple[jax.Array, ...]:
+    """Applies `best_scores` to tempered logits plus noise.
+
+    Args:
+      logits: [B, Q, V] float32.
+      temperature: [B] float32. Rows of 0 are greedy, and get no noise.
+      noise: [B, V] float32.
+    """
+    noise = jnp.where(temperature[:, None] == 0, 0.0, noise)
+    scores = tempered(temperature, logits) + noise[:, None]
+    return best_scores.definition(scores, count=count)

@@ -131,10 +131,10 @@ class Distribution:
         depths = jnp.broadcast_to(depth, (1, logits.shape[1]))
         if self.sampling is None or not drawn:
             scores = self.scores(logits, depths, path, normalised=False)
-            return best_scores(scores, count)
+            return best_scores(scores, count=count)
         kept = self._kept(logits, depths, path)
         return best_drawn(
-            kept, self.sampling.temperature, self._gumbel_of(depth), count
+            kept, self.sampling.temperature, self._gumbel_of(depth), count=count
         )
 
     def draw(self, logits: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -246,7 +246,7 @@ class Distribution:
         place = self.output_place + depth
         numbers = jnp.stack([jnp.full_like(place, NOISE), place], axis=1)
         words = jax.random.key_data(self.sampling.key)
-        return threefry.noise(words, numbers, self.num_tokens)
+        return threefry.noise(words, numbers, size=self.num_tokens)
 
     def gumbel(self, keys: jax.Array) -> jax.Array:
         """Gumbel noise [B, ..., V] of keys [B, ...]; 0 for greedy rows.
@@ -258,7 +258,7 @@ class Distribution:
         assert self.sampling is not None
         words = jax.random.key_data(keys.reshape(-1))
         none = jnp.zeros((words.shape[0], 0), jnp.int32)
-        noise = threefry.noise(words, none, self.num_tokens)
+        noise = threefry.noise(words, none, size=self.num_tokens)
         noise = noise.reshape(*keys.shape, self.num_tokens)
         return _but_greedy(self.sampling.greedy, noise)
 

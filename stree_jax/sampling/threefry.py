@@ -7,15 +7,14 @@ The rounds written out are one operation, 0.15 ms. (Threefry-2x32 with 20 rounds
 et al., Parallel random numbers: as easy as 1, 2, 3, 2011.)
 """
 
-from collections.abc import Callable
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, floats
 from stree_jax.models.keys import IMPL
 
 PARITY = 0x1BD11BDA
@@ -103,23 +102,26 @@ def _is_raw_key(key: Any) -> bool:
     return array and key.dtype == np.uint32 and key.shape in ((2,), (4,))
 
 
-def noise(words: jax.Array, numbers: jax.Array, size: int) -> jax.Array:
-    """`gumbel` [n, size] of keys, each folded with its numbers in turn.
+# XLA writes Threefry's twenty rounds and two logarithms out number by number. The
+# kernel's bits differ by a few units in the last place of the logarithms.
+@cpu_kernel(
+    "stree_noise",
+    outputs=lambda words, _, *, size: floats(words.shape[0], size),
+    unsupported=lambda words, _, *, size: 0 in (words.shape[0], size),
+)
+def noise(words: jax.Array, numbers: jax.Array, *, size: int) -> jax.Array:
+    """Returns `gumbel` [n, size] of keys, each folded with its numbers in turn.
 
     Args:
       words: [n, 2] uint32, of Threefry keys.
-      numbers: [n, k] int32.
+      numbers: [n, k] int32; k may be 0.
     """
-    return cpu_kernels.gumbel_noise(words, numbers, size, definition=_noise(size))
 
-
-@cache
-def _noise(size: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def one(words: jax.Array, numbers: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl=IMPL)
         return gumbel(reduce(fold_in, numbers, key), size)
 
-    return jax.vmap(one)
+    return jax.vmap(one)(words, numbers)
 
 
 def _words(key: jax.Array) -> tuple[jax.Array, jax.Array]:

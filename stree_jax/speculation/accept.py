@@ -26,7 +26,7 @@ One more promises nothing: its text is not the target's, and only who names it g
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -34,8 +34,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax import cpu_kernels
 from stree_jax.checks import as_real, class_with_hints, shown, with_hints
+from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.models.argmax import argmax
 from stree_jax.sampling.distribution import (
     ACCEPT,
@@ -44,6 +44,7 @@ from stree_jax.sampling.distribution import (
 )
 from stree_jax.sampling.threefry import uniform
 from stree_jax.speculation.draft import Draft
+from stree_jax.speculation.layout import Layout
 from stree_jax.speculation.tree import Auto, Beam, Budget, Topology, resolve_tree
 
 Drafting = Literal["top_k", "iid", "without_replacement", "coupled"]
@@ -260,25 +261,30 @@ def accept_greedy(draft: Draft, logits: jax.Array, dist: Distribution) -> Accept
     scores = logits
     if dist.requests.min_new_tokens is not None:
         scores = dist.scores(logits, layout.depth)
-    arrays = scores, draft.tokens, layout.parents, layout.depth, layout.paths
-    made = cpu_kernels.accept_greedy(*arrays, vocabulary=V, definition=_likeliest(V))
-    return Accepted(*made)
+    return likeliest_path(scores, draft.tokens, layout, num_tokens=V)
 
 
-@cache
-def _likeliest(num_tokens: int) -> Any:
-    return partial(_likeliest_path, num_tokens=num_tokens)
-
-
-def _likeliest_path(
-    scores: jax.Array,
-    tokens: jax.Array,
-    parents: jax.Array,
-    depth: jax.Array,
-    paths: jax.Array,
-    num_tokens: int,
+def _accepted_shapes(
+    scores: jax.Array, tokens: jax.Array, layout: Layout, *, num_tokens: int
 ) -> Accepted:
-    """`accept_greedy` by scores [B, T, >= V]."""
+    B, _, most = layout.paths.shape
+    return Accepted(ints(B, most), ints(B), ints(B, most), floats(B, most))
+
+
+@cpu_kernel(
+    "stree_accept_greedy",
+    outputs=_accepted_shapes,
+    attributes=lambda num_tokens: {"vocabulary": num_tokens},
+    prepare=lambda scores, tokens, layout, *, num_tokens: (
+        *(scores, tokens),
+        *(layout.parents, layout.depth, layout.paths),
+    ),
+)
+def likeliest_path(
+    scores: jax.Array, tokens: jax.Array, layout: Layout, *, num_tokens: int
+) -> Accepted:
+    """Accepts greedily by scores [B, T, >= V] of a tree's tokens [B, T]."""
+    parents, depth, paths = layout.parents, layout.depth, layout.paths
     scores = scores[..., :num_tokens]
     best = argmax(scores)
     above = jnp.take_along_axis(best, jnp.maximum(parents, 0), axis=1)

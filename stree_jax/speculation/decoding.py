@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, ints, like
 from stree_jax.models import Pending, State
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.distribution import Distribution
@@ -122,7 +122,7 @@ def cut_at_stops(d: Decoding, accepted: Accepted) -> tuple[Accepted, Stop]:
     asked = accepted.tokens, accepted.length, d.length, d.finish, *limits
     states = follow_stop_strings(d, accepted.tokens)
     if states is None or d.stop_state is None:
-        length, finish = cpu_kernels.cut(*asked, definition=_cut)
+        length, finish = _cut_by_tokens(*asked)
         return replace(accepted, length=length), Stop(finish, d.stop_state)
     by_string = _first(states < 0)
     length, finish = _cut(*asked, by_string)
@@ -139,6 +139,22 @@ def _first(marks: jax.Array) -> jax.Array:
     return jnp.where(marks, index, width).min(axis=1)
 
 
+@cpu_kernel(
+    "stree_cut",
+    outputs=lambda _, accepted, *__: (ints(*accepted.shape), ints(*accepted.shape)),
+)
+def _cut_by_tokens(
+    tokens: jax.Array,
+    accepted: jax.Array,
+    before: jax.Array,
+    finish: jax.Array,
+    limit: jax.Array,
+    stop_tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts at stop tokens and at the limit, see `_cut`."""
+    return _cut(tokens, accepted, before, finish, limit, stop_tokens)
+
+
 def _cut(
     tokens: jax.Array,
     accepted: jax.Array,
@@ -148,9 +164,14 @@ def _cut(
     stop_tokens: jax.Array,
     by_string: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """How many tokens [B] are kept, and `finish` [B]; see `cpu_kernels.cut`.
+    """Returns how many of the accepted tokens are kept [B], and `finish` [B].
 
     Args:
+      tokens: [B, M + 1] int32.
+      accepted: [B] int32, how many of them were accepted.
+      before: [B] int32, tokens of the text so far.
+      finish, limit: [B] int32, of the text.
+      stop_tokens: [B, n] int32.
       by_string: [B] int32, at which token a stop string is complete.
     """
     running, room = finish == RUNNING, limit - before
@@ -201,24 +222,12 @@ def record_step(
     origin = draft.origin
     if origin is None:
         origin = jnp.full_like(draft.tokens, DRAFTER, jnp.uint8)
-    before = d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin
-    gain = accepted.tokens, accepted.path, accepted.margin, accepted.length, origin
-    after = cpu_kernels.record(
-        *before,
-        jnp.broadcast_to(trees, d.length.shape),
-        *(d.finish == RUNNING, *gain),
-        definition=_recorded,
-    )
-    tokens, output_origin, root, length, used, gained, margin = after
+    before = Output(d.tokens, d.origin, d.root, d.length, d.used, d.gained, d.margin)
+    trees, running = jnp.broadcast_to(trees, d.length.shape), d.finish == RUNNING
+    after = _recorded(before, trees, running, accepted, origin)
     return replace(
         d,
-        tokens=tokens,
-        origin=output_origin,
-        root=root,
-        length=length,
-        used=used,
-        gained=gained,
-        margin=margin,
+        **after._asdict(),
         seen=seen,
         logprobs=lists,
         finish=stop.finish,
@@ -234,24 +243,41 @@ def _places(
     return jnp.where(depth < count[:, None], before[:, None] + depth, room)
 
 
+class Output(NamedTuple):
+    """What each step of a `Decoding` adds to, see its attributes."""
+
+    tokens: jax.Array
+    origin: jax.Array
+    root: jax.Array
+    length: jax.Array
+    used: jax.Array
+    gained: jax.Array
+    margin: jax.Array
+
+
+@cpu_kernel(
+    "stree_record",
+    outputs=lambda before, *_: like(before),
+    aliases={"before": None},
+)
 def _recorded(
-    output: jax.Array,
-    output_origin: jax.Array,
-    root: jax.Array,
-    before: jax.Array,
-    used: jax.Array,
-    gained: jax.Array,
-    margin: jax.Array,
+    before: Output,
     choice: jax.Array,
     running: jax.Array,
-    tokens: jax.Array,
-    path: jax.Array,
-    margins: jax.Array,
-    length: jax.Array,
+    accepted: Accepted,
     origin: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """The first seven arrays after a step; see `cpu_kernels.record`."""
-    places = _places(before, length, tokens, output.shape[1])
+) -> Output:
+    """Returns the output and statistics after a step.
+
+    Args:
+      before: the output so far.
+      choice: [B] int32, the step's trees, as places in the menu.
+      running: [B] bool, rows that were not finished.
+      accepted: of the step, after the cut.
+      origin: [B, T] uint8, of the tree's nodes.
+    """
+    tokens, path, length = accepted.tokens, accepted.path, accepted.length
+    places = _places(before.length, length, tokens, before.tokens.shape[1])
     after = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))  # nodes lead to the next; 0: none
     drafted = jnp.take_along_axis(origin, after, axis=1)
     drafted = jnp.where(after > 0, drafted, jnp.uint8(TARGET))
@@ -264,12 +290,13 @@ def _recorded(
     row = jnp.arange(length.shape[0], dtype=jnp.int32)
     ran = running.astype(jnp.int32)
     counts = jnp.arange(path.shape[1], dtype=jnp.int32)[None] < length[:, None]
-    return (
-        jax.vmap(write)(output, places, tokens),
-        jax.vmap(write)(output_origin, places, drafted),
-        jnp.where(length > 0, end, root),
-        before + length,
-        jax.vmap(lambda row, tree, n: row.at[tree].add(n))(used, choice, ran),
-        gained.at[row, length].add(ran),
-        jnp.minimum(margin, jnp.where(counts, margins, jnp.inf).min(axis=1)),
+    least = jnp.where(counts, accepted.margin, jnp.inf).min(axis=1)
+    return Output(
+        jax.vmap(write)(before.tokens, places, tokens),
+        jax.vmap(write)(before.origin, places, drafted),
+        jnp.where(length > 0, end, before.root),
+        before.length + length,
+        jax.vmap(lambda row, tree, n: row.at[tree].add(n))(before.used, choice, ran),
+        before.gained.at[row, length].add(ran),
+        jnp.minimum(before.margin, least),
     )

@@ -4,14 +4,11 @@ Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level (th
 children), C most children.
 """
 
-from functools import cache, partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, ints
 from stree_jax.models import Nodes, tree_nodes
 from stree_jax.models.nodes import ancestors
 from stree_jax.speculation.tree import Topology, Tree
@@ -55,20 +52,27 @@ def _count_before(same: jax.Array) -> jax.Array:
 
 def tree_layout(tree: Topology, parents: jax.Array) -> Layout:
     """The layout of trees with `parents` [B, T], whose sizes `tree` gives."""
-    asked = tree.depth, max(tree.children, 1)
-    tables = cpu_kernels.tree_layout(parents, *asked, definition=_walks(*asked))
+    tables = _layout_tables(parents, M=tree.depth, C=max(tree.children, 1))
     return Layout(parents, *tables)
 
 
-@cache
-def _walks(depth: int, children: int) -> Any:
-    return partial(_layout_tables, M=depth, C=children)
+def _tables_shapes(
+    parents: jax.Array, *, M: int, C: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    B, T = parents.shape
+    return ints(B, T), ints(B, T, M + 1), ints(B, T, C)
 
 
+@cpu_kernel(
+    "stree_tree_layout",
+    outputs=_tables_shapes,
+    # The tables of the root alone are constants to XLA.
+    unsupported=lambda parents, **_: parents.shape[1] == 1,
+)
 def _layout_tables(
-    parents: jax.Array, M: int, C: int
+    parents: jax.Array, *, M: int, C: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Depth, paths and children of `tree_layout`."""
+    """Returns depth [B, T], paths [B, T, M + 1] and children [B, T, C]."""
     T = parents.shape[1]
     node = jnp.arange(T, dtype=jnp.int32)
 

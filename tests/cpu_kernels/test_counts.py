@@ -1,18 +1,20 @@
 """Rows behind those that are tokens: nothing is computed of them, and nothing of what
 they hold comes into others."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.cpu_kernels import HeadOptions, silu_gated, table_rows, turned_heads
-from stree_jax.models.mixers.attention import AttentionConfig, Heads, angles
-from stree_jax.models.mixers.mlp import activate_gated
+from stree_jax.models.mixers.attention import AttentionConfig, angles, cut_heads
+from stree_jax.models.mixers.mlp import _gated, activate_gated
 from stree_jax.models.norm import ScaledNorm, scaled_rms_norm
 from stree_jax.models.rope import Rope
 from stree_jax.models.weights.int8 import quantize
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.plain import table_rows
 from tests.support.native import built, each_level, use
 from tests.support.reference import assert_near
 
@@ -29,13 +31,11 @@ def functions(rng):
     """What takes rows [B, T, ..] and counts, by name."""
     weight, scale = some(rng, 40, D), some(rng, D)
     config = AttentionConfig(2, 1, 6, rope=Rope(theta=20.0, dim=4))
-    cut = Heads(config, jnp.bfloat16)
 
     def heads(x, live):
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], x.shape[:2])
-        return turned_heads(
-            x, *angles(place, config.rope), cut.options, live, definition=cut
-        )
+        turns = angles(place, config.rope)
+        return cut_heads(x, *turns, live, config=config, dtype=jnp.bfloat16)
 
     made = {
         "norm": lambda x, live: scaled_rms_norm(x, scale, ScaledNorm(1e-5), live),
@@ -114,11 +114,10 @@ def test_heads_are_the_definitions(rope, dtype):
     rng = np.random.default_rng(4)
     qkv, place = some(rng, 2, T, 7 * 8), jnp.arange(2 * T, dtype=jnp.int32)
     turns = angles(place.reshape(2, T), rope)
-    cut = Heads(config, jnp.dtype(dtype))
-    assert isinstance(cut.options, HeadOptions)
-    run = jax.jit(lambda *a: turned_heads(*a, cut.options, definition=cut))
+    options = dict(config=config, dtype=jnp.dtype(dtype))
+    run = jax.jit(lambda *a: cut_heads(*a, None, **options))
     assert "stree_heads" in run.lower(qkv, *turns).as_text()
-    wanted = jax.jit(cut)(qkv, *turns, jnp.zeros((0,), jnp.int32))
+    wanted = jax.jit(lambda *a: cut_heads.definition(*a, None, **options))(qkv, *turns)
     for mine, other in zip(run(qkv, *turns), wanted, strict=True):
         assert mine.dtype == other.dtype and mine.shape == other.shape
         assert_near(mine, other, 1e-6 if mine.dtype == jnp.float32 else 2.0**-7)
@@ -131,21 +130,21 @@ def test_rows_of_a_table(dtype):
     table = some(rng, 9, 13).astype(dtype)
     ids = jnp.asarray([[0, 8, 3], [-1, -9, 9], [100, -100, 3]], jnp.int32)
 
-    def looked_up(table, ids):
-        return table[ids].astype(jnp.float32)
-
-    run = jax.jit(lambda *a: table_rows(*a, definition=looked_up))
+    run, looked_up = jax.jit(table_rows), table_rows.definition
     assert "stree_rows" in run.lower(table, ids).as_text()
     np.testing.assert_array_equal(run(table, ids), jax.jit(looked_up)(table, ids))
-    mapped = jax.vmap(lambda ids: table_rows(table, ids, definition=looked_up))
+    mapped = jax.vmap(lambda ids: table_rows(table, ids))
     np.testing.assert_array_equal(jax.jit(mapped)(ids), looked_up(table, ids))
     few = jnp.abs(ids).astype(jnp.uint32)
     np.testing.assert_array_equal(run(table, few), jax.jit(looked_up)(table, few))
-    of_none = table_rows(table, ids[:0], definition=looked_up)
+    of_none = table_rows(table, ids[:0])
     assert of_none.shape == (0, 3, 13)
 
 
 def test_gates_of_other_shapes_are_left_to_xla():
-    h = jnp.ones((4,))
-    done = silu_gated(h, 1.0, definition=lambda h, _: h[:2])
-    np.testing.assert_array_equal(done, h[:2])
+    h, options = jnp.ones((4,)), dict(name="silu", multiplier=1.0)
+    done = _gated(h, None, **options)
+    np.testing.assert_array_equal(done, _gated.definition(h, None, **options))
+    assert (
+        "stree_gate" not in jax.jit(partial(_gated, **options)).lower(h, None).as_text()
+    )

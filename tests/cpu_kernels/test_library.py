@@ -1,5 +1,6 @@
 """Loading the compiled kernels, and the variable that restricts them."""
 
+import ctypes
 import platform
 import re
 import runpy
@@ -13,6 +14,13 @@ from stree_jax.checkpoints.info import info
 from stree_jax.cpu_kernels import library as module
 from stree_jax.cpu_kernels.library import LEVELS, VARIABLE, Library
 from tests.support.native import INSTRUCTIONS, built, use
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    file
+    for room in ("models", "pallas_kernels", "stree_jax")
+    for file in (ROOT / room).rglob("*.py")  # which follows no links
+]
 
 
 def test_off(monkeypatch):
@@ -45,6 +53,19 @@ def test_the_machines_instructions_are_found():
     assert best != "amx" or {"amx_tile", "amx_bf16", "amx_int8"} <= flags
     found = [name for name in ("avx2", "avx512") if LEVELS[name] <= LEVELS[best]]
     assert {*found, *more} == (has if "avx512" in has else has & {"avx2"})
+
+
+@built
+def test_all_kernels_are_used_and_all_that_are_used_exist():
+    """A wrong name in a decorator would fail only where the kernel is called."""
+    (file,) = Path(module.__file__).parent.glob("_native*.so")
+    list_kernels = ctypes.CDLL(str(file)).stree_kernels
+    list_kernels.restype = ctypes.c_char_p
+    used = re.findall(
+        r'cpu_kernel\(\s*"(stree_\w+)"',
+        "\n".join(file.read_text() for file in SOURCES),
+    )
+    assert sorted(used) == sorted(list_kernels().decode().split())
 
 
 @built

@@ -60,8 +60,8 @@ def case(c, T=6, last=6, dtype="float32", seed=0, parents=None):
     wide = partial(normal, dtype="float32")
     weights = MixerWeights(
         normal(c.d_xBC, K),
-        normal(c.d_xBC) if c.conv_bias else normal(0),
-        normal(c.d_inner) if c.norm else normal(0),
+        normal(c.d_xBC) if c.conv_bias else None,
+        normal(c.d_inner) if c.norm else None,
         wide(H),
         wide(H),
         wide(c.d_inner if c.D_per_channel else H),
@@ -289,6 +289,19 @@ def test_mapped_rows_are_rows_of_the_batch():
     got = jax.tree.map(lambda z: z[1], each)
     turned = first._replace(weights=jax.tree.map(jnp.negative, first.weights))
     agree(got, run(turned), "float32")
+
+
+def test_mapped_inputs_share_the_queried_rows():
+    c = CONFIGS["plain"]
+    one = case(c)
+    run = adding(mixed, c, [1, 4])
+    mapped = jax.vmap(lambda z: run(one._replace(zxbcdt=z)))
+    text = jax.jit(mapped).lower(jnp.stack([one.zxbcdt] * 2)).as_text()
+    assert text.count("@stree_mixer") == 1
+    both = mapped(jnp.stack([one.zxbcdt, -one.zxbcdt]))
+    got = jax.tree.map(lambda z: z[1], both)
+    wanted = run(one._replace(zxbcdt=-one.zxbcdt))
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 @pytest.mark.parametrize("T", [32, 8])

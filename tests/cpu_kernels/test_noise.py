@@ -1,11 +1,13 @@
 """Noise of the compiled kernels is that of `jax.random`, and the best are the best."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.sampling.best import _best, _drawn, best_drawn, best_scores
+from stree_jax.sampling.best import best_drawn, best_scores
 from stree_jax.sampling.threefry import noise
 from tests.support.native import built, each_level, use
 
@@ -35,7 +37,7 @@ def test_noise_is_that_of_jax(level, size, folds, monkeypatch):
     """Two logarithms round by two units each; the second's, of noise near 0, too."""
     use(monkeypatch, level)
     args = keys_and_numbers(size, folds)
-    run = jax.jit(lambda *args: noise(*args, size))
+    run = jax.jit(lambda *args: noise(*args, size=size))
     assert "stree_noise" in run.lower(*args).as_text()
     ours, wanted = run(*args), of_jax(*args, size)
     np.testing.assert_allclose(ours, wanted, rtol=3e-7, atol=6e-7)
@@ -43,9 +45,9 @@ def test_noise_is_that_of_jax(level, size, folds, monkeypatch):
 
 def test_noise_of_mapped_keys():
     words, numbers = keys_and_numbers(3, 1)
-    run = jax.jit(jax.vmap(lambda w, n: noise(w[None], n[None], 33)[0]))
+    run = jax.jit(jax.vmap(lambda w, n: noise(w[None], n[None], size=33)[0]))
     assert "stree_noise" in run.lower(words, numbers).as_text()
-    np.testing.assert_array_equal(run(words, numbers), noise(words, numbers, 33))
+    np.testing.assert_array_equal(run(words, numbers), noise(words, numbers, size=33))
 
 
 @each_level
@@ -60,9 +62,12 @@ def test_the_best_are_the_best(level, size, monkeypatch):
     scores[2, 0], scores[2, 1] = 0.0, -np.inf
     args = jnp.asarray(scores)
     for count in {1, min(3, size), size}:
-        run = jax.jit(lambda z, n=count: best_scores(z, n))
+        run = jax.jit(lambda z, n=count: best_scores(z, count=n))
         assert "stree_best" in run.lower(args).as_text()
-        ours, wanted = run(args), jax.jit(_best(count))(args)
+        ours, wanted = (
+            run(args),
+            jax.jit(partial(best_scores.definition, count=count))(args),
+        )
         np.testing.assert_array_equal(ours[0], wanted[0])
         np.testing.assert_array_equal(ours[1], wanted[1])
         np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-6, atol=1e-6)
@@ -70,7 +75,7 @@ def test_the_best_are_the_best(level, size, monkeypatch):
 
 def test_one_row_is_left_to_xla():
     scores = jnp.asarray([3.0, 1.0, 3.0])
-    best, place, _ = best_scores(scores, 2)
+    best, place, _ = best_scores(scores, count=2)
     np.testing.assert_array_equal(best, [3.0, 3.0])
     np.testing.assert_array_equal(place, [0, 2])
 
@@ -88,9 +93,12 @@ def test_the_best_that_are_drawn(level, size, monkeypatch):
     heat = np.asarray([1.0, 1e-30, 0.7, 0.0], np.float32)
     args = [jnp.asarray(x) for x in (logits, heat, noise)]
     for count in sorted({1, 2, min(3, size)}):
-        run = jax.jit(lambda *args, n=count: best_drawn(*args, n))
+        run = jax.jit(lambda *args, n=count: best_drawn(*args, count=n))
         assert "stree_best_drawn" in run.lower(*args).as_text()
-        ours, wanted = run(*args), jax.jit(_drawn(count))(*args)
+        ours, wanted = (
+            run(*args),
+            jax.jit(partial(best_drawn.definition, count=count))(*args),
+        )
         np.testing.assert_allclose(ours[0], wanted[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(ours[1], wanted[1])
         np.testing.assert_allclose(ours[2], wanted[2], rtol=1e-5, atol=1e-5)
@@ -117,7 +125,7 @@ def test_numbers_that_are_not_finite(level, strange, monkeypatch):
     for place, value in STRANGE[strange].items():
         scores[..., place] = value
     for count in (1, 2, 5):
-        run = jax.jit(lambda scores, count=count: best_scores(scores, count))
+        run = jax.jit(partial(best_scores, count=count))
         best, places, total = run(scores)
         wanted, at = jax.lax.top_k(jnp.asarray(scores), count)
         np.testing.assert_array_equal(places, at)
@@ -128,7 +136,7 @@ def test_numbers_that_are_not_finite(level, strange, monkeypatch):
             continue
         for temperature in (0.0, 0.7):
             drawing = jnp.asarray(scores), jnp.float32([temperature]), jnp.ones((1, 19))
-            drawn = jax.jit(lambda *x, count=count: best_drawn(*x, count))(*drawing)
-            defined = _drawn(count)(*drawing)
+            drawn = jax.jit(partial(best_drawn, count=count))(*drawing)
+            defined = best_drawn.definition(*drawing, count=count)
             np.testing.assert_array_equal(drawn[1], defined[1])
             np.testing.assert_allclose(drawn[0], defined[0], rtol=1e-5)

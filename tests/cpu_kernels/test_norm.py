@@ -6,8 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.cpu_kernels import norm_unsupported, scaled_norm
-from stree_jax.models.norm import Norm, ScaledNorm, gated_norm, scaled_rms_norm
+from stree_jax.models.norm import (
+    Norm,
+    ScaledNorm,
+    gated_norm,
+    scaled_rms_norm,
+    whole_norm,
+)
 from tests.support.native import built, use
 
 pytestmark = built
@@ -144,17 +149,13 @@ def test_what_is_exported_runs_without_it():
     assert CALL not in exported(x, scale).mlir_module()
 
 
-def test_what_it_does_not_take(monkeypatch):
+def test_other_arrays_are_left_to_xla(monkeypatch):
     x, scale = jnp.ones((2, 8)), jnp.ones((8,))
-    assert norm_unsupported(x, scale) is None
-    for args, reason in (
-        ((x[0], scale), "wants rows"),
-        ((x[:0], scale), "wants rows"),
-        ((x, scale.astype(jnp.float16)), "float32 or bfloat16, got float16"),
-    ):
-        with pytest.raises(ValueError, match=f"scaled_norm: .*{reason}"):
-            scaled_norm(*args, EPS, definition=NORM)
-    np.testing.assert_array_equal(scaled_rms_norm(x[0], scale, NORM), NORM(x, scale)[0])
+    assert whole_norm.unsupported(x, scale, None, eps=EPS) is None
+    assert whole_norm.unsupported(x[:0], scale, None, eps=EPS)
+    for args in ((x[0], scale), (x, scale.astype(jnp.float16))):
+        assert whole_norm.unsupported(*args, None, eps=EPS)
+        np.testing.assert_array_equal(scaled_rms_norm(*args, NORM), NORM(*args))
+        assert CALL not in text_of(lambda *a: scaled_rms_norm(*a, NORM), *args)
     use(monkeypatch, "off")
-    with pytest.raises(ValueError, match="switched off"):
-        scaled_norm(x, scale, EPS, definition=NORM)
+    assert "switched off" in whole_norm.unsupported(x, scale, None, eps=EPS)

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax import cpu_kernels
-from stree_jax.speculation.decoding import OPEN, _cut, _recorded
-from tests.support.native import assert_same, built
+from stree_jax.speculation.accept import Accepted
+from stree_jax.speculation.decoding import OPEN, Output, _cut_by_tokens, _recorded
+from tests.support.native import assert_same, built, in_place
 
 pytestmark = built
 ROWS, WIDTH, STOPS = 64, 5, 3
@@ -25,10 +25,11 @@ def test_what_is_kept(rng, both):
     limit = before + rng.integers(0, WIDTH + 2, ROWS)
     rest = rng.integers(1, WIDTH + 1, ROWS), before, rng.integers(0, 4, ROWS), limit
     arrays = [jnp.asarray(z, jnp.int32) for z in (tokens, *rest, stops)]
-    length, finish = both(lambda *z: cpu_kernels.cut(*z, definition=_cut), *arrays)[0]
+    ours, wanted = both(_cut_by_tokens, *arrays)
+    length, finish = ours
     assert {0, 1, 2, 3} == set(np.asarray(finish).tolist())
     assert 0 < int((length > 0).sum()) < ROWS
-    assert_same(*both(lambda *z: cpu_kernels.cut(*z, definition=_cut), *arrays))
+    assert_same(ours, wanted)
 
 
 @pytest.mark.parametrize("choice", [0, 2, OPEN])
@@ -42,7 +43,7 @@ def test_what_is_written(choice, nodes, rng, both):
         return jnp.asarray(rng.integers(0, most, shape), jnp.int32)
 
     count = ints(WIDTH + 1, ROWS).at[0].set(0)
-    arrays = (
+    before = Output(
         ints(99, ROWS, room),
         ints(5, ROWS, room).astype(jnp.uint8),
         ints(99, ROWS),
@@ -50,12 +51,17 @@ def test_what_is_written(choice, nodes, rng, both):
         ints(9, ROWS, trees),
         ints(9, ROWS, WIDTH + 1),
         jnp.asarray(rng.standard_normal(ROWS), jnp.float32).at[1].set(jnp.inf),
+    )
+    step = (
         jnp.full((ROWS,), choice, jnp.int32).at[::3].set(1),
         ints(2, ROWS) > 0,
-        ints(99, ROWS, WIDTH),
-        ints(nodes, ROWS, WIDTH),
-        jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32),
-        count,
+        Accepted(
+            path=ints(nodes, ROWS, WIDTH),
+            length=count,
+            tokens=ints(99, ROWS, WIDTH),
+            margin=jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32),
+        ),
         ints(5, ROWS, nodes).astype(jnp.uint8),
     )
-    assert_same(*both(lambda *z: cpu_kernels.record(*z, definition=_recorded), *arrays))
+    assert in_place(_recorded, before, *step) == len(before)
+    assert_same(*both(_recorded, before, *step))

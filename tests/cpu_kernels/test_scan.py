@@ -215,7 +215,7 @@ def test_a_replay_alone_has_the_same_bits(level, shape, monkeypatch):
 def test_a_long_path_is_left_to_xla():
     (h0, past, *_), _ = case(SHAPES["one token"])
     longer = past._replace(path=jnp.zeros((2, 65), jnp.int32))
-    assert "stree_scan" in jax.jit(replay).lower(h0, past).as_text()
-    assert "stree_scan" not in jax.jit(replay).lower(h0, longer).as_text()
+    assert "stree_replay" in jax.jit(replay).lower(h0, past).as_text()
+    assert "stree_replay" not in jax.jit(replay).lower(h0, longer).as_text()
     with pytest.raises(ValueError, match="replay: native: wants paths of 1 to 64"):
         replay(h0, longer, implementation="native")

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from stree_jax.cpu_kernels import accept_greedy
 from stree_jax.models import tree_nodes
 from stree_jax.models.argmax import argmax
 from stree_jax.models.nodes import NO_NODE, _tree_tables
 from stree_jax.speculation import layout
-from stree_jax.speculation.accept import _likeliest
+from stree_jax.speculation.accept import likeliest_path
 from stree_jax.speculation.adaptive import pool
 from stree_jax.speculation.adaptive.best_first import nothing_grown, with_level
 from stree_jax.speculation.adaptive.pool import (
@@ -26,7 +25,7 @@ from stree_jax.speculation.adaptive.pool import (
 from stree_jax.speculation.draft import Draft, only_root
 from stree_jax.speculation.drafters.lookup import History, look_up
 from stree_jax.speculation.tree import Auto, Beam, Budget, chain
-from tests.support.native import assert_same, built, use
+from tests.support.native import assert_same, built, in_place, use
 from tests.support.reference import random_parents
 
 pytestmark = built
@@ -125,10 +124,12 @@ def test_gains(rng, both):
         assert_same(*both(lambda z: pool.gains(z, np.array([0, 3, 7, 15])), value))
 
 
-def test_merged(rng, both):
+def test_merged(rng, both, monkeypatch):
     for counts in ((9, 7), (1, 12), (12, 1)):
         first, second = (some_pool(rng, 3, count) for count in counts)
         roomy = pool.joined(first, some_pool(rng, 3, counts[1]))  # whatever is there
+        use(monkeypatch, "portable")
+        assert in_place(merged, roomy, second) == 6
         assert_same(*both(merged, roomy, second))
 
 
@@ -174,6 +175,26 @@ def test_levels(width, depth, taps, ahead, alike, rng, both):
     assert_same(*both(all_levels, *asked))
 
 
+def test_levels_of_mapped_rows(rng, monkeypatch):
+    use(monkeypatch, "portable")
+    start = nothing_grown(None, 2, 3, 5)
+    scores = jnp.asarray(rng.normal(size=(2, 2, 3, 50)), jnp.float32)
+
+    def grown(scores):
+        after = start
+        for _ in range(2):
+            best, guess = lax.top_k(scores, 3)
+            total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            worth = jnp.linspace(0.1, 0.9, KINDS)
+            after = with_level(after, best, guess, total, worth)
+        return after.pool
+
+    mapped = jax.jit(jax.vmap(grown))
+    assert in_place(mapped, scores) == 2 * 12
+    one = jax.tree.map(lambda z: z[1], mapped(scores))
+    assert_same(one, jax.jit(grown)(scores[1]))
+
+
 def test_tokens_that_are_out_of_the_question(both):
     """Scores of -inf are of the worst kind; one token alone is of the best."""
     start = nothing_grown(None, 1, 3, 2)
@@ -194,7 +215,7 @@ def test_rows_may_be_mapped(rng, monkeypatch):
     use(monkeypatch, "portable")
     parents = jnp.asarray(random_parents(rng, 6, 9)).reshape(3, 2, 9)
     mapped = jax.vmap(lambda z: tree_nodes(z, 4))(parents)
-    flat = _tree_tables(parents.reshape(6, 9), 4)
+    flat = _tree_tables(parents.reshape(6, 9), conv_taps=4)
     for ours, wanted in zip(jax.tree.leaves(mapped), flat, strict=True):
         np.testing.assert_array_equal(ours.reshape(wanted.shape), wanted)
     text = jnp.asarray(rng.integers(0, 3, (3, 2, 30)), jnp.int32)
@@ -243,12 +264,7 @@ def test_greedy_paths(size, vocabulary, rng, both):
     less = without_rest(draft, count)
 
     def accept(draft, scores):
-        arrays = draft.tokens, draft.layout.parents, draft.layout.depth
-        return accept_greedy(
-            *(scores, *arrays, draft.layout.paths),
-            vocabulary=vocabulary,
-            definition=_likeliest(vocabulary),
-        )
+        return likeliest_path(scores, draft.tokens, draft.layout, num_tokens=vocabulary)
 
     for one in (draft, less):
         assert_same(*both(accept, one, jnp.asarray(scores)))
@@ -257,10 +273,8 @@ def test_greedy_paths(size, vocabulary, rng, both):
 def test_the_first_of_what_is_no_number(both):
     scores = jnp.zeros((1, 1, 40)).at[0, 0, 7].set(jnp.nan).at[0, 0, 33].set(jnp.nan)
     draft = only_root(jnp.zeros((1,), jnp.int32))
-    shape = draft.layout.parents, draft.layout.depth, draft.layout.paths
 
     def accept(scores):
-        how = {"vocabulary": 40, "definition": _likeliest(40)}
-        return accept_greedy(scores, draft.tokens, *shape, **how)[2]
+        return likeliest_path(scores, draft.tokens, draft.layout, num_tokens=40).tokens
 
     assert_same(*both(accept, scores))

@@ -32,6 +32,11 @@ def use(monkeypatch, level):
     jax.clear_caches()
 
 
+def in_place(function, *args):
+    """Returns how many arrays of a program's kernels are results in the same place."""
+    return jax.jit(function).lower(*args).as_text().count("output_operand_alias<")
+
+
 def assert_same(ours, wanted):
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype

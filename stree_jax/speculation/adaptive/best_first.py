@@ -9,15 +9,14 @@ V tokens of the vocabulary, d width of hidden states, K taps of a convolution.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, like
 from stree_jax.models import (
     Model,
     Nodes,
@@ -215,45 +214,80 @@ def with_level(
     """
     pool, nodes, above, d = grown.pool, grown.nodes, grown.frontier, grown.levels
     C, W, taps = pool.tokens.shape[1], best.shape[2], nodes.window.shape[2]
-    levels = _levels(C // W, taps, nodes.depth.shape[1] - C)
     said = best, guess.astype(jnp.int32), total, probability
     if first:
-        tables = cpu_kernels.next_level(
-            *said, levels=levels, definition=_first_level(levels)
-        )
+        ahead = nodes.depth.shape[1] - C
+        new = _first_level(*said, depth=C // W, taps=taps, ahead=ahead)
     else:
-        tables = cpu_kernels.next_level(
-            *said,
-            d[None],
-            *(above.mask, above.window, above.value, above.path),
-            *(pool.tokens, pool.parents, pool.value, pool.kind, pool.path),
-            *(nodes.mask, nodes.depth, nodes.window),
-            levels=levels,
-            definition=_next_level,
-        )
-    mask, window, value, path = tables[:4]
-    tokens, parents, values, kinds, paths = tables[4:9]
-    node_mask, depth, node_window = tables[9:]
+        frontier = above.mask, above.window, above.value, above.path
+        candidates = pool.tokens, pool.parents, pool.value, pool.kind, pool.path
+        new = Tables(*frontier, *candidates, nodes.mask, nodes.depth, nodes.window)
+        new = _next_level(*said, d[None], new)
     rows = d * W + jnp.arange(W, dtype=jnp.int32)
     return replace(
         grown,
-        frontier=Frontier(rows, mask, window, value, path),
-        pool=Pool(tokens, parents, values, kinds, paths, pool.guessed),
-        nodes=replace(nodes, mask=node_mask, depth=depth, window=node_window),
+        frontier=Frontier(rows, *new[:4]),
+        pool=Pool(*new[4:9], pool.guessed),
+        nodes=replace(nodes, mask=new.nodes, depth=new.depth, window=new.windows),
         levels=d + 1,
     )
 
 
+class Tables(NamedTuple):
+    """All that another level changes, N being the nodes, at least C.
+
+    Attributes:
+      mask, window, value, path: the frontier's, [B, W, C], [B, W, K] and [B, W].
+      tokens, parents, values, kinds, paths: the candidates', [B, C].
+      nodes, depth, windows: mask [B, N, N], depth [B, N] and window [B, N, K] of nodes.
+    """
+
+    mask: jax.Array
+    window: jax.Array
+    value: jax.Array
+    path: jax.Array
+    tokens: jax.Array
+    parents: jax.Array
+    values: jax.Array
+    kinds: jax.Array
+    paths: jax.Array
+    nodes: jax.Array
+    depth: jax.Array
+    windows: jax.Array
+
+
+MOST_WIDTH = 64  # nodes of a level, for the kernels
+CONSTANTS = dict(prime=PRIME, step=LOGIT_STEP, model_kinds=MODEL_KINDS)
+
+
+def _too_wide(best: jax.Array, *_: Any, **__: Any) -> bool:
+    return best.shape[2] > MOST_WIDTH
+
+
+@cpu_kernel(
+    "stree_next_level",
+    outputs=lambda *args: like(args[-1]),
+    unsupported=_too_wide,
+    shared=("probability", "level"),
+    aliases={"tables": None},
+    attributes=lambda: CONSTANTS,
+)
 def _next_level(
     best: jax.Array,
     guess: jax.Array,
     total: jax.Array,
     probability: jax.Array,
     level: jax.Array,
-    *before: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """The arrays `before` after another level, see `cpu_kernels.next_level`."""
-    mask, window, value, path, *tables = before
+    tables: Tables,
+) -> Tables:
+    """Returns the tables after another level.
+
+    Args:
+      best, guess, total, probability: as of `with_level`.
+      level: [1] int32, its number.
+      tables: before it.
+    """
+    mask, window, value, path, *others = tables
     (batch, W, C), taps, d = mask.shape, window.shape[2], level[0]
     shape = batch, W, W
     kind = model_kind(jnp.exp(jnp.broadcast_to(best - total, shape)))
@@ -283,34 +317,57 @@ def _next_level(
         new = jnp.broadcast_to(new, (batch, W, *table.shape[2:]))
         return lax.dynamic_update_slice_in_dim(table, new, d * W, axis=1)
 
-    wide = jnp.pad(mask, ((0, 0), (0, 0), (0, tables[5].shape[2] - C)))
+    wide = jnp.pad(mask, ((0, 0), (0, 0), (0, tables.nodes.shape[2] - C)))
     news = token, above, worth, of(kind), path, wide, d, window
-    written = (write(table, new) for table, new in zip(tables, news, strict=True))
-    return mask, window, worth, path, *written
+    written = (write(table, new) for table, new in zip(others, news, strict=True))
+    return Tables(mask, window, worth, path, *written)
 
 
-@cache
-def _first_level(levels: cpu_kernels.Levels) -> Callable[..., tuple[jax.Array, ...]]:
-    def first(best: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        (batch, _, W), d = best.shape, jnp.zeros((1,), jnp.int32)
-        return _next_level(best, *rest, d, *_no_levels(levels, batch, W))
+def _tables_shapes(B: int, W: int, *, depth: int, taps: int, ahead: int) -> Tables:
+    K, C, N = taps, W * depth, W * depth + ahead
 
-    return first
+    def of(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct((B, *shape), dtype)
+
+    b, i, f, u = jnp.bool_, jnp.int32, jnp.float32, jnp.uint32
+    frontier = of(b, W, C), of(i, W, K), of(f, W), of(u, W)
+    candidates = of(i, C), of(i, C), of(f, C), of(i, C), of(u, C)
+    return Tables(*frontier, *candidates, of(b, N, N), of(i, N), of(i, N, K))
 
 
-def _levels(depth: int, taps: int, ahead: int) -> cpu_kernels.Levels:
-    return cpu_kernels.Levels(depth, taps, ahead, PRIME, LOGIT_STEP, MODEL_KINDS)
+@cpu_kernel(
+    "stree_first_level",
+    outputs=lambda z, *_, **sizes: _tables_shapes(z.shape[0], z.shape[2], **sizes),
+    unsupported=_too_wide,
+    shared=("probability",),
+    attributes=lambda **_: CONSTANTS,
+)
+def _first_level(
+    best: jax.Array,
+    guess: jax.Array,
+    total: jax.Array,
+    probability: jax.Array,
+    *,
+    depth: int,
+    taps: int,
+    ahead: int,
+) -> Tables:
+    """Returns the tables after the first level, which is below the root."""
+    sizes = dict(depth=depth, taps=taps, ahead=ahead)
+    root = _only_root(best.shape[0], best.shape[2], **sizes)
+    args = best, guess, total, probability, jnp.zeros((1,), jnp.int32)
+    return _next_level.definition(*args, root)
 
 
-def _no_levels(
-    levels: cpu_kernels.Levels, batch: int, width: int
-) -> tuple[jax.Array, ...]:
-    """What `_next_level` makes new, with the root alone in the frontier."""
-    tables = [jnp.zeros(z.shape, z.dtype) for z in levels.shapes(batch, width)]
-    last_tokens = jnp.arange(levels.taps, dtype=jnp.int32) - 1  # the window after it
-    tables[1] = jnp.broadcast_to(last_tokens, tables[1].shape)
-    tables[2] = tables[2].at[:, 0].set(1.0)
-    return tuple(tables)
+def _only_root(batch: int, width: int, *, depth: int, taps: int, ahead: int) -> Tables:
+    """Returns tables of no level, with the root alone in the frontier."""
+    shapes = _tables_shapes(batch, width, depth=depth, taps=taps, ahead=ahead)
+    zeros = jax.tree.map(lambda z: jnp.zeros(z.shape, z.dtype), shapes)
+    last_tokens = jnp.arange(taps, dtype=jnp.int32) - 1  # the window after the text
+    return zeros._replace(
+        window=jnp.broadcast_to(last_tokens, zeros.window.shape),
+        value=zeros.value.at[:, 0].set(1.0),
+    )
 
 
 Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
@@ -373,15 +430,12 @@ def nothing_grown(
     if model is not None:
         room = batch, C + ahead, param_dtype(model.params)
         records = init_records(model.config, *room)
-    tables = _no_levels(_levels(depth, taps, ahead), batch, width)
-    mask, window, value, path, tokens, parents, values, kinds, paths = tables[:9]
-    node_mask, node_depth, node_window = tables[9:]
-    guessed = jnp.zeros((batch, C), bool)
+    tables = _only_root(batch, width, depth=depth, taps=taps, ahead=ahead)
     return Grown(
-        pool=Pool(tokens, parents, values, kinds, paths, guessed),
-        nodes=Nodes(node_mask, node_depth, node_window),
+        pool=Pool(*tables[4:9], jnp.zeros((batch, C), bool)),
+        nodes=Nodes(*tables[9:]),
         records=records,
-        frontier=Frontier(jnp.full((W,), -1, jnp.int32), mask, window, value, path),
+        frontier=Frontier(jnp.full((W,), -1, jnp.int32), *tables[:4]),
         levels=jnp.int32(0),
         passes=jnp.int32(0),
     )

@@ -9,8 +9,6 @@ Letters: B rows, C candidates, T nodes of a tree, K sizes.
 """
 
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, floats, ints, like
 from stree_jax.models.nodes import NO_NODE
 from stree_jax.speculation.draft import DRAFTER, LOOKUP, NGRAM, TARGET, Draft
 from stree_jax.speculation.layout import Layout, tree_layout
@@ -61,21 +59,17 @@ def path_powers(depth: int) -> jax.Array:
     return jnp.asarray([pow(PRIME, d, 1 << 32) for d in range(depth)], jnp.uint32)
 
 
+@cpu_kernel(
+    "stree_merged", outputs=lambda first, _: like(first), aliases={"first": None}
+)
 def merged(first: Pool, second: Pool) -> Pool:
-    """Both pools as one; a path that both have is the first's, and worth the more.
+    """Merges two pools; a path that both have is the first's, and worth the more.
 
     Args:
       first: has room behind its candidates for those of the second.
     """
-    pools = jax.tree.leaves((first, second))
-    return Pool(*cpu_kernels.merged(*pools, definition=_merged))
-
-
-def _merged(*pools: jax.Array) -> Pool:
-    """`merged`, of the first's arrays and the second's."""
-    second = Pool(*pools[6:])
-    C = pools[0].shape[1] - second.tokens.shape[1]
-    first = Pool(*(z[:, :C] for z in pools[:6]))
+    C = first.tokens.shape[1] - second.tokens.shape[1]
+    first = jax.tree.map(lambda z: z[:, :C], first)
     same = second.path[:, :, None] == first.path[:, None]  # [B, C2, C]
     same &= (second.value > 0)[:, :, None] & (first.value > 0)[:, None]
     known, twin = same.any(axis=2), jnp.argmax(same, axis=2).astype(jnp.int32)
@@ -110,12 +104,8 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     Returns:
       the tree, and the values of its nodes [B, T] float32; the root's is 1.
     """
-    tokens, parents, value, kind, guessed = cpu_kernels.best_nodes(
-        *(pool.tokens, pool.parents, pool.value, pool.kind, pool.guessed, root),
-        size=tree.size,
-        no_kind=NO_KIND,
-        definition=_chosen(tree.size),
-    )
+    nodes = _best_nodes(pool, root, size=tree.size)
+    tokens, parents, value, kind, guessed = nodes
     origin = jnp.where(guessed, NGRAM, DRAFTER)
     origin = jnp.where(kind < MODEL_KINDS, origin, LOOKUP)
     node = jnp.arange(tree.size, dtype=jnp.int32)[None]
@@ -128,22 +118,26 @@ def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Arr
     return draft, value
 
 
-@cache
-def _chosen(size: int) -> Any:
-    return partial(_best_nodes, size=size)
+def _nodes_shapes(
+    pool: Pool, root: jax.Array, *, size: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = root.shape[0], size
+    guessed = jax.ShapeDtypeStruct(shape, jnp.bool_)
+    return ints(*shape), ints(*shape), floats(*shape), ints(*shape), guessed
 
 
-def _best_nodes(
-    tokens: jax.Array,
-    parents: jax.Array,
-    value: jax.Array,
-    kind: jax.Array,
-    guessed: jax.Array,
-    root: jax.Array,
-    size: int,
-) -> tuple[jax.Array, ...]:
-    """Of the best [B, T]: tokens, parents, values, kinds, and whether guessed."""
-    best, place = lax.top_k(value, min(size - 1, value.shape[1]))
+@cpu_kernel(
+    "stree_best_nodes",
+    outputs=_nodes_shapes,
+    attributes=lambda size: {"no_kind": NO_KIND},
+    prepare=lambda z, root, *, size: (
+        *(z.tokens, z.parents, z.value, z.kind, z.guessed),
+        root,
+    ),
+)
+def _best_nodes(pool: Pool, root: jax.Array, *, size: int) -> tuple[jax.Array, ...]:
+    """Returns tokens, parents, values, kinds and `guessed` of the best nodes [B, T]."""
+    best, place = lax.top_k(pool.value, min(size - 1, pool.value.shape[1]))
     padding = ((0, 0), (0, size - 1 - best.shape[1]))
     best, place = jnp.pad(best, padding), jnp.pad(place.astype(jnp.int32), padding)
     exists = best > 0
@@ -154,16 +148,16 @@ def _best_nodes(
     def with_root(nodes: jax.Array, first: jax.Array) -> jax.Array:
         return jnp.concatenate([first[:, None], nodes], axis=1)
 
-    above = of(parents, 0)
+    above = of(pool.parents, 0)
     at = (above[:, :, None] == (place + 1)[:, None]) & exists[:, None]
     nearest = jnp.where(above > 0, 1 + jnp.argmax(at, axis=2).astype(jnp.int32), 0)
     none = jnp.full_like(root, -1)
     return (
-        with_root(of(tokens, 0), root),
+        with_root(of(pool.tokens, 0), root),
         with_root(nearest, none),
         with_root(best, jnp.ones(root.shape, jnp.float32)),
-        with_root(of(kind, NO_KIND), none + 1 + NO_KIND),
-        with_root(of(guessed, False), none >= 0),
+        with_root(of(pool.kind, NO_KIND), none + 1 + NO_KIND),
+        with_root(of(pool.guessed, False), none >= 0),
     )
 
 
@@ -217,19 +211,22 @@ def joined(first: Pool, second: Pool) -> Pool:
 
 
 def gains(value: jax.Array, last: np.ndarray) -> jax.Array:
-    """Tokens [B, K] that trees of `last` [K] nodes below their roots should gain.
+    """Returns tokens [B, K] that trees of `last` [K] nodes below their roots gain.
 
     Args:
       value: [B, C] float32, of candidates; the best are taken.
     """
-    (gained,) = cpu_kernels.gains(
-        value, jnp.asarray(last, jnp.int32), definition=_gains
-    )
-    return gained
+    return _gains(value, jnp.asarray(last, jnp.int32))
 
 
+@cpu_kernel(
+    "stree_gains",
+    outputs=lambda value, last: floats(value.shape[0], last.shape[0]),
+    unsupported=lambda value, _: value.shape[1] == 0,
+    shared=("last",),
+)
 def _gains(value: jax.Array, last: jax.Array) -> jax.Array:
-    """1 and the sums [B, K] of the best `last` [K] values [B, C]."""
+    """Returns 1 and the sums [B, K] of the best `last` [K] values [B, C]."""
     best, _ = lax.top_k(value, value.shape[1])
     sums = jnp.cumsum(jnp.pad(best, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
     return jnp.take(sums, jnp.minimum(last, value.shape[1]), axis=1)

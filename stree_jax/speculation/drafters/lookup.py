@@ -7,14 +7,11 @@ recent. What followed there is drafted, several such continuations merged into o
 Letters: B rows, S room for text, W places, M tokens of a continuation.
 """
 
-from functools import cache
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax import cpu_kernels
+from stree_jax.cpu_kernels import cpu_kernel, floats, ints
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.calibration import LONGEST, PRIOR, lookup_kind
@@ -120,38 +117,45 @@ def look_up(
       depth: M.
       room: for so many candidates behind them, which are none yet.
     """
-    tokens, parents, value, kind, path = cpu_kernels.look_up(
-        history.tokens,
-        history.length,
-        probability,
-        places=PLACES,
-        depth=depth,
-        room=room,
-        longest=LONGEST,
-        prime=PRIME,
-        first_kind=MODEL_KINDS,
-        definition=_continuations(depth, room),
+    tokens, parents, value, kind, path = _found(
+        history, probability, depth=depth, room=room
     )
     nobody = jnp.zeros(tokens.shape, bool)
     return Pool(tokens, parents, value, kind, path, nobody)
 
 
-@cache
-def _continuations(depth: int, room: int) -> Any:
-    def found(
-        tokens: jax.Array, length: jax.Array, probability: jax.Array
-    ) -> list[jax.Array]:
-        pool = _candidates(tokens, length, probability, depth)
-        return [jnp.pad(z, ((0, 0), (0, room))) for z in pool]
+def _found_shapes(
+    history: History, _: jax.Array, *, depth: int, room: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    shape = history.tokens.shape[0], PLACES * depth + room
+    path = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    return ints(*shape), ints(*shape), floats(*shape), ints(*shape), path
 
-    return found
+
+@cpu_kernel(
+    "stree_look_up",
+    outputs=_found_shapes,
+    shared=("probability",),
+    attributes=lambda depth, room: dict(
+        places=PLACES,
+        depth=depth,
+        longest=LONGEST,
+        prime=PRIME,
+        first_kind=MODEL_KINDS,
+    ),
+)
+def _found(
+    history: History, probability: jax.Array, *, depth: int, room: int
+) -> tuple[jax.Array, ...]:
+    """Returns tokens, parents, value, kind and path [B, W * M + room] of the pool."""
+    pool = _candidates(history, probability, depth)
+    return tuple(jnp.pad(z, ((0, 0), (0, room))) for z in pool)
 
 
 def _candidates(
-    tokens: jax.Array, length: jax.Array, probability: jax.Array, depth: int
+    history: History, probability: jax.Array, depth: int
 ) -> tuple[jax.Array, ...]:
-    """The pool of `look_up`, but for who guessed."""
-    history = History(tokens, length)
+    """Returns the pool of `look_up`, without `guessed`."""
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
     step = jnp.arange(M, dtype=jnp.int32)[None, None]

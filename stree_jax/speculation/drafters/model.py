@@ -307,10 +307,10 @@ def draw_children(
       noise: [B, I or 1, V] float32, if coupled, after each of the nodes.
     """
     if dist.sampling is None or drafting == "top_k":
-        return best_scores(z, count)[1]
+        return best_scores(z, count=count)[1]
     if drafting == "coupled":
         assert noise is not None  # who calls has it
-        return best_scores(z + noise, count)[1]
+        return best_scores(z + noise, count=count)[1]
     by_node = jax.vmap(fold_in, in_axes=(None, 0))
     step = dist.keys(DRAFT, jnp.int32(0))
     keys = jax.vmap(by_node, in_axes=(0, None))(step, above)  # [B, I]

@@ -1,10 +1,11 @@
-"""Where a program gets the compiled kernels, and where their definitions."""
+"""Where a program runs the compiled kernels, and where their definitions."""
 
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.export
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stree_jax.cpu_kernels import cpu_kernel
 from stree_jax.models.weights.linear import linear
 from tests.support.native import built, use
 from tests.support.reference import assert_near
@@ -60,6 +62,34 @@ def test_mapped_rows_are_rows_of_one_product():
     weights = jnp.stack([WEIGHT, 2 * WEIGHT])
     assert CALL not in both.lower(X, weights).as_text()
     assert_near(both(X, weights)[1], 2 * plain(X, WEIGHT), 1e-6)
+
+
+def test_mapped_rows_that_are_too_many_are_left_to_xla():
+    mapped, x = jax.jit(jax.vmap(linear, (0, None))), jnp.ones((2, 40, 40))
+    assert CALL not in mapped.lower(x, WEIGHT).as_text()
+    assert_near(mapped(x, WEIGHT)[1], plain(x[1], WEIGHT), 1e-6)
+
+
+class Pair(NamedTuple):
+    left: jax.Array
+    right: jax.Array | None
+
+
+def test_arguments_are_found_by_name():
+    @cpu_kernel("stree_no_such", outputs=lambda *args: None)
+    def function(first, second, third):
+        """A definition."""
+
+    args = Pair(1, None), Pair(2, 3), 4
+    tree = jax.tree.structure(args)
+    found = {"first": [0], "second": [1, 2], "second.right": [2], "third": [3]}
+    for name, places in found.items():
+        assert function.places(tree, name) == places
+    whole = jax.tree.structure(args, is_leaf=lambda z: z is None)
+    assert function.places(whole, "first.right") == [1]
+    with pytest.raises(AttributeError, match="fourth"):
+        function.places(tree, "fourth")
+    assert function.__doc__ == "A definition."
 
 
 def test_derivatives_are_the_definitions():
