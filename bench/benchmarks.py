@@ -32,7 +32,7 @@ from stree_jax.checkpoints.heads import load_heads
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.pair import load_pair
 from stree_jax.sizing.units import bytes_named
-from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.drafters.lookup import LOOKUP
 
 RANDOM_PROMPT = 128  # tokens
 

@@ -30,11 +30,12 @@ from stree_jax.bench.speculation import (
 )
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.checkpoint import Model
-from stree_jax.default_tree import accuracy_of, tree_for
+from stree_jax.default_tree import tree_for
 from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads
 from stree_jax.options import COUNTED, MEMORY_PARTS, MEMORY_SHAPES
 from stree_jax.sizing.memory import Room, memory_of
+from stree_jax.speculation.drafters.medusa import accuracy_of
 from stree_jax.speculation.gain import Acceptance, expected_tau
 from stree_jax.speculation.tree import Tree, resolve_tree
 

@@ -14,8 +14,7 @@ from stree_jax.bench.shapes import config_of
 from stree_jax.buckets import bucket
 from stree_jax.models import Model, param_dtype
 from stree_jax.models.heads import Heads, HeadsConfig, first_heads
-from stree_jax.sizing.candidates import assumed
-from stree_jax.sizing.memory import Memory, abstract_heads, abstract_model, memory_of
+from stree_jax.sizing.memory import Memory, abstract_model, memory_of
 from stree_jax.sizing.plan import (
     Choice,
     Request,
@@ -23,6 +22,7 @@ from stree_jax.sizing.plan import (
     specmemo_bytes,
     specmemo_cache_bytes,
 )
+from stree_jax.speculation.drafters.table import abstract_source, source_of
 from stree_jax.speculation.gain import greedy_tree
 from stree_jax.speculation.tree import Tree, chain, pruned
 
@@ -59,8 +59,7 @@ class Subject:
         """The best of so many nodes, by the accuracies of heads or assumed ones."""
         if nodes == 1:
             return chain(0)
-        who = "heads" if isinstance(self.drafter, Heads) else "model"
-        return greedy_tree(assumed(who, self.drafter), nodes)
+        return greedy_tree(source_of(self.drafter).acceptance(), nodes)
 
     def memory(self, tree: Tree, request: Request) -> Memory:
         """Its bytes; those of one node are plain decoding's."""
@@ -77,7 +76,7 @@ def subject_of(shape: str, limit: int) -> Subject:
         drafter = abstract_model(config_of(DRAFTERS[shape]), dtype)
         return Subject(target, drafter, dtype, limit)
     own = HeadsConfig(config.d_model, config.vocab_size, HEADS, own_output=True)
-    return Subject(target, abstract_heads(own, dtype), dtype, limit)
+    return Subject(target, abstract_source(own, dtype).value, dtype, limit)
 
 
 def parts_of(memory: Memory) -> dict[str, int]:

@@ -19,7 +19,8 @@ from stree_jax.bench.tables import megabytes, shown, table, with_quartiles
 from stree_jax.bench.widen import sizes_of
 from stree_jax.checkpoints.checkpoint import Model, load
 from stree_jax.models import cache_rows, init_state, param_dtype
-from stree_jax.sizing.traffic import state_and_caches, weights_read
+from stree_jax.models.memory import weights_read
+from stree_jax.sizing.traffic import state_and_caches
 
 CAPACITY, TEXT = "capacity", "text"
 

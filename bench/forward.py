@@ -27,10 +27,9 @@ from stree_jax.bench.shapes import config_of, random_model
 from stree_jax.bench.tables import megabytes, ratio, shown, table, with_quartiles
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.models import ModelConfig
-from stree_jax.models.memory import size_of
+from stree_jax.models.memory import size_of, weights_read
 from stree_jax.sizing.memory import abstract_model
 from stree_jax.sizing.pass_time import fit_pass_time, fit_quality
-from stree_jax.sizing.traffic import weights_read
 from stree_jax.speculation.tree import MAX_NODES
 
 DISPATCH = 128  # passes a dispatch, but on a CPU: see `measure_forward`

@@ -28,9 +28,10 @@ from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.generation import encode_prompts, generate
 from stree_jax.models import base_model
 from stree_jax.models.heads import Heads
+from stree_jax.models.memory import weights_read
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import score
-from stree_jax.sizing.traffic import heads_read, weights_read
+from stree_jax.speculation.drafters.medusa import heads_read
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.training.heads import accuracy_table, ranks_in
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.model import Model
 from stree_jax.models.params import array_dtype
 from stree_jax.models.shapes import abstract_params
 from stree_jax.models.state import init_state
@@ -14,6 +15,15 @@ from stree_jax.models.state import init_state
 def weight_bytes(config: ModelConfig, dtype: np.dtype) -> int:
     """Of all parameters of a model in `dtype`, scales of int8 included."""
     return size_of(abstract_params(config, dtype))
+
+
+def weights_read(model: Model) -> int:
+    """Returns the bytes of weights that a pass reads: all but an embedding that is not
+    also the head."""
+    total = size_of(model.params)
+    if not model.config.tie_embeddings:
+        total -= size_of(model.params["embedding"])
+    return total
 
 
 def size_of(tree: Any) -> int:

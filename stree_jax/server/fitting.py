@@ -14,10 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stree_jax import models
 from stree_jax.arguments import stop_token_table
 from stree_jax.checkpoints.checkpoint import Model
-from stree_jax.models.heads import Heads
 from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling import logprobs
@@ -27,7 +25,7 @@ from stree_jax.sizing.memory import SCRATCH, Room, analysed, parts_of
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.loop import (
     advance_jit,
     init_decoding,
@@ -84,7 +82,7 @@ def smaller(wish: Sizes, named: Sequence[str]) -> Iterator[Sizes]:
 def fitted(
     limit: int,
     model: Model,
-    drafter: models.Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter,
     tree: Topology | str | Sequence[int] | None,
     rule: Rule | str | None,
     wishes: Sequence[Sizes],

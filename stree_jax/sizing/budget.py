@@ -16,7 +16,6 @@ from stree_jax import models
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.checkpoint import Model
 from stree_jax.default_tree import spec_for
-from stree_jax.models.heads import Heads
 from stree_jax.models.memory import size_of
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.memory import (
@@ -29,7 +28,7 @@ from stree_jax.sizing.memory import (
 )
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.loop import commit_jit, deepest
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Auto, Topology
@@ -46,7 +45,7 @@ def fitted(
     start: Start,
     keep: bool,
     model: Model,
-    drafter: models.Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter,
     tree: Topology | str | Sequence[int] | None,
     rule: Rule | str | None,
 ) -> tuple[Spec, int]:

@@ -19,18 +19,19 @@ from jax.sharding import Mesh
 from stree_jax.checks import integer, shown, with_hints
 from stree_jax.models import (
     Model,
+    Observer,
     Pending,
     Records,
     State,
+    Tapped,
     chunk_of,
     commit,
     init_records,
     param_dtype,
-    read_aloud,
+    read_observed,
     shortened,
     whole_blocks,
 )
-from stree_jax.models.heads import Heads
 from stree_jax.models.sharding.shards import any_row
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
@@ -41,11 +42,12 @@ from stree_jax.speculation.adaptive.policy import (
 )
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import (
-    Drafter,
+    DrafterBase,
     DraftState,
-    News,
     Prompts,
+    Update,
 )
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.on_mesh import (
     advanced_on,
     begun_on,
@@ -53,7 +55,7 @@ from stree_jax.speculation.on_mesh import (
     on_one_device,
 )
 from stree_jax.speculation.policy import Policy
-from stree_jax.speculation.specs import make_spec, named_drafter
+from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
@@ -133,11 +135,9 @@ def _begin(
     read, drafted = (None, None) if past is None else past
     read_first = spec.policy.reads_prompts(spec.drafter, requests.sampling is not None)
     prompts = Prompts(token_ids, lengths, capacity, M + 1, read_first)
-    hear, heard = None, spec.drafter.init(prompts, drafted)
-    if getattr(spec.drafter, "hears_prompts", False):
-        hear = partial(_tell, spec.drafter)
+    observer = _observer(spec.drafter, spec.drafter.init(prompts, drafted))
     states = (
-        *read_aloud(target, token_ids, lengths, capacity, read, hear, heard),
+        *read_observed(target, token_ids, lengths, capacity, read, observer),
         jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0],
     )
     repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), states)
@@ -173,15 +173,21 @@ def _begin(
     )
 
 
-def _tell(
-    drafter: Drafter,
-    drafting: DraftState,
-    tokens: jax.Array,
-    hidden: jax.Array,
-    length: jax.Array,
-) -> DraftState:
-    """A drafter is told of a prompt as of any text; see `models.reading.Hear`."""
-    return drafter.commit(drafting, News(tokens, length, hidden))
+def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
+    """Returns how a drafter in the state `drafting` observes the prompts."""
+
+    def observe(
+        drafting: DraftState,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        tapped: Tapped,
+        length: jax.Array,
+    ) -> DraftState:
+        if not drafter.observes_prompts:
+            return drafting
+        return drafter.observe(drafting, Update(tokens, length, hidden, tapped))
+
+    return Observer(observe, drafting, drafter.taps)
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
@@ -282,7 +288,7 @@ def with_short_path(d: Decoding) -> Decoding:
 @with_hints
 def generate_tokens(
     target: Model,
-    drafter: Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter,
     tree: Topology | str | Sequence[int],
     prompts: jax.Array,
     lengths: jax.Array,
@@ -339,7 +345,7 @@ def generate_tokens(
     tree = resolve_tree(tree)
     if not isinstance(rule, Rule):  # tests plant rules that would bias the output
         rule = resolve_rule(rule, tree)
-    spec = make_spec(target, named_drafter(drafter), tree, rule, times)
+    spec = make_spec(target, drafter, tree, rule, times)
     decoding = init_decoding(
         spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
     )

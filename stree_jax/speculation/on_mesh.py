@@ -28,7 +28,6 @@ from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
 from stree_jax.models.sharding.shards import DATA, MODEL
 from stree_jax.models.state import over_parts
 from stree_jax.sampling.requests import Requests, StopAutomata
-from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
@@ -187,10 +186,8 @@ def advanced_on(
 def _spread(
     function: Callable[..., Decoding], rows: str | None, spec: Spec, *args: Any
 ) -> Decoding:
-    """With a policy and a loop that know over which axis rows are spread."""
-    policy = spec.policy
-    if isinstance(policy, AdaptivePolicy):
-        policy = replace(policy, rows=rows)
+    """Calls `function` with a spec whose rows are spread over the axis `rows`."""
+    policy = spec.policy.with_rows(rows)
     return function(replace(spec, rows=rows, policy=policy), *args)
 
 

@@ -27,6 +27,11 @@ class Policy(Protocol):
         """
         ...
 
+    def with_rows(self, rows: str | None) -> "Policy":
+        """Returns the policy of a batch whose rows are spread over an axis of a mesh;
+        see `Spec.rows`."""
+        ...
+
     def init(self, batch: int) -> PolicyState: ...
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
@@ -71,6 +76,9 @@ class FixedTree:
     @property
     def menu(self) -> tuple[Topology, ...]:
         return (self.tree,)
+
+    def with_rows(self, rows: str | None) -> "FixedTree":
+        return self
 
     def init(self, batch: int) -> None:
         return None

@@ -18,10 +18,9 @@ from jax import lax
 
 from stree_jax.models import State, commit
 from stree_jax.sampling.settings import no_filters
-from stree_jax.speculation.adaptive.drafter import to_keep
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
-from stree_jax.speculation.drafter import DraftState
+from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
 
@@ -118,7 +117,7 @@ def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
     Args:
       row: [] int32, which; it must not run.
     """
-    parts = decoding.state, decoding.pending, to_keep(decoding.drafting)
+    parts = decoding.state, decoding.pending, kept(decoding.drafting)
     state, last, drafting = jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0), parts
     )

@@ -130,13 +130,13 @@ def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
             text = prompt + tokens[b]
             length = int(looking.history.length[b])
             assert looking.history.tokens[b, :length].tolist() == text
-            read = int(looking.reading.length[b])
+            read = int(looking.searching.length[b])
             assert read <= len(text)
             fresh, _ = begin(
                 drafter, [[*text, 3][: read + 1]], max_new_tokens=1, drafter=None
             )
             chex.assert_trees_all_close(
-                [s.ssm[b] for s in looking.reading.layers if hasattr(s, "ssm")],
+                [s.ssm[b] for s in looking.searching.layers if hasattr(s, "ssm")],
                 [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
                 rtol=1e-4,
                 atol=1e-4,
@@ -197,7 +197,7 @@ def test_a_model_is_tried_if_it_could_pay_and_left_if_it_does_not(
             times=given,
             past=past if resumed else None,
         )
-        read = np.asarray(at.drafting.reading.length)
+        read = np.asarray(at.drafting.searching.length)
         at = loop.advance_jit(plan.spec, at, jnp.int32(20))
         assert (at.used.sum(axis=1) > 0).all()
         return read, at.drafting.passes

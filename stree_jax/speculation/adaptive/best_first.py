@@ -10,7 +10,7 @@ V tokens of the vocabulary, d width of hidden states, K taps of a convolution.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ class Grown:
     Attributes:
       pool: of C candidates, level by level.
       nodes: of the candidates, below a context that holds the root.
-      records: of the candidates, of the model.
+      records: what the guesser keeps of the candidates, such as a model's records.
       frontier: the last level, or the root.
       levels: [] int32, how many there are.
       passes: [] int32, that they took; of the root, that which read the text.
@@ -104,7 +104,7 @@ class Grown:
 
     pool: Pool
     nodes: Nodes
-    records: Records
+    records: Any
     frontier: "Frontier"
     levels: jax.Array
     passes: jax.Array
@@ -318,8 +318,15 @@ Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
 they are the same for all; and what has grown, with records of what was read."""
 
 
-def by_model(model: Model, state: State) -> Guesser:
-    """A model that reads the frontier; `state` is its, after the root."""
+def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:
+    """Returns a guesser that reads the frontier with a model.
+
+    Args:
+      state: the model's, after the root.
+      hands_down: whether each node also reads its parent's hidden state, as MTP layers
+        do. `Grown.records` is then a pair: the records, and hidden states
+        [B, 1 + C, d] float32 of the root and the candidates.
+    """
 
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         above, C = grown.frontier, grown.pool.tokens.shape[1]
@@ -327,19 +334,31 @@ def by_model(model: Model, state: State) -> Guesser:
         count = (above.value > 0).sum(axis=1, dtype=jnp.int32).max()
         place = jnp.arange(above.rows.shape[0], dtype=jnp.int32)
         live = jnp.full(above.value.shape[:1], count)
+        records, handed, previous = grown.records, None, None
+        if hands_down:
+            records, handed = grown.records
+            previous = of_rows(handed, grown.pool.parents[:, above.rows])
         hidden, records, _ = forward_hidden(
             model,
             state,
             grown.pool.tokens[:, above.rows],
             grown.nodes,
-            records=grown.records,
+            records=records,
             rows=jnp.where(place < count, above.rows, C),
+            previous=previous,
             live=live,
         )
+        if handed is not None:
+            records = records, handed.at[:, 1 + above.rows].set(hidden)
         grown = replace(grown, records=records, passes=grown.passes + 1)
         return logits_of(model, hidden, live), grown
 
     return guess
+
+
+def of_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns rows [B, W] of a table [B, C, ...]."""
+    return jax.vmap(lambda one, at: one[at])(table, rows)
 
 
 def by_depth(logits: jax.Array, alike: bool) -> Guesser:

@@ -12,6 +12,8 @@ lookup, V tokens of the vocabulary, d width of hidden states, K taps of a convol
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,19 @@ from jax import lax
 from stree_jax.models import Model, Nodes, State, forward_hidden, logits_of
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.adaptive.best_first import Ahead, Grown, Guesser, Worth
+from stree_jax.speculation.adaptive.best_first import (
+    Ahead,
+    Grown,
+    Guesser,
+    Worth,
+    nothing_grown,
+)
+from stree_jax.speculation.adaptive.model_levels import ModelLevels
 from stree_jax.speculation.adaptive.pool import Pool, path_powers
+from stree_jax.speculation.adaptive.search import Query, Searcher
+from stree_jax.speculation.drafter import Reads
 from stree_jax.speculation.drafters.ngrams import NGrams, perturbed
+from stree_jax.speculation.gain import staged_passes
 
 
 @struct.dataclass
@@ -44,6 +56,48 @@ class Stage:
     def room(self) -> int:
         """G."""
         return self.ahead * self.width
+
+
+@struct.dataclass
+class GuessedLevels(ModelLevels):
+    """A draft model whose levels are guessed.
+
+    Attributes:
+      stage: guesses them.
+    """
+
+    stage: Stage
+
+    def without_guesses(self) -> Searcher:
+        return ModelLevels(self.model)
+
+    def expected_levels(self, levels: int) -> float:
+        """Returns how many of so many levels a pass is expected to reach."""
+        asked = self.stage.ngrams.rates, self.stage.ahead, self.stage.width
+        return levels / staged_passes(levels, *asked)
+
+    def _levels(self, state: State, query: Query) -> tuple[Any, Any, Any]:
+        text = query.text.tokens, query.text.length
+        asked = self.stage, text, query.dist, query.rule, query.worth
+        guesser = by_stage(self.model, state, *asked)
+        batch = query.text.length.shape[0]
+        size = batch, query.width, query.depth, self.stage.room
+        start = nothing_grown(self.model, *size)
+        start = replace(start, ahead=room_ahead(self.model, batch, self.stage))
+        return guesser, start, partial(goes_on, query.worth)
+
+    def search_reads(
+        self, state: State, passes: Any, guessing: Any, size: tuple[int, int]
+    ) -> list[Reads]:
+        own = super().search_reads(state, passes, guessing, size)
+        contexts = size[0] + (self.stage.ahead - 1) * self.stage.width
+        table = self.stage.ngrams.lookup_bytes
+        return [*own, Reads("n-gram", guessing, table, contexts)]
+
+    def key(self) -> str:
+        # What the n-grams say does not change a pass.
+        stage = f"{self.stage.ngrams}, {self.stage.ahead} x {self.stage.width} guesses"
+        return f"{super().key()} {stage}"
 
 
 @struct.dataclass

@@ -102,7 +102,8 @@ def forced(size: int, levels: int) -> Force:
 
 @struct.dataclass
 class Learnt:
-    """What an `AdaptivePolicy` keeps; of the batch but for `expected`.
+    """The state of an `AdaptivePolicy`: of the whole batch, but for `expected` and
+    `weights`, which have rows.
 
     Attributes:
       counts: how often nodes of each kind were right.
@@ -161,6 +162,9 @@ class AdaptivePolicy:
     def menu(self) -> tuple[Budget, ...]:
         return self.tree.shared_menu if self.shares else self.tree.menu
 
+    def with_rows(self, rows: str | None) -> "AdaptivePolicy":
+        return replace(self, rows=rows)
+
     def init(self, batch: int) -> Learnt:
         return Learnt(
             counts=no_counts(),
@@ -186,8 +190,9 @@ class AdaptivePolicy:
         A path of L levels gains 1 + usual + ... + usual^L.
         """
         assert isinstance(drafter, AdaptiveDrafter)
-        if drafter.stage is not None:  # which was found to pay
-            return jnp.bool_(True)
+        searcher = drafter.searcher
+        if searcher is not None and searcher.without_guesses() is not searcher:
+            return jnp.bool_(True)  # guesses were measured to be faster
         times, usual, rates = self.times, USUAL[sampled], []
         for levels in range(1, min(drafter.depth, self.tree.size - 1) + 1):
             size = next(k for k, n in enumerate(self.tree.sizes) if n > levels)
@@ -207,7 +212,7 @@ class AdaptivePolicy:
         weights = self._weights(running, d)
         pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
-        if drafter.model is None:
+        if drafter.searcher is None:
             learnt = replace(learnt, modelling=jnp.bool_(False))
         else:
             dist = d.distribution(num_tokens)
@@ -215,7 +220,9 @@ class AdaptivePolicy:
             gain, seconds = self._by_nodes(pool.value, weights)
             rate = (gain / seconds).max()
             left = d.requests.max_new_tokens - d.length
-            pays = running & (left >= READ_FOR[sampled] * drafter.unread(looking))
+            pays = running & (
+                left >= READ_FOR[sampled] * drafter.tokens_behind(looking)
+            )
             pays = any_row(pays, self.rows)
             promising = self.reads_prompts(drafter, sampled)
             learnt, wanted = self._wants_model(learnt, rate, pays, promising)

@@ -18,14 +18,8 @@ from stree_jax.models import (
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.drafters.model import ModelDrafter
 from stree_jax.speculation.layout import below_root, tree_layout
 from stree_jax.speculation.tree import Beam
-
-
-def beam_drafter(model: Model) -> ModelDrafter:
-    """A model that chooses the tree's shape, too: its most probable paths."""
-    return ModelDrafter(model, search)
 
 
 def search(

@@ -26,9 +26,10 @@ from stree_jax.speculation.adaptive.pool import (
     path_powers,
 )
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafter import DrafterBase, DraftState, Prompts, Update
 from stree_jax.speculation.tree import Budget, Topology
 
+LOOKUP = "lookup"
 PLACES = 3  # W
 
 
@@ -44,6 +45,9 @@ class History:
     tokens: jax.Array
     length: jax.Array
 
+    def kept(self) -> None:
+        """Returns nothing: a continuation has the text itself."""
+
 
 def begin_history(prompts: Prompts) -> History:
     """The prompts, with room for what comes."""
@@ -51,18 +55,18 @@ def begin_history(prompts: Prompts) -> History:
     return History(jnp.pad(prompts.token_ids, ((0, 0), (0, room))), prompts.lengths)
 
 
-def add_to_history(history: History, news: News) -> History:
-    """What became text is text to look up."""
+def add_to_history(history: History, update: Update) -> History:
+    """Returns the history with an update's tokens behind it."""
 
     def write(text: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
         return text.at[place].set(new, mode="drop")  # by row: shardings stay
 
-    index = jnp.arange(news.tokens.shape[1], dtype=jnp.int32)[None]
+    index = jnp.arange(update.tokens.shape[1], dtype=jnp.int32)[None]
     place = history.length[:, None] + index
-    place = jnp.where(index < news.length[:, None], place, history.tokens.shape[1])
+    place = jnp.where(index < update.length[:, None], place, history.tokens.shape[1])
     return History(
-        tokens=jax.vmap(write)(history.tokens, place, news.tokens),
-        length=history.length + news.length,
+        tokens=jax.vmap(write)(history.tokens, place, update.tokens),
+        length=history.length + update.length,
     )
 
 
@@ -183,8 +187,8 @@ def _candidates(
 
 
 @struct.dataclass
-class LookupDrafter:
-    """Lookup alone, in trees of a fixed number of nodes."""
+class LookupDrafter(DrafterBase):
+    """Prompt lookup alone, in trees of a fixed number of nodes."""
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
         return begin_history(prompts)  # the whole text is in them
@@ -199,9 +203,9 @@ class LookupDrafter:
     ) -> tuple[Draft, History]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Budget)  # `specs.make_spec` sees to it
+        assert isinstance(tree, Budget)  # of `LookupSource.filled`
         found = look_up(state, jnp.asarray(PRIOR), tree.depth)
         return best_tree(found, root, tree)[0], state
 
-    def commit(self, state: History, news: News) -> History:
-        return add_to_history(state, news)
+    def commit(self, state: History, update: Update) -> History:
+        return add_to_history(state, update)

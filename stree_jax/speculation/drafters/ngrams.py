@@ -12,21 +12,29 @@ Letters: V tokens of the vocabulary, c tokens of a context (most: n - 1), S slot
 table, K tokens of a slot, N = n K candidates.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.models import tree_nodes
+from stree_jax.models import Model, tree_nodes
 from stree_jax.sampling.distribution import Distribution
-from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.draft import NGRAM, Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Update,
+)
 from stree_jax.speculation.drafters.model import by_slot
 from stree_jax.speculation.drafters.stage import Task, first_unknown, make_task
-from stree_jax.speculation.tree import Topology
+from stree_jax.speculation.source import Source, Vocabulary, picked_tree
+from stree_jax.speculation.tree import Topology, Tree
 
 WAYS = 4  # neighbouring slots that a context may be in
 # How often they guess right, where nobody has measured it.
@@ -57,7 +65,7 @@ class Table:
 
 
 @struct.dataclass
-class NGrams:
+class NGrams(DrafterBase):
     """An n-gram model; also a drafter, and one that drafts for a drafter.
 
     Attributes:
@@ -117,10 +125,10 @@ class NGrams:
         task = make_task(tree, dist, rule)
         return self.begin(state, task.empty(root), task, task.tree.depth)
 
-    def commit(self, state: "Tail", news: News) -> "Tail":
-        text = jnp.concatenate([state.tokens, news.tokens], axis=1)
+    def commit(self, state: "Tail", update: Update) -> "Tail":
+        text = jnp.concatenate([state.tokens, update.tokens], axis=1)
         c = state.tokens.shape[1]
-        last = news.length[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
+        last = update.length[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
         return Tail(jnp.take_along_axis(text, last, axis=1))
 
     def begin(
@@ -195,6 +203,12 @@ class NGrams:
         return likeliest(self, text[:, windows[node]], count, scale, noise)
 
     @property
+    def lookup_bytes(self) -> int:
+        """Bytes that looking up one context reads, in the tables of all lengths."""
+        K = self.common.shape[0]
+        return sum(4 * (WAYS * t.contexts.shape[1] + 2 * K + 1) for t in self.tables)
+
+    @property
     def num_tokens(self) -> int:
         """V."""
         return self.unigram.shape[0]
@@ -207,6 +221,42 @@ class NGrams:
     def __repr__(self) -> str:
         slots = " + ".join(f"{table.slots:,}" for table in self.tables)
         return f"NGrams(order {self.order}, {self.num_tokens} tokens, {slots} slots)"
+
+
+@struct.dataclass
+class NGramsSource(Source):
+    """An n-gram table by itself."""
+
+    ngrams: NGrams
+    name = "n-grams"
+    has_q = False
+
+    @classmethod
+    def of(cls, value: Any) -> Source | None:
+        return cls(value) if isinstance(value, NGrams) else None
+
+    @property
+    def value(self) -> NGrams:
+        return self.ngrams
+
+    def check_tree(self, tree: Topology) -> None:
+        check_fixed(tree)
+
+    def vocabularies(self, name: str) -> Iterator[Vocabulary]:
+        yield Vocabulary("n-grams", self.ngrams.num_tokens, None)
+
+    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
+        resolve_rule(rule, picked_tree(tree))  # n-grams have no probabilities to test
+        return self.ngrams
+
+
+def check_fixed(tree: Topology) -> None:
+    """Raises ValueError for a tree that is not a fixed one."""
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            "tree: n-grams fill a fixed tree, alone or for a drafter, such as 'E' or "
+            "'chain:4'; beams and 'auto' want a model"
+        )
 
 
 @struct.dataclass

@@ -9,6 +9,7 @@ Letters: B rows, T nodes, M depth of the tree, Q nodes that children are drawn f
 most children of a node, V tokens of the vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from stree_jax.models.nodes import tree_nodes
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.drafter import Drafter, DraftState
+from stree_jax.speculation.drafter import Drafter, DraftState, Reads
 from stree_jax.speculation.drafters.model import draw_children, empty_draft
 from stree_jax.speculation.layout import Levels, tree_levels
 from stree_jax.speculation.tree import Topology, Tree
@@ -91,7 +92,7 @@ class Task:
 
 def make_task(tree: Topology, dist: Distribution, rule: Rule) -> Task:
     """The task of filling a static tree."""
-    assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
+    assert isinstance(tree, Tree)  # `Source.check_tree` sees to it
     levels, nodes = tree_levels(tree), tree_nodes(tree.rows(1), 1)
     inner = jnp.zeros((tree.size,), bool).at[levels.inner].set(True, mode="drop")
     noise = None
@@ -123,7 +124,11 @@ class Stage(Drafter, Protocol):
         ...
 
     def end(self, opened: Opened) -> DraftState:
-        """The state after the tree, of which nothing is kept."""
+        """Returns the state after the tree, which keeps nothing of it."""
+        ...
+
+    def reads(self, state: DraftState, menu: Sequence[Topology]) -> list[Reads]:
+        """Returns what drafting has read, see `DrafterBase.reads`."""
         ...
 
 

@@ -15,36 +15,51 @@ with children), U room for unread tokens, A levels read in a pass, m guesses of 
 N = m T slots, Q nodes of a pass, V tokens of the vocabulary.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.checks import integer
 from stree_jax.models import (
     Model,
     Nodes,
     Records,
     State,
+    base_model,
     commit,
     forward_hidden,
     init_records,
     logits_of,
     param_dtype,
     tree_nodes,
+    without_mtp,
 )
+from stree_jax.models.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.adaptive.guessed_levels import GuessedLevels
+from stree_jax.speculation.adaptive.guessed_levels import Stage as GuessedStage
+from stree_jax.speculation.adaptive.model_levels import ModelLevels
 from stree_jax.speculation.draft import DRAFTER, STAGE, TARGET, Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
-from stree_jax.speculation.drafters.model import (
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+)
+from stree_jax.speculation.drafters.model import ModelSource, by_slot
+from stree_jax.speculation.drafters.ngrams import NGrams, check_fixed
+from stree_jax.speculation.drafters.reading import (
     Reading,
-    add_news,
+    add_update,
     all_read,
     begin_reading,
-    by_slot,
 )
 from stree_jax.speculation.drafters.stage import (
     Opened,
@@ -55,11 +70,13 @@ from stree_jax.speculation.drafters.stage import (
     make_task,
 )
 from stree_jax.speculation.layout import below_root
-from stree_jax.speculation.tree import Topology
+from stree_jax.speculation.source import Source, Vocabulary, not_a_source
+from stree_jax.speculation.tree import DEEPEST, Auto, Topology
 
 NOT_READ = -1
 AHEAD = 2  # levels guessed at a time, unless another number is asked for
 WIDTH = 1  # guesses of a node, likewise
+LEAST_GUESSES = 2  # of a level, with tree "auto"
 
 
 @struct.dataclass
@@ -95,8 +112,8 @@ class Open:
 
 
 @struct.dataclass
-class Staged:
-    """A model that drafts, and who guesses for it what it is going to draft.
+class Staged(DrafterBase):
+    """A model that drafts, and a guesser of what the model is going to draft.
 
     Attributes:
       model: its drafts are the ones the target sees.
@@ -119,7 +136,7 @@ class Staged:
         inner = past.inner if isinstance(past, StagedState) else None
         if self.guesser is not None:
             inner = self.guesser.init(prompts, inner)
-        reading = begin_reading(self.model, prompts, staged_past(past))
+        reading = begin_reading(self.model, prompts, past)
         return StagedState(reading, inner)
 
     def propose(
@@ -136,11 +153,24 @@ class Staged:
         draft, opened = self.begin(state, task.empty(root), task, task.tree.depth)
         return draft, self.end(opened)
 
-    def commit(self, state: StagedState, news: News) -> StagedState:
+    def commit(self, state: StagedState, update: Update) -> StagedState:
         inner = state.inner
         if self.guesser is not None:
-            inner = self.guesser.commit(inner, news)
-        return StagedState(add_news(self.model, state.reading, news), inner)
+            inner = self.guesser.commit(inner, update)
+        return StagedState(add_update(self.model, state.reading, update), inner)
+
+    def reads(self, state: StagedState, menu: Sequence[Topology]) -> list[Reads]:
+        reading = state.reading
+        weights = weights_read(self.model)
+        own = Reads("drafter", reading.passes, weights, state=reading.state)
+        if isinstance(self.guesser, NGrams):
+            (tree,) = menu
+            levels = self.ahead * (1 if self.width == 1 else 2)  # others, apart
+            each = levels * getattr(tree, "inner", 1)
+            table = self.guesser.lookup_bytes
+            return [own, Reads("n-gram", own.passes, table, each)]
+        inner = [] if self.guesser is None else self.guesser.reads(state.inner, menu)
+        return [own, *(replace(r, stage=f"inner {r.stage}") for r in inner)]
 
     def begin(
         self, state: StagedState, draft: Draft, task: Task, ahead: int
@@ -435,6 +465,85 @@ def _in_place(
     return replace(opened, records=jax.tree.map(moved, opened.records), read=read)
 
 
-def staged_past(past: DraftState) -> DraftState:
-    """What of a past is the outermost model's."""
-    return past.reading if isinstance(past, StagedState) else past
+@struct.dataclass
+class StagedSource(Source):
+    """A `Staged`, as users make it."""
+
+    staged: Staged
+
+    @classmethod
+    def of(cls, value: Any) -> Source | None:
+        return cls(value) if isinstance(value, Staged) else None
+
+    @property
+    def value(self) -> Staged:
+        return self.staged
+
+    @property
+    def prefers_auto(self) -> bool:  # n-grams guess for tree "auto", too
+        return isinstance(self.staged.guesser, NGrams)
+
+    def check(self, target: Model) -> None:
+        staged, guesser = self.staged, self.staged.guesser
+        integer("ahead", staged.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
+        integer("width", staged.width, 1, 16, "1..16 guesses of a node")
+        if not isinstance(staged.model, Model):
+            raise not_a_source("drafter", staged.model)
+        if not isinstance(guesser, Model | NGrams | Staged | None):
+            raise ValueError(
+                f"guesser: want NGrams, a model or a Staged, got {type(guesser)}"
+            )
+        if isinstance(guesser, Staged):
+            StagedSource(guesser).check(target)
+        if guesser is not None and staged.width > 1 and not isinstance(guesser, NGrams):
+            raise ValueError("width: only n-grams guess more than one token a node")
+
+    def check_tree(self, tree: Topology) -> None:
+        if not isinstance(tree, Auto):
+            check_fixed(tree)
+
+    def check_past(self, target: Model, past: DraftState, batch: int) -> None:
+        ModelSource(self.staged.model).check_past(target, past, batch)
+        inner, guesser = getattr(past, "inner", None), bare(self.staged.guesser)
+        if isinstance(guesser, Staged):
+            StagedSource(guesser).check_past(target, inner, batch)
+
+    def vocabularies(self, name: str) -> Iterator[Vocabulary]:
+        model, guesser = self.staged.model, self.staged.guesser
+        yield from ModelSource(model).vocabularies(name)
+        if isinstance(guesser, NGrams):
+            if guesser.num_tokens != model.config.num_tokens:
+                yield Vocabulary("n-grams", guesser.num_tokens, None)
+        elif isinstance(guesser, Model):
+            yield from ModelSource(guesser).vocabularies("guesser")
+        elif isinstance(guesser, Staged):
+            yield from StagedSource(guesser).vocabularies("guesser")
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return (self.staged.model,)
+
+    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
+        return bare(self.staged)
+
+    def searcher(self, target: Model, tree: Auto) -> ModelLevels:
+        staged = self.staged
+        model = without_mtp(staged.model)
+        if not isinstance(staged.guesser, NGrams):
+            return ModelLevels(model)
+        ahead = min(staged.ahead, tree.depth)
+        stage = GuessedStage(staged.guesser, ahead, max(staged.width, LEAST_GUESSES))
+        return GuessedLevels(model, stage)
+
+
+def bare(stage: Any) -> Any:
+    """Returns stages without what API models have beside parameters; a model becomes a
+    stage."""
+    match stage:
+        case Staged():
+            model, guesser = base_model(stage.model), bare(stage.guesser)
+            return replace(stage, model=model, guesser=guesser)
+        case Model():
+            return Staged(base_model(stage))
+        case _:
+            return stage
