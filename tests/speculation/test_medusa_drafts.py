@@ -16,7 +16,7 @@ from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.draft import only_root
-from stree_jax.speculation.drafter import DrafterBase, Update
+from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import medusa
 from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.tree import resolve_tree
@@ -160,7 +160,7 @@ def one_before(accepted, finish, hidden, taps=()):
     return replace(told, hidden=jnp.roll(told.hidden, 1, axis=1))
 
 
-def before_the_weight(scale, accepted, finish, hidden):
+def before_the_weight(scale, accepted, finish, hidden, taps=()):
     """As states before the norm are, but for a factor of each."""
     told = step_update(accepted, finish, hidden)
     return replace(told, hidden=told.hidden / scale)
@@ -199,7 +199,7 @@ def test_a_planted_mistake_is_found(target, heads, prompts, name, monkeypatch):
     assert wrong_drafts(target, heads, steps, TREE)[1] > 2
 
 
-# The prompt is heard
+# The prompt is observed
 
 
 def heard(spec, begun, prompts):
@@ -231,23 +231,25 @@ def test_the_first_drafts_come_from_the_prompt(target, heads, prompts):
         assert d.drafting.passes.tolist() == [0] * len(expected)
 
 
-def told_of_nothing(drafter, drafting, tokens, hidden, length):
+def nothing(drafter, drafting, update):
     return drafting
 
 
-def one_more(drafter, drafting, tokens, hidden, length):
+def one_more(drafter, drafting, update):
     """As if the last token had been read, too."""
-    more = jnp.where(length > 0, jnp.minimum(length + 1, hidden.shape[1]), 0)
-    return drafter.commit(drafting, Update(tokens, more, hidden))
+    length, width = update.length, update.hidden.shape[1]
+    more = jnp.where(length > 0, jnp.minimum(length + 1, width), 0)
+    return drafter.commit(drafting, replace(update, length=more))
 
 
-def of_every_chunk(drafter, drafting, tokens, hidden, length):
-    """Rows whose text has ended listen on."""
-    return drafter.commit(drafting, Update(tokens, jnp.maximum(length, 1), hidden))
+def of_every_chunk(drafter, drafting, update):
+    """Rows whose text has ended observe the padding of later chunks."""
+    length = jnp.maximum(update.length, 1)
+    return drafter.commit(drafting, replace(update, length=length))
 
 
-@pytest.mark.parametrize("wrong", [told_of_nothing, one_more, of_every_chunk])
-def test_a_prompt_that_is_heard_wrongly_is_found(
+@pytest.mark.parametrize("wrong", [nothing, one_more, of_every_chunk])
+def test_a_prompt_that_is_observed_wrongly_is_found(
     target, heads, prompts, wrong, monkeypatch
 ):
     begun, plan = begin(
@@ -255,7 +257,7 @@ def test_a_prompt_that_is_heard_wrongly_is_found(
     )
     want = states_of(target, prompts)
     np.testing.assert_allclose(heard(plan.spec, begun, prompts), want, atol=1e-5)
-    monkeypatch.setattr(loop, "_tell", wrong)
+    monkeypatch.setattr(MedusaDrafter, "observe", wrong)
     found = heard(plan.spec, begun, prompts)
     assert np.abs(found - want).max(axis=1).max() > 0.1
 

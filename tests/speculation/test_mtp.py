@@ -10,16 +10,21 @@ import pytest
 from flax import struct
 
 import stree_jax
-from stree_jax import models
+from stree_jax import Sampling, models
 from stree_jax.generation import begin
 from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.adaptive.best_first import best_first
+from stree_jax.speculation.adaptive.calibration import PRIOR
+from stree_jax.speculation.adaptive.search import Query
 from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import model as model_drafter
+from stree_jax.speculation.drafters.lookup import History
 from stree_jax.speculation.drafters.mtp import MTPDrafter, MTPState
 from stree_jax.speculation.tree import resolve_tree
+from tests.speculation.auto import times
 from tests.support import mtp
 from tests.support.tiny import REAL, tiny
 
@@ -268,6 +273,43 @@ def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkey
 def generate(target, prompts):
     plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
     return partial(stree_jax.generate, target, prompts, **plainly)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_a_search_drafts_what_a_chain_does(target, prompts, depth):
+    """Tree "auto" with levels of one node."""
+    d, plan = begin(target, prompts, max_new_tokens=4, drafter="mtp", tree="chain:5")
+    drafter, V = plan.spec.drafter, target.config.num_tokens
+    asked = d.distribution(V), plan.spec.rule
+
+    @jax.jit
+    def searched(drafter, state, root):
+        def any_(*_):
+            return jnp.bool_(True)
+
+        text = History(root[:, None], jnp.ones_like(root))
+        _, search = drafter.search(state, Query(text, *asked, 1, depth, 6, any_))
+        given = search.at_root, search.guesser, root, *asked, jnp.asarray(PRIOR)
+        return best_first(*given, search.start, search.go_on).pool.tokens
+
+    chain, _ = drafter.propose(d.drafting, d.root, resolve_tree("chain:5"), *asked)
+    found = searched(drafter, d.drafting, d.root)
+    assert found.tolist() == chain.tokens[:, 1 : depth + 1].tolist()
+
+
+def test_tree_auto_searches_the_layers(generate):
+    fast = times([1.0, 1.01, 1.02], 0.01, 0.01)
+    options = dict(drafter="mtp", tree="auto:1,4,8", times=fast)
+    plain, result = generate(drafter=None), generate(**options)
+    assert result.tokens == plain.tokens
+    assert 1 in np.concatenate(result.origins)
+    assert result.target_calls.sum() < plain.target_calls.sum()
+    own, stage = result.traffic
+    assert (own.stage, stage.stage) == ("target", "mtp")
+    assert stage.passes > own.passes  # every step's text is read, too
+    sampled = dict(sampling=Sampling(temperature=1.0, seed=2))
+    want = generate(drafter=None, **sampled).tokens
+    assert generate(**options, **sampled).tokens == want
 
 
 def test_greedy_text_is_plain_text(generate):
