@@ -10,7 +10,7 @@ import pytest
 from flax import struct
 
 import stree_jax
-from stree_jax import Sampling, models
+from stree_jax import models
 from stree_jax.generation import begin
 from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_nodes
 from stree_jax.sampling.settings import Sampling
