@@ -16,9 +16,8 @@ from stree_jax.sizing.memory import Room, abstract_program
 from stree_jax.sizing.pass_time import PassTime
 from stree_jax.sizing.traffic import state_and_caches
 from stree_jax.speculation.drafters.table import (
-    LOOKUP,
-    PLAIN,
     WITHOUT_MODEL,
+    alternatives,
     source_of,
 )
 from stree_jax.speculation.gain import Acceptance, Seconds, expected_tau, greedy_tree
@@ -37,8 +36,7 @@ class Candidate:
     """A way to decode.
 
     Attributes:
-      who: "model", "heads", "n-grams", "mtp", "drafter" (any other), "lookup" or
-        "none".
+      who: the source's name, "none" for plain decoding.
       heads: how many of them; 0 without.
       drafter: as `generate` takes it, which may be abstract.
       tree: its name, as `generate` takes it.
@@ -64,7 +62,7 @@ class Candidate:
 
 
 def way(who: str, heads: int, tree: str) -> str:
-    """A way to decode, in words."""
+    """Returns a way to decode in words."""
     if who == "none":
         return "plain decoding"
     return f"tree {tree} filled by {who}" + (f" ({heads} of them)" if heads else "")
@@ -73,15 +71,16 @@ def way(who: str, heads: int, tree: str) -> str:
 def by_speed(
     target: models.Model, drafter: Any, room: Room, acceptance: Acceptance | None = None
 ) -> list[Candidate]:
-    """All of them, the fastest by expectation first; plain decoding is always there.
+    """Returns all candidates, the fastest by expectation first; plain decoding is one
+    of them.
 
     Args:
-      target, drafter: as of `generate`; of the target's MTP layers "mtp".
-      room: of the deepest trees, which decides whose times are known.
-      acceptance: of the drafter's guesses, see `cost`; None: `assumed`.
+      target, drafter: as of `generate`.
+      room: for the deepest trees; measured step times depend on it.
+      acceptance: of the drafter's guesses, see `cost`. If None, the source's own.
     """
     found = []
-    sources = list(ways_to_draft(source_of(drafter)))
+    sources = list(alternatives(source_of(drafter)))
     paces = _paces(target, sources, room)
     for source, pace in zip(sources, paces, strict=True):
         table = acceptance
@@ -91,15 +90,6 @@ def by_speed(
             way = source.name, source.count, source.value, name, tau, step_s
             found.append(Candidate(*way, pace.measured))
     return sorted(found, key=lambda one: -one.tau / one.step_s)
-
-
-def ways_to_draft(source: Source) -> Iterator[Source]:
-    """Yields the source, also with fewer parts; then those that need no model."""
-    if source not in WITHOUT_MODEL:
-        yield from source.narrower()
-    if source != PLAIN:
-        yield LOOKUP
-    yield PLAIN
 
 
 @dataclass(frozen=True)
@@ -181,9 +171,9 @@ def _paces(target: models.Model, sources: list[Source], room: Room) -> list[_Pac
 def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
     """Returns steps that were timed here for tree "auto", or else a guess from bytes
     and nodes."""
-    if source.prefers_auto or source == PLAIN:
-        drafts = LOOKUP if source == PLAIN else source
-        found = step_times.known(*abstract_program(target, drafts, "auto", room))
+    timed = source.timed_as
+    if timed is not None:
+        found = step_times.known(*abstract_program(target, timed, "auto", room))
         if found is not None:
             verify = _between(found.by_size)
             level = found.level if source.by_level else 0.0

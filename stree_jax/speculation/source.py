@@ -119,6 +119,11 @@ class Source:
         return False
 
     @property
+    def timed_as(self) -> "Source | None":
+        """The source whose measured steps of tree "auto" are the same as its own."""
+        return self if self.prefers_auto else None
+
+    @property
     def count(self) -> int:
         """Number of parts, such as heads; 0 if it has no parts."""
         return 0

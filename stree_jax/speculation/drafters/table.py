@@ -1,5 +1,6 @@
 """The table of sources of drafts, and a source from what users pass as `drafter`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from stree_jax.models import Model
@@ -26,8 +27,7 @@ SOURCES: tuple[type[Source], ...] = (
     PlainSource,
     CustomSource,  # the last one: others may have its methods, too
 )
-LOOKUP, PLAIN = LookupSource(), PlainSource()
-WITHOUT_MODEL = (LOOKUP, PLAIN)  # what any target can be decoded with
+WITHOUT_MODEL = (LookupSource(), PlainSource())  # for any target
 
 
 def source_of(drafter: Any) -> Source:
@@ -49,6 +49,17 @@ def source_of(drafter: Any) -> Source:
         if (found := kind.of(drafter)) is not None:
             return found
     raise not_a_source("drafter", drafter)
+
+
+def alternatives(source: Source) -> Iterator[Source]:
+    """Yields a source, also with fewer parts; and prompt lookup and plain decoding,
+    which need no model. Where plain decoding is given, there is nothing else."""
+    lookup, plain = WITHOUT_MODEL
+    if source not in WITHOUT_MODEL:
+        yield from source.narrower()
+    if source != plain:
+        yield lookup
+    yield plain
 
 
 def abstract_source(drafter: Any, dtype: Any) -> Source:

@@ -65,6 +65,10 @@ class PlainSource(Source):
     def value(self) -> None:
         return None
 
+    @property
+    def timed_as(self) -> Source:
+        return LookupSource()
+
     def check_tree(self, tree: Topology) -> None:
         if tree.size > 1:
             raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
