@@ -379,30 +379,11 @@ def weights_dtype(params: Params) -> Any:
 
 
 def forward_hidden(
-    model: Model,
-    state: State,
-    tokens: jax.Array,
-    nodes: Nodes,
-    *,
-    records: Records | None = None,
-    rows: jax.Array | None = None,
-    pending: Pending | None = None,
-    previous: jax.Array | None = None,
-    live: jax.Array | None = None,
+    model: Model, state: State, tokens: jax.Array, nodes: Nodes, **options: Any
 ) -> tuple[jax.Array, Records, State]:
-    """Runs the nodes of a tree in one packed pass; `forward_tapped` without taps."""
-    hidden, _, out, state = forward_tapped(
-        model,
-        state,
-        tokens,
-        nodes,
-        records=records,
-        rows=rows,
-        pending=pending,
-        previous=previous,
-        live=live,
-    )
-    return hidden, out, state
+    """Returns what `forward_tapped` does, without taps; `options` are its own."""
+    hidden, _, records, state = forward_tapped(model, state, tokens, nodes, **options)
+    return hidden, records, state
 
 
 def forward_tapped(

@@ -19,14 +19,11 @@ from stree_jax.models.sharding.parts import part_config
 from stree_jax.models.sharding.placement import axis_size
 from stree_jax.models.sharding.shards import MODEL
 from stree_jax.models.state import over_parts
-from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.adaptive.search import Searcher
 from stree_jax.speculation.drafter import DrafterBase, DraftState
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.tree import (
     DEEPEST,
     MOST_CHILDREN,
-    Auto,
     Budget,
     Topology,
     Tree,
@@ -62,6 +59,7 @@ class Source:
     """A source of drafts.
 
     Attributes:
+      value: as `generate` takes it.
       name: in plans and messages.
       has_q: whether drafts can say the probabilities they were drawn with.
       by_level: whether every level that tree "auto" searches takes a pass.
@@ -71,6 +69,7 @@ class Source:
       trees: names of the trees to consider. If empty, those that gain most.
     """
 
+    value: Any
     name: str = "drafter"
     has_q: bool = True
     by_level: bool = True
@@ -78,23 +77,6 @@ class Source:
     needs_mtp: bool = False
     top1: float = 0.6
     trees: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, value: Any) -> "Source | None":
-        """Returns the source of a value that `generate` takes, if it is of this
-        kind."""
-        raise NotImplementedError
-
-    @classmethod
-    def abstract(cls, config: Any, dtype: Any) -> "Source | None":
-        """Returns a source of `jax.ShapeDtypeStruct` from an architecture, if it is of
-        this kind."""
-        return None
-
-    @property
-    def value(self) -> Any:
-        """The value that `generate` takes."""
-        raise NotImplementedError
 
     def check(self, target: Model) -> None:
         """Raises ValueError if the source does not fit the target."""
@@ -141,18 +123,14 @@ class Source:
         """Returns the tree "sparse:`nodes`", the best one by measured accuracies."""
         raise ValueError("tree: 'sparse:N' goes by the accuracies of Medusa heads")
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
-        """Returns the drafter of a target, for a tree that `check_tree` takes."""
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        """Returns the drafter of a target, for a tree that `check_tree` takes. For tree
+        "auto" it is a `Searcher`, or another drafter if n-gram lookup drafts alone."""
         raise NotImplementedError
 
     def filled(self, tree: Topology) -> Topology:
         """Returns the tree whose steps run when `tree` is asked for."""
         return tree
-
-    def searcher(self, target: Model, tree: Auto) -> Searcher | None:
-        """Returns the drafter that tree "auto" searches; None for n-gram lookup in the
-        text alone."""
-        raise NotImplementedError
 
     @property
     def search_size(self) -> tuple[int, int]:

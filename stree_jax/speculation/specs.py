@@ -9,16 +9,17 @@ import numpy as np
 
 from stree_jax.checks import shown
 from stree_jax.models import Model, without_mtp
-from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.accept import Rule, resolve_rule
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive.policy import (
     AdaptivePolicy,
     StepTimes,
     assumed_times,
 )
+from stree_jax.speculation.adaptive.search import Searcher
 from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.policy import FixedTree
-from stree_jax.speculation.source import Source
+from stree_jax.speculation.source import Source, picked_tree
 from stree_jax.speculation.step import Spec, passes_skip
 from stree_jax.speculation.tree import Auto, Topology
 
@@ -66,10 +67,13 @@ def make_spec(
     source.check(target)
     source.check_tree(tree)
     plain_target = without_mtp(target)  # and without what else an API's model has
+    bound = source.bind(target, tree)
     if not isinstance(tree, Auto):
-        bound = source.bind(target, tree, rule)
+        if not source.has_q:
+            resolve_rule(rule, picked_tree(tree))
         return Spec(plain_target, bound, FixedTree(source.filled(tree)), rule)
-    searcher, (width, levels) = source.searcher(target, tree), source.search_size
+    searcher = bound if isinstance(bound, Searcher) else None
+    width, levels = source.search_size
     adaptive = AdaptiveDrafter(
         searcher,
         width=min(width, V),

@@ -20,10 +20,8 @@ from stree_jax.speculation.adaptive.best_first import (
     nothing_grown,
     of_rows,
 )
-from stree_jax.speculation.draft import Draft
 from stree_jax.speculation.drafter import DrafterBase, DraftState, Reads
 from stree_jax.speculation.drafters.lookup import History
-from stree_jax.speculation.tree import Topology
 
 
 class Query(NamedTuple):
@@ -75,15 +73,9 @@ class Searcher(DrafterBase):
 
     passes_by_update: int = 0
 
-    def propose(
-        self,
-        state: DraftState,
-        root: jax.Array,
-        tree: Topology,
-        dist: Distribution,
-        rule: Rule,
-    ) -> tuple[Draft, DraftState]:
-        raise NotImplementedError  # tree "auto" has another drafter fill its trees
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        """Fills no tree, unless a subclass does; tree "auto" only searches."""
+        raise NotImplementedError
 
     def search(self, state: DraftState, query: Query) -> tuple[DraftState, Search]:
         """Returns the state after all of the text, and a search below its end."""

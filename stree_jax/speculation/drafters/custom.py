@@ -16,83 +16,41 @@ from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Auto, Beam, Topology
 
 METHODS = ("init", "propose", "commit")
+NUMBERS = int, float, complex  # that jax.jit takes as arrays
 
 
 @struct.dataclass
-class CustomDrafter(Searcher):
-    """A drafter around an object that need not inherit `DrafterBase`.
+class Custom(Searcher, Source):
+    """A source and drafter around an object that need not inherit `DrafterBase`.
 
     Attributes:
-      inner: the object. Beside the methods of `Drafter` it may have `taps`,
-        `observes_prompts`, and `search` for tree "auto".
+      value: the object. Beside `METHODS` it may have `taps`, `observes_prompts`, and
+        `search` for tree "auto".
     """
 
-    inner: Any
+    value: Any
+    needs_trace = True
 
     @property
     def taps(self) -> Taps:  # type: ignore[override]
-        return tuple(getattr(self.inner, "taps", ()))
+        return getattr(self.value, "taps", ())
 
     @property
     def observes_prompts(self) -> bool:
-        old_name = getattr(self.inner, "hears_prompts", bool(self.taps))
-        return bool(getattr(self.inner, "observes_prompts", old_name))
-
-    def init(self, prompts: Prompts, past: DraftState | None) -> DraftState:
-        return self.inner.init(prompts, past)
-
-    def propose(
-        self,
-        state: DraftState,
-        root: jax.Array,
-        tree: Topology,
-        dist: Distribution,
-        rule: Rule,
-    ) -> tuple[Draft, DraftState]:
-        return self.inner.propose(state, root, tree, dist, rule)
-
-    def commit(self, state: DraftState, update: Update) -> DraftState:
-        return self.inner.commit(state, update)
-
-    def search(self, state: DraftState, query: Query) -> tuple[DraftState, Search]:
-        return self.inner.search(state, query)
-
-
-@struct.dataclass
-class CustomSource(Source):
-    """A custom drafter."""
-
-    drafter: Any
-    needs_trace = True
-
-    @classmethod
-    def of(cls, value: Any) -> Source | None:
-        is_class = isinstance(value, type)
-        fits = not is_class and all(hasattr(value, name) for name in METHODS)
-        return cls(value) if fits else None
-
-    @property
-    def value(self) -> Any:
-        return self.drafter
-
-    @property
-    def models(self) -> tuple[Model, ...]:
-        return CustomDrafter(self.drafter).models
+        old_name = getattr(self.value, "hears_prompts", bool(self.taps))
+        return bool(getattr(self.value, "observes_prompts", old_name))
 
     def check(self, target: Model) -> None:
-        for leaf in jax.tree.leaves(self.drafter):
-            if not hasattr(leaf, "dtype") and not isinstance(
-                leaf, int | float | complex
-            ):
+        for leaf in jax.tree.leaves(self.value):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, NUMBERS):
                 raise ValueError(
-                    f"drafter: {type(self.drafter).__name__} is not a pytree of "
+                    f"drafter: {type(self.value).__name__} is not a pytree of "
                     "arrays; make its class a flax.struct.dataclass, with fields that "
                     "are not arrays as struct.field(pytree_node=False)"
                 )
-        taps, count = getattr(self.drafter, "taps", ()), len(target.config.layers)
-        if not isinstance(taps, tuple) or not all(
-            as_integer(i) is not None and 0 <= i < count for i in taps
-        ):
+        taps, count = self.taps, len(target.config.layers)
+        layers = [as_integer(i) for i in taps] if isinstance(taps, tuple) else [None]
+        if any(i is None or not 0 <= i < count for i in layers):
             raise ValueError(
                 f"taps: want a tuple of layers in 0..{count - 1}, got {shown(taps)}"
             )
@@ -103,15 +61,31 @@ class CustomSource(Source):
                 "tree: a custom drafter fills a fixed tree, such as 'E' or 'chain:4'; "
                 "beams want a model"
             )
-        if isinstance(tree, Auto) and not hasattr(self.drafter, "search"):
+        if isinstance(tree, Auto) and not hasattr(self.value, "search"):
             raise ValueError(
                 "tree: 'auto' wants a custom drafter with `search`, see "
                 "stree_jax.speculation.adaptive.search; others fill a fixed tree, such "
                 "as 'E' or 'chain:4'"
             )
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> CustomDrafter:
-        return CustomDrafter(self.drafter)
+    def bind(self, target: Model, tree: Topology) -> Searcher:
+        return self
 
-    def searcher(self, target: Model, tree: Auto) -> CustomDrafter:
-        return CustomDrafter(self.drafter)
+    def init(self, prompts: Prompts, past: DraftState | None) -> DraftState:
+        return self.value.init(prompts, past)
+
+    def propose(
+        self,
+        state: DraftState,
+        root: jax.Array,
+        tree: Topology,
+        dist: Distribution,
+        rule: Rule,
+    ) -> tuple[Draft, DraftState]:
+        return self.value.propose(state, root, tree, dist, rule)
+
+    def commit(self, state: DraftState, update: Update) -> DraftState:
+        return self.value.commit(state, update)
+
+    def search(self, state: DraftState, query: Query) -> tuple[DraftState, Search]:
+        return self.value.search(state, query)

@@ -20,7 +20,7 @@ from flax import struct
 from jax import lax
 
 from stree_jax.checks import decimal, shown
-from stree_jax.models import Model
+from stree_jax.models import Model, without_mtp
 from stree_jax.models.heads import (
     Heads,
     HeadsConfig,
@@ -62,39 +62,30 @@ ASSUMED_RANKS = 10
 class HeadsSource(Source):
     """Medusa heads of the target."""
 
-    heads: Heads
+    value: Heads
     name = "heads"
     prefers_auto = True
     by_level = False
 
     @classmethod
-    def of(cls, value: Any) -> Source | None:
-        return cls(value) if isinstance(value, Heads) else None
-
-    @classmethod
-    def abstract(cls, config: Any, dtype: Any) -> Source | None:
-        if not isinstance(config, HeadsConfig):
-            return None
+    def abstract(cls, config: HeadsConfig, dtype: Any) -> Source:
+        """Returns a source of `jax.ShapeDtypeStruct`."""
         make = partial(init_heads, config, dtype=dtype)
         return cls(Heads(jax.eval_shape(make, key_of(0)), config))
 
     @property
-    def value(self) -> Heads:
-        return self.heads
-
-    @property
     def count(self) -> int:
-        return self.heads.config.heads
+        return self.value.config.heads
 
     def narrowed(self, count: int) -> Self:
-        return replace(self, heads=first_heads(self.heads, count))
+        return replace(self, value=first_heads(self.value, count))
 
     def narrower(self) -> Iterator[Source]:
         for count in range(self.count, 0, -1):
             yield self.narrowed(count)
 
     def check(self, target: Model) -> None:
-        own, c = self.heads.config, target.config
+        own, c = self.value.config, target.config
         if own.d_model != c.d_model:
             raise ValueError(
                 f"heads: of states {own.d_model} wide, the target's are {c.d_model}; "
@@ -122,31 +113,28 @@ class HeadsSource(Source):
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
         if isinstance(past, LastHidden):
-            if past.hidden.shape != (batch, self.heads.config.d_model):
+            if past.hidden.shape != (batch, self.value.config.d_model):
                 raise ValueError("past: of heads on another target")
 
     def fixed_tree(self) -> Tree:
-        return sparse_tree(self.heads, usual_nodes(self.heads))
+        return sparse_tree(self.value, usual_nodes(self.value))
 
     def sparse_tree(self, nodes: str) -> Tree:
-        return sparse_tree(self.heads, nodes)
+        return sparse_tree(self.value, nodes)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
-        return MedusaDrafter(self.heads, head_of(target))
-
-    def searcher(self, target: Model, tree: Auto) -> Searcher:
-        return MedusaDrafter(self.heads, head_of(target))
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        return MedusaDrafter(self.value, head_of(without_mtp(target)))
 
     @property
     def search_size(self) -> tuple[int, int]:
         return 5, self.count  # after the first level guesses are free, and spread
 
     def acceptance(self) -> Acceptance:
-        return Acceptance(np.array(accuracy_of(self.heads)))
+        return Acceptance(np.array(accuracy_of(self.value)))
 
     def work(self, target: Model) -> Work:
-        read = heads_read(self.heads, self.count)
-        if not self.heads.config.own_output:
+        read = heads_read(self.value, self.count)
+        if not self.value.config.own_output:
             read += size_of(target.params["embedding"])
         return Work(read_once=read)
 

@@ -83,44 +83,34 @@ class Fill(Protocol):
 class ModelSource(Source):
     """A draft model."""
 
-    model: Model
+    value: Model
     name = "model"
     prefers_auto = True
 
     @classmethod
-    def of(cls, value: Any) -> Source | None:
-        return cls(value) if isinstance(value, Model) else None
-
-    @classmethod
-    def abstract(cls, config: Any, dtype: Any) -> Source | None:
-        if not isinstance(config, ModelConfig):
-            return None
+    def abstract(cls, config: ModelConfig, dtype: Any) -> Source:
+        """Returns a source of `jax.ShapeDtypeStruct`."""
         config = replace(config, mtp=())
         return cls(Model(abstract_params(config, dtype), config))
 
-    @property
-    def value(self) -> Model:
-        return self.model
-
     def vocabularies(self, name: str) -> Iterator[Vocabulary]:
-        tokenizer = getattr(self.model, "tokenizer", None)
-        yield Vocabulary(name, self.model.config.num_tokens, tokenizer)
+        tokenizer = getattr(self.value, "tokenizer", None)
+        yield Vocabulary(name, self.value.config.num_tokens, tokenizer)
 
     @property
     def models(self) -> tuple[Model, ...]:
-        return (self.model,)
+        return (self.value,)
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
         if past is not None:
             name = "past: of another drafter"
-            check_state(name, self.model, model_state(past), batch)
+            check_state(name, self.value, model_state(past), batch)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
-        fill = search if isinstance(tree, Beam) else fill_tree
-        return ModelDrafter(without_mtp(self.model), fill)
-
-    def searcher(self, target: Model, tree: Auto) -> ModelLevels:
-        return ModelLevels(without_mtp(self.model))
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        model = without_mtp(self.value)
+        if isinstance(tree, Auto):
+            return ModelLevels(model)
+        return ModelDrafter(model, search if isinstance(tree, Beam) else fill_tree)
 
 
 @struct.dataclass

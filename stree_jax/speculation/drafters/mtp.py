@@ -51,16 +51,8 @@ MTP = "mtp"
 class MTPSource(Source):
     """The target's own layers for multi-token prediction."""
 
-    name = MTP
+    value = name = MTP
     needs_mtp = True
-
-    @classmethod
-    def of(cls, value: Any) -> Source | None:
-        return cls() if isinstance(value, str) and value == MTP else None
-
-    @property
-    def value(self) -> str:
-        return MTP
 
     def check(self, target: Model) -> None:
         if not target.config.mtp:
@@ -81,10 +73,7 @@ class MTPSource(Source):
             layers = mtp_model(target)
             check_state("past: of other MTP layers", layers, past.state, batch)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
-        return MTPDrafter(mtp_model(target))
-
-    def searcher(self, target: Model, tree: Auto) -> Searcher:
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
         return MTPDrafter(mtp_model(target))
 
     def work(self, target: Model) -> Work:

@@ -14,7 +14,6 @@ table, K tokens of a slot, N = n K candidates.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jax import lax
 
 from stree_jax.models import Model, tree_nodes
 from stree_jax.sampling.distribution import Distribution
-from stree_jax.speculation.accept import Rule, resolve_rule
+from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import NGRAM, Draft, only_root
 from stree_jax.speculation.drafter import (
     DrafterBase,
@@ -33,7 +32,7 @@ from stree_jax.speculation.drafter import (
 )
 from stree_jax.speculation.drafters.model import by_slot
 from stree_jax.speculation.drafters.stage import Task, first_unknown, make_task
-from stree_jax.speculation.source import Source, Vocabulary, picked_tree
+from stree_jax.speculation.source import Source, Vocabulary
 from stree_jax.speculation.tree import Topology, Tree
 
 WAYS = 4  # neighbouring slots that a context may be in
@@ -227,27 +226,18 @@ class NGrams(DrafterBase):
 class NGramsSource(Source):
     """An n-gram table by itself."""
 
-    ngrams: NGrams
+    value: NGrams
     name = "n-grams"
     has_q = False
-
-    @classmethod
-    def of(cls, value: Any) -> Source | None:
-        return cls(value) if isinstance(value, NGrams) else None
-
-    @property
-    def value(self) -> NGrams:
-        return self.ngrams
 
     def check_tree(self, tree: Topology) -> None:
         check_fixed(tree)
 
     def vocabularies(self, name: str) -> Iterator[Vocabulary]:
-        yield Vocabulary("n-grams", self.ngrams.num_tokens, None)
+        yield Vocabulary("n-grams", self.value.num_tokens, None)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
-        resolve_rule(rule, picked_tree(tree))  # n-grams have no probabilities to test
-        return self.ngrams
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        return self.value
 
 
 def check_fixed(tree: Topology) -> None:

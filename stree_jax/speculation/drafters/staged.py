@@ -469,22 +469,14 @@ def _in_place(
 class StagedSource(Source):
     """A `Staged`, as users make it."""
 
-    staged: Staged
-
-    @classmethod
-    def of(cls, value: Any) -> Source | None:
-        return cls(value) if isinstance(value, Staged) else None
-
-    @property
-    def value(self) -> Staged:
-        return self.staged
+    value: Staged
 
     @property
     def prefers_auto(self) -> bool:  # n-grams guess for tree "auto", too
-        return isinstance(self.staged.guesser, NGrams)
+        return isinstance(self.value.guesser, NGrams)
 
     def check(self, target: Model) -> None:
-        staged, guesser = self.staged, self.staged.guesser
+        staged, guesser = self.value, self.value.guesser
         integer("ahead", staged.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
         integer("width", staged.width, 1, 16, "1..16 guesses of a node")
         if not isinstance(staged.model, Model):
@@ -503,13 +495,13 @@ class StagedSource(Source):
             check_fixed(tree)
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
-        ModelSource(self.staged.model).check_past(target, past, batch)
-        inner, guesser = getattr(past, "inner", None), bare(self.staged.guesser)
+        ModelSource(self.value.model).check_past(target, past, batch)
+        inner, guesser = getattr(past, "inner", None), bare(self.value.guesser)
         if isinstance(guesser, Staged):
             StagedSource(guesser).check_past(target, inner, batch)
 
     def vocabularies(self, name: str) -> Iterator[Vocabulary]:
-        model, guesser = self.staged.model, self.staged.guesser
+        model, guesser = self.value.model, self.value.guesser
         yield from ModelSource(model).vocabularies(name)
         if isinstance(guesser, NGrams):
             if guesser.num_tokens != model.config.num_tokens:
@@ -521,13 +513,12 @@ class StagedSource(Source):
 
     @property
     def models(self) -> tuple[Model, ...]:
-        return (self.staged.model,)
+        return (self.value.model,)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
-        return bare(self.staged)
-
-    def searcher(self, target: Model, tree: Auto) -> ModelLevels:
-        staged = self.staged
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        staged = self.value
+        if not isinstance(tree, Auto):
+            return bare(staged)
         model = without_mtp(staged.model)
         if not isinstance(staged.guesser, NGrams):
             return ModelLevels(model)

@@ -3,31 +3,30 @@
 from collections.abc import Iterator
 from typing import Any
 
-from stree_jax.models import Model
-from stree_jax.models.heads import Heads
+from stree_jax.models import Model, ModelConfig
+from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.drafters.custom import CustomSource
+from stree_jax.speculation.drafters.custom import METHODS, Custom
+from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.medusa import HeadsSource
 from stree_jax.speculation.drafters.model import ModelSource
 from stree_jax.speculation.drafters.mtp import MTPSource
-from stree_jax.speculation.drafters.ngrams import NGramsSource
-from stree_jax.speculation.drafters.staged import StagedSource
+from stree_jax.speculation.drafters.ngrams import NGrams, NGramsSource
+from stree_jax.speculation.drafters.staged import Staged, StagedSource
 from stree_jax.speculation.drafters.text import LookupSource, PlainSource
 from stree_jax.speculation.source import Source, not_a_source
 
 AnyDrafter = Model | Heads | Drafter | str | None  # what users pass as `drafter`
 
-SOURCES: tuple[type[Source], ...] = (
-    ModelSource,
-    HeadsSource,
-    NGramsSource,
-    StagedSource,
-    LookupSource,
-    MTPSource,
-    PlainSource,
-    CustomSource,  # the last one: others may have its methods, too
-)
-WITHOUT_MODEL = (LookupSource(), PlainSource())  # for any target
+SOURCES: dict[type, Any] = {  # by the type of what users pass
+    Model: ModelSource,
+    Heads: HeadsSource,
+    NGrams: NGramsSource,
+    Staged: StagedSource,
+}
+ABSTRACT: dict[type, Any] = {ModelConfig: ModelSource, HeadsConfig: HeadsSource}
+WITHOUT_MODEL = LookupSource(), PlainSource()  # for any target
+NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
 
 
 def source_of(drafter: Any) -> Source:
@@ -45,9 +44,16 @@ def source_of(drafter: Any) -> Source:
         raise ValueError(
             f"drafter: got the string {drafter!r}; give None for plain decoding"
         )
-    for kind in SOURCES:
-        if (found := kind.of(drafter)) is not None:
-            return found
+    if drafter is None or isinstance(drafter, str):
+        name = LOOKUP if drafter == "auto" else drafter
+        if name in NAMED:
+            return NAMED[name]
+    for kind, source in SOURCES.items():
+        if isinstance(drafter, kind):
+            return source(drafter)
+    is_class = isinstance(drafter, type)
+    if not is_class and all(hasattr(drafter, name) for name in METHODS):
+        return Custom(drafter)
     raise not_a_source("drafter", drafter)
 
 
@@ -70,7 +76,5 @@ def abstract_source(drafter: Any, dtype: Any) -> Source:
       dtype: of the weights of a draft model or of heads.
     """
     config = getattr(drafter, "config", drafter)
-    for kind in SOURCES:
-        if (found := kind.abstract(config, dtype)) is not None:
-            return found
-    return source_of(drafter)
+    kind = ABSTRACT.get(type(config))
+    return source_of(drafter) if kind is None else kind.abstract(config, dtype)

@@ -1,11 +1,8 @@
 """Sources that need no model: prompt lookup, and plain decoding."""
 
-from typing import Any
-
 from flax import struct
 
 from stree_jax.models import Model
-from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.drafter import DrafterBase, NoDrafter
 from stree_jax.speculation.drafters.lookup import LOOKUP, LookupDrafter
 from stree_jax.speculation.source import Source, picked_tree
@@ -16,20 +13,11 @@ from stree_jax.speculation.tree import Auto, Beam, Topology, chain
 class LookupSource(Source):
     """The text itself: what followed its last tokens before."""
 
-    name = LOOKUP
+    value = name = LOOKUP
     has_q = False
     prefers_auto = True
     top1 = 0.3
     trees = ("chain:1", "chain:2", "chain:4", "chain:8")
-
-    @classmethod
-    def of(cls, value: Any) -> Source | None:
-        named = isinstance(value, str) and value in (LOOKUP, "auto")
-        return cls() if named else None
-
-    @property
-    def value(self) -> str:
-        return LOOKUP
 
     def check_tree(self, tree: Topology) -> None:
         if isinstance(tree, Beam):
@@ -43,27 +31,16 @@ class LookupSource(Source):
     def filled(self, tree: Topology) -> Topology:
         return picked_tree(tree)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
         return LookupDrafter()
-
-    def searcher(self, target: Model, tree: Auto) -> None:
-        return None  # tree "auto" looks the text up beside any drafter
 
 
 @struct.dataclass
 class PlainSource(Source):
     """Plain decoding, without drafts."""
 
-    name = "none"
+    value, name = None, "none"
     trees = ("chain:0",)
-
-    @classmethod
-    def of(cls, value: Any) -> Source | None:
-        return cls() if value is None else None
-
-    @property
-    def value(self) -> None:
-        return None
 
     @property
     def timed_as(self) -> Source:
@@ -76,5 +53,5 @@ class PlainSource(Source):
     def fixed_tree(self) -> Topology:
         return chain(0)
 
-    def bind(self, target: Model, tree: Topology, rule: Rule) -> DrafterBase:
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
         return NoDrafter()
