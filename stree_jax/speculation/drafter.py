@@ -58,7 +58,7 @@ class Update:
       tokens: [B, M + 1] int32, the accepted tokens. The last valid one is the root of
         the next tree.
       length: [B] int32. Only the first `length` tokens are valid. It is 0 for a row
-        that has finished: a continuation reads that row's last tokens first.
+        that has finished: its last tokens are part of the prompt of a continuation.
       hidden: [B, M + 1, d] float32, after the final norm: `hidden[b, j]` are the states
         whose logits `tokens[b, j]` was chosen by.
       taps: for each of the drafter's `taps`, [B, M + 1, d] float32, the residual stream

@@ -66,7 +66,7 @@ MOST_TOKENS = 2**24  # of a text: beyond any model's, and its buffers fit int32
 def cache_capacity(
     text_tokens: int, max_new_tokens: int, depth: int, *, resumed: bool = False
 ) -> int:
-    """Attention-cache rows that a generation after `text_tokens` tokens needs.
+    """Returns attention-cache rows that a generation after `text_tokens` tokens needs.
 
     Text is read by whole chunks, which begin anywhere when a past is resumed, and a
     commit writes a whole path (`depth` + 1 rows), of which the accepted part counts.
@@ -78,7 +78,7 @@ def cache_capacity(
 
 
 def deepest(policy: Policy) -> int:
-    """Depth of the deepest tree of a menu."""
+    """Returns depth of the deepest tree of a menu."""
     return max(tree.depth for tree in policy.menu)
 
 
@@ -125,7 +125,7 @@ def _begin(
     requests: Requests,
     past: tuple[State, DraftState] | None,
 ) -> Decoding:
-    """`init_decoding` on one device.
+    """Runs `init_decoding` on one device.
 
     Args:
       sizes: max_new_tokens, capacity, samples, top_logprobs.
@@ -191,7 +191,8 @@ def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
-    """Which tokens [Bp, V] are in the first `lengths` of texts [Bp, S]."""
+    """Returns [Bp, V] bool, which tokens are in the first `lengths` of texts [Bp,
+    S]."""
     row = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     token = jnp.where(place < lengths[:, None], token_ids, vocab_size)
@@ -217,7 +218,7 @@ def advance(
 def _advance(
     verify: Verify, spec: Spec, decoding: Decoding, max_steps: jax.Array
 ) -> Decoding:
-    """`advance` on one device."""
+    """Runs `advance` on one device."""
 
     def running(carry: tuple[jax.Array, Decoding]) -> jax.Array:
         steps, d = carry
@@ -266,7 +267,7 @@ def _advance(
 
 
 def with_short_path(d: Decoding) -> Decoding:
-    """With room for paths of one node; a longer pending path is replayed.
+    """Returns the decoding with paths of one node; a longer pending path is replayed.
 
     Plain steps come in runs, and replay as many rows as there is room for.
     """
@@ -431,7 +432,7 @@ def commit_jit(
     length: jax.Array,
     mesh: Mesh | None = None,
 ) -> State:
-    """`commit`, of a model on a mesh or on one device."""
+    """Returns `commit`, of a model on a mesh or on one device."""
     if mesh is None:
         return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)

@@ -35,10 +35,8 @@ class Policy(Protocol):
     def init(self, batch: int) -> PolicyState: ...
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
-        """Whether a drafting model is to read the prompts first, bool []; None: it is.
-
-        One that does not reads them when it is asked.
-        """
+        """Returns bool [], whether a draft model reads the prompts first; None for yes.
+        Otherwise it reads them when it first drafts."""
         ...
 
     def choose(
@@ -62,7 +60,8 @@ class Policy(Protocol):
 
 
 def keeps_by_row(policy: Policy) -> Any:
-    """Which leaves of a policy's state have rows first; the others are of the batch."""
+    """Returns which leaves of a policy's state have rows first; the others are of the
+    whole batch."""
     two, three = (jax.eval_shape(partial(policy.init, rows)) for rows in (2, 3))
     return jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
 

@@ -131,7 +131,8 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
 
 
 def passes_skip(target: Model) -> bool:
-    """Whether a model's passes here take the time of a tree's nodes, not of its room.
+    """True if a model's passes here take the time of a tree's nodes, not of its
+    capacity.
 
     Kernels for CPUs do; experts have none. A program that is made here and run
     elsewhere is as exact.
@@ -141,7 +142,8 @@ def passes_skip(target: Model) -> bool:
 
 
 def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
-    """Without the nodes of rows that have ended, where that saves their time."""
+    """Returns the draft without the nodes of finished rows, where that saves their
+    time."""
     batch, T = draft.tokens.shape
     if batch == 1 or draft.partly or not passes_skip(target):
         return draft
@@ -150,7 +152,7 @@ def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
 
 
 def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
-    """Places in the menu, [] or [B] int32, of the rows' trees.
+    """Returns places in the menu, [] or [B] int32, of the rows' trees.
 
     Where rows of a batch have different numbers of nodes, each has the smallest tree
     with room for its own.
@@ -175,12 +177,12 @@ def update_of(
 
 
 def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
-    """The accepted path, to be replayed, in the room of another."""
+    """Returns the accepted path, to be replayed, in the arrays of another."""
     return in_room(Pending(records, accepted.path, accepted.length), room)
 
 
 def in_room(pending: Pending, room: Pending) -> Pending:
-    """`pending` in the arrays of `room`, which may have room for more nodes.
+    """Returns `pending` in the arrays of `room`, which may have space for more nodes.
 
     Where a pass has written its records there itself, they stay as they are.
     """

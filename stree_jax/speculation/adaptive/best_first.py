@@ -47,7 +47,7 @@ class Worth(Protocol):
     def __call__(
         self, levels: jax.Array, value: jax.Array, passes: float = 1.0, /
     ) -> jax.Array:
-        """Bool [], from the levels there are, [] int32.
+        """Returns bool [], given how many levels there are, [] int32.
 
         Args:
           value: [B, W] float32, of the last level's nodes that it would go on from.
@@ -158,7 +158,7 @@ def best_first(
     go_on: Callable[[Grown], jax.Array],
     least: jax.Array | float = 0.0,
 ) -> Grown:
-    """Candidates below the roots [B].
+    """Returns candidates below the roots [B].
 
     Args:
       at_root: [B, 1, >= V] float32, logits after the root.
@@ -173,7 +173,7 @@ def best_first(
     depth = start.pool.tokens.shape[1] // W
 
     def add(grown: Grown, logits: jax.Array, first: bool = False) -> Grown:
-        """The next level, children of the frontier, from logits [B, W or 1, V]."""
+        """Adds the next level, children of the frontier, from logits [B, W or 1, V]."""
         pool, d, above = grown.pool, grown.levels, grown.frontier
         Q = logits.shape[1]
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
@@ -204,7 +204,7 @@ def with_level(
     *,
     first: bool = False,
 ) -> Grown:
-    """The next level: the W children of the frontier of most value.
+    """Adds the next level: the W children of the frontier of most value.
 
     Args:
       best, guess: [B, W or 1, W] float32 and int32, the best scores after the
@@ -252,7 +252,7 @@ def _next_level(
     level: jax.Array,
     *before: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """The arrays `before` after another level, see `cpu_kernels.next_level`."""
+    """Returns the arrays `before` after another level, see `cpu_kernels.next_level`."""
     mask, window, value, path, *tables = before
     (batch, W, C), taps, d = mask.shape, window.shape[2], level[0]
     shape = batch, W, W
@@ -305,7 +305,8 @@ def _levels(depth: int, taps: int, ahead: int) -> cpu_kernels.Levels:
 def _no_levels(
     levels: cpu_kernels.Levels, batch: int, width: int
 ) -> tuple[jax.Array, ...]:
-    """What `_next_level` makes new, with the root alone in the frontier."""
+    """Returns the arrays that `_next_level` makes, with the root alone in the
+    frontier."""
     tables = [jnp.zeros(z.shape, z.dtype) for z in levels.shapes(batch, width)]
     last_tokens = jnp.arange(levels.taps, dtype=jnp.int32) - 1  # the window after it
     tables[1] = jnp.broadcast_to(last_tokens, tables[1].shape)
@@ -362,7 +363,7 @@ def of_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def by_depth(logits: jax.Array, alike: bool) -> Guesser:
-    """Guesses that go by depth alone.
+    """Returns a guesser whose guesses go by depth alone.
 
     Args:
       logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
@@ -381,7 +382,7 @@ def by_depth(logits: jax.Array, alike: bool) -> Guesser:
 def nothing_grown(
     model: Model | None, batch: int, width: int, depth: int, ahead: int = 0
 ) -> Grown:
-    """The root, and room for `depth` levels of `width` candidates.
+    """Returns the root, and space for `depth` levels of `width` candidates.
 
     Args:
       model: that reads them; None: nobody does.

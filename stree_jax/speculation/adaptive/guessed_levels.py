@@ -120,7 +120,7 @@ class Below:
 
 
 def room_ahead(model: Model, batch: int, stage: Stage) -> Ahead:
-    """Nothing read."""
+    """Returns space for guesses, none of which was read."""
     shape = batch, stage.room
     zeros = jnp.zeros(shape, jnp.int32)
     _, V = jax.eval_shape(_logits_of_one, model).shape
@@ -141,7 +141,7 @@ def by_stage(
     rule: Rule,
     worth: Worth,
 ) -> Guesser:
-    """A model that reads the frontier where that was not guessed.
+    """Returns a guesser that reads the frontier with a model where it was not guessed.
 
     Args:
       state: of the model, after the root.
@@ -194,7 +194,7 @@ def by_stage(
 
 
 def goes_on(worth: Worth, grown: Grown) -> jax.Array:
-    """Whether another level is worth it: without a pass, or with one."""
+    """True if another level is worth it, without a pass or with one."""
     value = grown.frontier.value
     known, _ = found(grown)
     free = worth(grown.levels, jnp.where(known, value, 0.0), 0.0)
@@ -202,7 +202,8 @@ def goes_on(worth: Worth, grown: Grown) -> jax.Array:
 
 
 def found(grown: Grown) -> tuple[jax.Array, jax.Array]:
-    """Which nodes of the frontier [B, W] were read as guesses, and as which of them."""
+    """Returns which nodes of the frontier [B, W] were read as guesses, and as which of
+    them."""
     front, ahead = grown.frontier, grown.ahead
     assert ahead is not None  # of `room_ahead`
     tokens = grown.pool.tokens[:, jnp.maximum(front.rows, 0)]
@@ -213,14 +214,14 @@ def found(grown: Grown) -> tuple[jax.Array, jax.Array]:
 
 
 def _marked(pool: Pool, rows: jax.Array, known: jax.Array) -> Pool:
-    """Nodes that were guessed are told from those that the model had to read."""
+    """Marks the nodes that were guessed, so that the model need not read them."""
     rows = jnp.maximum(rows, 0)
     marked = pool.guessed.at[:, rows].set(pool.guessed[:, rows] | known)
     return replace(pool, guessed=marked)
 
 
 def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
-    """Records of guesses that turned out to be of the frontier, as its nodes'."""
+    """Copies the records of guesses that are in the frontier to its nodes."""
     rows, C = jnp.maximum(grown.frontier.rows, 0), grown.pool.tokens.shape[1]
 
     def moved(table: jax.Array) -> jax.Array:
@@ -236,7 +237,7 @@ def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
 def _guesses(
     grown: Grown, stage: Stage, tail: jax.Array, dist: Distribution, rule: Rule
 ) -> list[Below]:
-    """A levels below the frontier, by what the n-grams think of whole paths.
+    """Returns A levels below the frontier, by the n-grams' values of whole paths.
 
     Args:
       tail: [B, n - 1] int32, the end of the text.
@@ -268,7 +269,7 @@ def _guessed_level(
     dist: Distribution,
     rule: Rule,
 ) -> Below:
-    """The likeliest children of a level, to be nodes `rows` [Wg].
+    """Returns the likeliest children of a level, to be nodes `rows` [Wg].
 
     Args:
       depth: [] int32, the level's.
@@ -309,7 +310,7 @@ def _guessed_level(
 
 
 def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
-    """The candidates' nodes, and behind them the guesses."""
+    """Returns the candidates' nodes, and behind them the guesses."""
     C, nodes = grown.pool.tokens.shape[1], grown.nodes
     depth = [nodes.depth[:, :C]]
     for j, level in enumerate(guessed):
@@ -326,7 +327,8 @@ def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
 def _contexts(
     pool: Pool, rows: jax.Array, levels: jax.Array, tail: jax.Array
 ) -> jax.Array:
-    """The last n - 1 tokens [B, W, n - 1] up to nodes `rows` [W] of the last level.
+    """Returns the last n - 1 tokens [B, W, n - 1] up to nodes `rows` [W] of the last
+    level.
 
     Args:
       levels: [] int32, the candidates' depth below the root.

@@ -50,7 +50,7 @@ class History:
 
 
 def begin_history(prompts: Prompts) -> History:
-    """The prompts, with room for what comes."""
+    """Returns the prompts, with space for what follows."""
     room = max(prompts.capacity - prompts.token_ids.shape[1], 0)
     return History(jnp.pad(prompts.token_ids, ((0, 0), (0, room))), prompts.lengths)
 
@@ -71,7 +71,8 @@ def add_to_history(history: History, update: Update) -> History:
 
 
 def matched_tokens(history: History) -> jax.Array:
-    """How many tokens up to each place are those at the text's end, int32 [B, S].
+    """Returns how many tokens up to each place are those at the text's end, int32 [B,
+    S].
 
     At most `LONGEST`. The end itself does not count, as nothing is known to follow it.
     """
@@ -89,7 +90,8 @@ def matched_tokens(history: History) -> jax.Array:
 
 
 def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The W best matches: places and lengths [B, W] int32, 0 long where there is none.
+    """Returns the W best matches: places and lengths [B, W] int32, 0 long where there
+    is none.
 
     The best; the best that goes on with another token; the best of all others.
     """
@@ -114,7 +116,7 @@ def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Arr
 def look_up(
     history: History, probability: jax.Array, depth: int, room: int = 0
 ) -> Pool:
-    """Continuations of the text as candidates, W * `depth` of them.
+    """Returns continuations of the text as candidates, W * `depth` of them.
 
     A continuation that reaches the text's end goes on from its own begin, as a text
     that repeats itself would.
@@ -154,7 +156,7 @@ def _continuations(depth: int, room: int) -> Any:
 def _candidates(
     tokens: jax.Array, length: jax.Array, probability: jax.Array, depth: int
 ) -> tuple[jax.Array, ...]:
-    """The pool of `look_up`, but for who guessed."""
+    """Returns the pool of `look_up` without `guessed`."""
     history = History(tokens, length)
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth

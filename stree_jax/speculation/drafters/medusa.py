@@ -224,7 +224,7 @@ class MedusaDrafter(Searcher):
         return draft, replace(state, passes=state.passes + 1)
 
     def logits(self, state: LastHidden, depth: int) -> jax.Array:
-        """[B, depth, >= V] float32, of the tokens after the next root."""
+        """Returns [B, depth, >= V] float32, of the tokens after the next root."""
         return head_logits(self.heads, self.output, state.hidden, depth)
 
     def search(self, state: LastHidden, query: Query) -> tuple[LastHidden, Search]:
@@ -268,7 +268,7 @@ class MedusaDrafter(Searcher):
 def fill_by_depth(
     root: jax.Array, logits: jax.Array, tree: Tree, dist: Distribution, rule: Rule
 ) -> Draft:
-    """A static tree below the roots [B], of guesses that go by depth alone.
+    """Fills a static tree below the roots [B] with guesses that go by depth alone.
 
     Args:
       logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
@@ -292,8 +292,8 @@ def fill_by_depth(
 
 
 def drawn_alike(dist: Distribution, rule: Rule) -> bool:
-    """Whether the children of all nodes of a level are the same tokens: neither do
-    their probabilities depend on the path, nor has each node draws of its own."""
+    """True if the children of all nodes of a level are the same tokens: their
+    probabilities do not depend on the path, and nodes have no draws of their own."""
     if dist.seen is not None:
         return False
     return dist.sampling is None or rule.drafting in ("top_k", "coupled")

@@ -69,7 +69,7 @@ class Fill(Protocol):
         rule: Rule,
         /,
     ) -> Draft:
-        """A draft of `tree`.
+        """Returns a draft of `tree`.
 
         Args:
           state: of the model, after the root.
@@ -206,7 +206,7 @@ def fill_tree(
 
 
 def empty_draft(root: jax.Array, tree: Tree, dist: Distribution, rule: Rule) -> Draft:
-    """A static tree below the roots [B] that is yet to be filled."""
+    """Returns a static tree below the roots [B] that is yet to be filled."""
     batch, T = root.shape[0], tree.size
     with_q = dist.sampling is not None and rule.needs_q
     return Draft(
@@ -250,7 +250,7 @@ def draw_level(
 def by_slot(
     children: jax.Array, nodes: jax.Array, tree: Tree, levels: Levels
 ) -> tuple[jax.Array, jax.Array]:
-    """Children [B, Q, C] of the nodes [Q] int32 (T: none), by their own places.
+    """Returns children [B, Q, C] of the nodes [Q] int32 (T: none), by their own places.
 
     Returns:
       tokens [B, T] int32, and whether a node's parent is one of the nodes, [T].
@@ -270,7 +270,8 @@ def draw_children(
     noise: jax.Array | None,
     count: int,
 ) -> jax.Array:
-    """Tokens [B, I, count] of the children of I nodes, in the order they are drawn.
+    """Returns tokens [B, I, count] of the children of I nodes, in the order they are
+    drawn.
 
     Args:
       drafting: "top_k", the most probable; "iid", independent draws;
@@ -296,7 +297,8 @@ def draw_children(
 
 
 def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
-    """Independent draws [B, I, count] int32 of p [B, I, V], by inverting its sums."""
+    """Returns independent draws [B, I, count] int32 of p [B, I, V], by inverting its
+    sums."""
 
     def one(p: jax.Array, key: jax.Array) -> jax.Array:
         below = jnp.cumsum(p)

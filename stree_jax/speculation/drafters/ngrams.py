@@ -90,7 +90,7 @@ class NGrams(DrafterBase):
         keep: int,
         temperature: float = 1.0,
     ) -> "NGrams":
-        """With the K = `keep` likeliest of all tokens."""
+        """Returns n-grams with the K = `keep` likeliest of all tokens."""
         _, common = lax.top_k(unigram, min(keep, unigram.shape[0]))
         return cls(unigram, common, tables, temperature)
 
@@ -98,14 +98,15 @@ class NGrams(DrafterBase):
         return self.tail(prompts.token_ids, prompts.lengths)
 
     def tail(self, text: jax.Array, lengths: jax.Array) -> "Tail":
-        """The end of texts [B, S], so long [B]."""
+        """Returns the ends of texts [B, S] of lengths [B]."""
         c = self.order - 1
         back = lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
         return Tail(jnp.where(back >= 0, tokens, EMPTY))
 
     def scale(self, dist: Distribution) -> jax.Array:
-        """[B, 1, 1] float32, of log P, where texts are drawn at another temperature."""
+        """Returns [B, 1, 1] float32, a factor of log P where texts are drawn at another
+        temperature."""
         if dist.sampling is None:
             return jnp.ones((1, 1, 1), jnp.float32)
         own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
@@ -171,7 +172,8 @@ class NGrams(DrafterBase):
     def others(
         self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """What nodes may be beside what they were filled with.
+        """Returns the likeliest tokens of nodes, other than those they were filled
+        with.
 
         Args:
           nodes: [Q] int32, below known ones; T: none.
@@ -190,7 +192,8 @@ class NGrams(DrafterBase):
     def _after(
         self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """The likeliest tokens [B, Q, count] after nodes [Q] of a tree; T: any."""
+        """Returns the likeliest tokens [B, Q, count] after nodes [Q] of a tree; T:
+        any."""
         node = jnp.minimum(nodes, task.tree.size - 1)
         windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
         text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
@@ -258,7 +261,8 @@ class Tail:
 
 
 def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
-    """The first [...] int32 of the `WAYS` slots where contexts [..., c] may be."""
+    """Returns the first [...] int32 of the `WAYS` slots where contexts [..., c] may
+    be."""
     number = jnp.zeros(contexts.shape[:-1], jnp.uint32)
     for token in jnp.moveaxis(contexts, -1, 0):
         number = (number ^ token.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
@@ -268,7 +272,8 @@ def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
 
 
 def find(table: Table, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The slots [...] int32 of contexts [..., c], and whether they are there."""
+    """Returns the slots [...] int32 of contexts [..., c], and whether they are
+    there."""
     at = first_slot(contexts, table.slots)
     there = table.contexts.reshape(-1, WAYS, contexts.shape[-1])[at // WAYS]
     same = (there == contexts[..., None, :]).all(axis=-1)
@@ -276,7 +281,7 @@ def find(table: Table, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The likeliest next tokens, of all context lengths, longest first.
+    """Returns the likeliest next tokens, of all context lengths, longest first.
 
     Args:
       contexts: [..., n - 1] int32, `EMPTY` before the text's begin.
@@ -304,7 +309,7 @@ def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Array:
-    """log P(w|h) [...] float32 of tokens [...] after contexts [..., n - 1]."""
+    """Returns log P(w|h) [...] float32 of tokens [...] after contexts [..., n - 1]."""
     left = jnp.zeros(tokens.shape, jnp.float32)
     value = ngrams.unigram[tokens]
     known = jnp.zeros(tokens.shape, bool)
@@ -323,7 +328,8 @@ def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Arra
 def perturbed(
     ngrams: NGrams, contexts: jax.Array, scale: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`candidates` after contexts [B, Q, n - 1], by what a model would draw by.
+    """Returns `candidates` after contexts [B, Q, n - 1], by the scores that a model
+    would draw by.
 
     Args:
       scale: of `NGrams.scale`.
@@ -347,7 +353,8 @@ def likeliest(
     scale: jax.Array,
     noise: jax.Array | None,
 ) -> jax.Array:
-    """Tokens [B, Q, count] int32 that a model would draw after contexts [B, Q, n - 1].
+    """Returns tokens [B, Q, count] int32 that a model would draw after contexts [B, Q,
+    n - 1].
 
     Args:
       scale, noise: as of `perturbed`.

@@ -62,14 +62,14 @@ class Task:
         return jnp.maximum(jnp.asarray(self.tree.parents, jnp.int32), 0)
 
     def empty(self, root: jax.Array) -> Draft:
-        """The tree below the roots [B], yet to be filled."""
+        """Returns the tree below the roots [B], yet to be filled."""
         draft = empty_draft(root, self.tree, self.dist, self.rule)
         return replace(draft, origin=jnp.zeros(draft.tokens.shape, jnp.uint8))
 
     def draw(
         self, draft: Draft, logits: jax.Array, nodes: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Children as a model draws them.
+        """Returns children as a model draws them.
 
         Args:
           logits: [B, Q, >= V] float32, after the nodes [Q] int32 (T: none).
@@ -91,7 +91,7 @@ class Task:
 
 
 def make_task(tree: Topology, dist: Distribution, rule: Rule) -> Task:
-    """The task of filling a static tree."""
+    """Returns the task of filling a static tree."""
     assert isinstance(tree, Tree)  # `Source.check_tree` sees to it
     levels, nodes = tree_levels(tree), tree_nodes(tree.rows(1), 1)
     inner = jnp.zeros((tree.size,), bool).at[levels.inner].set(True, mode="drop")
@@ -138,11 +138,13 @@ class Several(Stage, Protocol):
     def others(
         self, opened: Opened, draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """The likeliest other tokens [B, Q, count] int32 of nodes [Q] (T: none)."""
+        """Returns the likeliest other tokens [B, Q, count] int32 of nodes [Q] (T:
+        none)."""
         ...
 
 
 def first_unknown(task: Task, known: jax.Array) -> jax.Array:
-    """Depth [] int32 of the first inner node that is not known [B, T]; M if all are."""
+    """Returns depth [] int32 of the first inner node that is not known [B, T]; M if all
+    are."""
     open_ = (~known & task.inner[None]).any(axis=0)
     return jnp.where(open_, task.depth, task.tree.depth).min()

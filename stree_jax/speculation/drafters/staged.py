@@ -206,7 +206,7 @@ class Staged(DrafterBase):
     def _read_text(
         self, reading: Reading, inner: Opened, draft: Draft, task: Task
     ) -> tuple[Open, jax.Array, jax.Array]:
-        """One pass over the unread text, and what was guessed below its end.
+        """Runs one pass over the unread text, and over guesses below its end.
 
         Returns:
           what is known then, and logits [B, Q, V] after the root and guessed slots [Q].
@@ -245,11 +245,11 @@ class Staged(DrafterBase):
         return opened, logits, slots
 
     def ahead_rows(self, task: Task) -> int:
-        """Most nodes of a pass that are guessed, (A - 1) I."""
+        """Returns most nodes of a pass that are guessed, (A - 1) I."""
         return (self.levels_read - 1) * task.tree.inner
 
     def _parents(self, draft: Draft) -> jax.Array:
-        """[B, N] int32, the slots above slots; nothing is below others."""
+        """Returns [B, N] int32, the slots above slots; nothing is below others."""
         return jnp.tile(draft.layout.parents, (1, self.width))
 
     def _with_others(
@@ -260,7 +260,7 @@ class Staged(DrafterBase):
         guessed: jax.Array,
         task: Task,
     ) -> tuple[jax.Array, jax.Array]:
-        """Slots [Q] to be read, N for none, and their tokens [B, Q].
+        """Returns slots [Q] to be read, N for none, and their tokens [B, Q].
 
         Args:
           nodes: int32, of the tree, T for none.
@@ -297,7 +297,7 @@ class Staged(DrafterBase):
         running = (opened.before.unread_length > 0)[:, None]
 
         def needed(right: jax.Array) -> jax.Array:
-            """Nodes [B, T] that have to be read; finished rows need none."""
+            """Returns nodes [B, T] that have to be read; finished rows need none."""
             return (task.inner & (task.depth < until))[None] & ~right & running
 
         def more(carry: tuple) -> jax.Array:
@@ -343,7 +343,8 @@ class Staged(DrafterBase):
 
 
 def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Nodes:
-    """The unread text [U], and behind its last token a tree's slots, but its root.
+    """Returns the unread text [U] as nodes, and behind its last token a tree's slots
+    except its root.
 
     Args:
       parents: [B, N] int32, of the slots; -1 for the root.
@@ -361,7 +362,7 @@ def _inside(task: Task) -> Task:
 
 
 def _for_guesser(draft: Draft) -> Draft:
-    """A draft that a guesser may fill; the probabilities are the drafter's alone."""
+    """Returns a draft that a guesser may fill, without the drafter's probabilities."""
     return replace(draft, q=None)
 
 
@@ -370,8 +371,8 @@ def _guessed(draft: Draft, guess: Draft) -> Draft:
 
 
 def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
-    """Those nodes [count] int32, of [B, T] that any row needs, that are nearest to the
-    root; padded with T."""
+    """Returns the nodes [count] int32, of [B, T] that any row needs, that are nearest
+    to the root; padded with T."""
     T = task.tree.size
     node = jnp.arange(T, dtype=jnp.int32)
     far = jnp.where(needed.any(axis=0), task.depth * T + node, T * T)
@@ -381,7 +382,8 @@ def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
 
 
 def _rightly_read(read: jax.Array, tokens: jax.Array, task: Task) -> jax.Array:
-    """Nodes [B, T] that were read as what they are, as were all above them.
+    """Returns the nodes [B, T] that were read with their present tokens, as were all
+    above them.
 
     Args:
       read: [B, N] int32, the tokens that were read in each slot.
@@ -445,7 +447,8 @@ def _kept(
 def _in_place(
     opened: Open, hit: jax.Array, tokens: jax.Array, first: int, task: Task
 ) -> Open:
-    """What was read of others, where these are what the model draws, as the nodes' own.
+    """Moves what was read of other guesses to the nodes' own slots, where the model
+    draws them.
 
     Args:
       hit: [B, T] bool, the nodes that are.
