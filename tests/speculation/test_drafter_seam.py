@@ -90,6 +90,8 @@ def test_streams_are_those_of_the_text(target, prompts, plain, options, tree):
         texts = [ids + new for ids, new in zip(asked, made, strict=True)]
         assert seen.count.tolist() == [len(text) - 1 for text in texts]
         check_seen(target, seen, texts)
+        if tree == AUTO:  # the prompts are looked up once, though they were observed
+            assert d.drafting.history.length.tolist() == [len(text) for text in texts]
     assert np.asarray(d.gained)[:, 2:].sum() > 0  # some drafts were accepted
 
 

@@ -185,8 +185,8 @@ class AdaptivePolicy:
         )
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array:
-        """Returns bool [], whether a model makes steps faster if its drafts are as often
-        right as usual.
+        """Returns bool [], whether a model makes steps faster if its drafts are right
+        as often as usual.
 
         A path of L levels gains 1 + usual + ... + usual^L.
         """
