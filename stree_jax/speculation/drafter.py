@@ -182,11 +182,6 @@ class DrafterBase(Drafter):
         shapes = [f"{jnp.result_type(x)}{jnp.shape(x)}" for x in jax.tree.leaves(self)]
         return f"{type(self).__name__} {' '.join(shapes)}"
 
-    def unread(self, state: DraftState, length: jax.Array) -> jax.Array:
-        """Returns how many tokens [B] int32 of texts so long [B] must be read before
-        the next draft."""
-        return jnp.zeros_like(length)
-
 
 def model_key(model: Model) -> str:
     """Returns what the seconds of a model's passes depend on."""

@@ -464,7 +464,7 @@ def test_a_model_is_not_tried_again_for_less_than_it_must_read(
     at = replace(at, requests=requests, policy=policy, choice=jnp.int32(0))
     at = loop.advance_jit(plan.spec, at, jnp.int32(7))
     adaptive = plan.spec.drafter
-    assert adaptive.unread(at.drafting).tolist() == [8, 8, 8]
+    assert adaptive.tokens_behind(at.drafting).tolist() == [8, 8, 8]
     left = jnp.asarray(left, jnp.int32)
     requests = replace(at.requests, max_new_tokens=at.length + left)
     policy = replace(

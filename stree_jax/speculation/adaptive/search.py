@@ -81,6 +81,11 @@ class Searcher(DrafterBase):
         """Returns the state after all of the text, and a search below its end."""
         raise NotImplementedError
 
+    def unread(self, state: DraftState, length: jax.Array) -> jax.Array:
+        """Returns how many tokens [B] int32 of texts so long [B] must be read before
+        the next draft."""
+        return jnp.zeros_like(length)
+
     def without_guesses(self) -> "Searcher":
         """Returns the same drafter without another that guesses its levels; itself if
         there is no such other."""
