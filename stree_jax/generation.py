@@ -121,6 +121,7 @@ def checked(
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
     source = source_of(drafter)
+    source.check(model)
     check_mesh(model, source, limit)
     spec = spec_for(model, source, tree, rule, times)
     warn_of_drafter(model, source)

@@ -47,7 +47,6 @@ from stree_jax.speculation.drafters.reading import (
     Reading,
     add_update,
     begin_reading,
-    model_state,
     read_all,
 )
 from stree_jax.speculation.layout import Levels, below_root, tree_layout, tree_levels
@@ -103,8 +102,8 @@ class ModelSource(Source):
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
         if past is not None:
-            name = "past: of another drafter"
-            check_state(name, self.value, model_state(past), batch)
+            state = getattr(past, "state", past)
+            check_state("past: of another drafter", self.value, state, batch)
 
     def bind(self, target: Model, tree: Topology) -> DrafterBase:
         model = without_mtp(self.value)

@@ -170,7 +170,9 @@ class Staged(DrafterBase):
             table = self.guesser.lookup_bytes
             return [own, Reads("n-gram", own.passes, table, each)]
         inner = [] if self.guesser is None else self.guesser.reads(state.inner, menu)
-        return [own, *(replace(r, stage=f"inner {r.stage}") for r in inner)]
+        models = (r for r in inner if r.state is not None)
+        tables = (r for r in inner if r.state is None)
+        return [own, *(replace(r, stage=f"inner {r.stage}") for r in models), *tables]
 
     def begin(
         self, state: StagedState, draft: Draft, task: Task, ahead: int
@@ -498,7 +500,8 @@ class StagedSource(Source):
             check_fixed(tree)
 
     def check_past(self, target: Model, past: DraftState, batch: int) -> None:
-        ModelSource(self.value.model).check_past(target, past, batch)
+        reading = getattr(past, "reading", past)
+        ModelSource(self.value.model).check_past(target, reading, batch)
         inner, guesser = getattr(past, "inner", None), bare(self.value.guesser)
         if isinstance(guesser, Staged):
             StagedSource(guesser).check_past(target, inner, batch)
