@@ -32,9 +32,9 @@ from stree_jax.speculation import loop
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import Staged
-from stree_jax.speculation.specs import LOOKUP
 from stree_jax.speculation.step import Verify, packed
 from stree_jax.speculation.tree import chain, resolve_tree
 

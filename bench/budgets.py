@@ -16,9 +16,9 @@ from stree_jax.bench.shapes import config_of
 from stree_jax.buckets import bucket
 from stree_jax.models import Model
 from stree_jax.models.heads import Heads, HeadsConfig, first_heads
-from stree_jax.sizing.candidates import assumed
-from stree_jax.sizing.memory import Memory, abstract_heads, abstract_model, memory_of
+from stree_jax.sizing.memory import Memory, abstract_model, memory_of
 from stree_jax.sizing.plan import Choice, Request, plan
+from stree_jax.speculation.drafters.table import abstract_source, source_of
 from stree_jax.speculation.gain import greedy_tree
 from stree_jax.speculation.tree import Tree, chain, pruned
 
@@ -74,8 +74,7 @@ class Subject:
         """Returns the best tree of this size, by measured or assumed accuracies."""
         if nodes == 1:
             return chain(0)
-        who = "heads" if isinstance(self.drafter, Heads) else "model"
-        return greedy_tree(assumed(who, self.drafter), nodes)
+        return greedy_tree(source_of(self.drafter).acceptance(), nodes)
 
     def memory(self, tree: Tree, request: Request) -> Memory:
         """Returns its bytes; a tree of one node is plain decoding."""
@@ -92,7 +91,7 @@ def subject_of(shape: str, limit: int) -> Subject:
         drafter = abstract_model(config_of(DRAFTERS[shape]), DTYPE)
         return Subject(target, drafter, DTYPE, limit)
     own = HeadsConfig(config.d_model, config.vocab_size, HEADS, own_output=True)
-    return Subject(target, abstract_heads(own, DTYPE), DTYPE, limit)
+    return Subject(target, abstract_source(own, DTYPE).value, DTYPE, limit)
 
 
 def run_time(memory: Memory) -> int:

@@ -21,7 +21,7 @@ from stree_jax.generation import encode_prompts, generate, tune
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation
 from stree_jax.sizing.plan import Choice, Request, plan
-from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.tree import Auto, Tree, resolve_tree
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from stree_jax.options import add, add_dtype
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.on_mesh import decoding_specs, rows_axis
-from stree_jax.speculation.specs import LOOKUP, make_spec
+from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Budget, chain
 from stree_jax.start import Start

@@ -49,12 +49,12 @@ from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.save import save
 from stree_jax.generation import encode_prompts
 from stree_jax.models import format_named
+from stree_jax.models.memory import weights_read
 from stree_jax.options import WEIGHTS, add
 from stree_jax.pair import load_pair
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
-from stree_jax.sizing.traffic import weights_read
-from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.drafters.lookup import LOOKUP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

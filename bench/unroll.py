@@ -15,9 +15,10 @@ from stree_jax.models import (
     Model,
     Pending,
     State,
+    Taps,
     chain_nodes,
     commit,
-    forward_hidden,
+    forward_tapped,
     logits_of,
     tree_nodes,
 )
@@ -48,9 +49,15 @@ class Unrolled:
     scan: Literal["step", "chunk"]
 
     def __call__(
-        self, target: Model, state: State, draft: Draft, pending: Pending
+        self,
+        target: Model,
+        state: State,
+        draft: Draft,
+        pending: Pending,
+        taps: Taps = (),
+        /,
     ) -> Verified:
-        """Returns what `packed` does, but runs each root-to-leaf path alone."""
+        """Returns what `packed` does, by running the R root-to-leaf paths alone."""
         layout, config = draft.layout, target.config
         batch, T, M1 = layout.paths.shape
         R = self.leaves
@@ -65,7 +72,9 @@ class Unrolled:
         tokens = jnp.take_along_axis(draft.tokens, paths.reshape(batch, -1), axis=1)
         tokens = tokens.reshape(batch * R, M1)
         chains = chain_nodes(batch * R, M1, config.conv_taps, self.scan)
-        hidden, records, _ = forward_hidden(target, copies, tokens, chains)
+        hidden, tapped, records, _ = forward_tapped(
+            target, copies, tokens, chains, taps=taps
+        )
 
         # A node is read off the first path that goes through it, at its depth.
         above = tree_nodes(layout.parents, config.conv_taps).mask
@@ -76,5 +85,6 @@ class Unrolled:
             """Gathers [B * R, M + 1, ...] by path as [B, T, ...] by node."""
             return z.reshape(batch, R * M1, *z.shape[2:])[b, place]
 
-        hidden, records = jax.tree.map(by_node, (hidden, records))
-        return Verified(hidden, logits_of(target, hidden), records, state)
+        hidden, tapped, records = jax.tree.map(by_node, (hidden, tapped, records))
+        logits = logits_of(target, hidden)
+        return Verified(hidden, logits, records, state, tapped)

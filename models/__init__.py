@@ -18,9 +18,12 @@ from stree_jax.models.mixers.mamba2 import MambaConfig as MambaConfig
 from stree_jax.models.mixers.mlp import MLPConfig as MLPConfig
 from stree_jax.models.mixers.moe import MoEConfig as MoEConfig
 from stree_jax.models.model import Model as Model
+from stree_jax.models.model import Tapped as Tapped
+from stree_jax.models.model import Taps as Taps
 from stree_jax.models.model import base_model as base_model
 from stree_jax.models.model import derived as derived
 from stree_jax.models.model import forward_hidden as forward_hidden
+from stree_jax.models.model import forward_tapped as forward_tapped
 from stree_jax.models.model import forward_tree as forward_tree
 from stree_jax.models.model import logits_of as logits_of
 from stree_jax.models.model import param_dtype as param_dtype
@@ -36,10 +39,11 @@ from stree_jax.models.params import nest as nest
 from stree_jax.models.params import parameter_count as parameter_count
 from stree_jax.models.params import stored as stored
 from stree_jax.models.reading import PREFILL_CHUNK as PREFILL_CHUNK
+from stree_jax.models.reading import Observer as Observer
 from stree_jax.models.reading import chunk_of as chunk_of
 from stree_jax.models.reading import extend as extend
 from stree_jax.models.reading import prefill as prefill
-from stree_jax.models.reading import read_aloud as read_aloud
+from stree_jax.models.reading import read_observed as read_observed
 from stree_jax.models.reading import read_text as read_text
 from stree_jax.models.reading import reading_chunk as reading_chunk
 from stree_jax.models.rope import Rope as Rope

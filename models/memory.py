@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.model import Model
 from stree_jax.models.shapes import abstract_params
 from stree_jax.models.state import init_state
 from stree_jax.models.weights.formats import format_named
@@ -13,6 +14,15 @@ from stree_jax.models.weights.formats import format_named
 def weight_bytes(config: ModelConfig, dtype: Any) -> int:
     """Counts the bytes of all parameters of a model in a dtype or weight format."""
     return size_of(abstract_params(config, dtype))
+
+
+def weights_read(model: Model) -> int:
+    """Returns the bytes of weights that a pass reads: all but an embedding that is not
+    also the head."""
+    total = size_of(model.params)
+    if not model.config.tie_embeddings:
+        total -= size_of(model.params["embedding"])
+    return total
 
 
 def size_of(tree: Any) -> int:

@@ -99,6 +99,9 @@ def base_model(model: Model) -> Model:
     return derived(model, model.params, model.config)
 
 
+Taps = tuple[int, ...]  # layers whose residual stream is wanted, see `forward_tapped`
+Tapped = tuple[jax.Array, ...]  # the residual streams [B, T, d] float32 of the taps
+
 LayerInput = tuple[jax.Array, Pass[Any], LayerState, LayerRecord | None]
 LayerOutput = tuple[jax.Array, LayerRecord, LayerState]
 
@@ -206,14 +209,15 @@ def through(
     rows: jax.Array | None,
     pending: Pending | None,
     live: jax.Array | None = None,
-) -> tuple[jax.Array, Records, State]:
-    """The residual stream h [B, Tq, d] after all layers; as `forward_hidden`.
+    taps: Taps = (),
+) -> tuple[jax.Array, Tapped, Records, State]:
+    """Returns the residual stream h [B, Tq, d] after all layers; as `forward_tapped`.
 
     Args:
       blocks: the block that each layer shares, or None.
     """
     length = state.length if pending is None else state.length + pending.length
-    out_records, out_states, embedding = [], [], h
+    out_records, out_states, streams, embedding = [], [], {}, h
     for i, (layer, block) in enumerate(zip(layers, blocks, strict=True)):
         last = None if pending is None else pending.layer(i)
         record = None if records is None else records[i]
@@ -222,7 +226,10 @@ def through(
         h, record, layer_state = _run(layer, block, embedding, *args)
         out_records.append(record)
         out_states.append(layer_state)
-    return h, tuple(out_records), State(tuple(out_states), length)
+        if i in taps:
+            streams[i] = h
+    tapped = tuple(streams[i] for i in taps)
+    return h, tapped, tuple(out_records), State(tuple(out_states), length)
 
 
 class MTPLayers(nn.Module):
@@ -255,15 +262,15 @@ class MTPLayers(nn.Module):
         records: Records | None = None,
         rows: jax.Array | None = None,
         pending: Pending | None = None,
-    ) -> tuple[jax.Array, Records, State]:
-        """As `forward_hidden`, of embeddings and hidden states [B, Tq, d] float32."""
+    ) -> tuple[jax.Array, Tapped, Records, State]:
+        """As `forward_tapped`, of embeddings and hidden states [B, Tq, d] float32."""
         both = [self.enorm(embedding), self.hnorm(previous)]
         n = self.cut.of(WIDTH)
         h = total(linear(own(jnp.concatenate(both, axis=-1), n), self.eh_proj), n)
         blocks = [None] * len(self.layers)
         args = (nodes, state, records, rows, pending)
-        h, out, state = through(self.layers, blocks, h, *args)
-        return self.norm(h), out, state
+        h, _, out, state = through(self.layers, blocks, h, *args)
+        return self.norm(h), (), out, state
 
 
 class LanguageModel(nn.Module):
@@ -309,21 +316,22 @@ class LanguageModel(nn.Module):
         rows: jax.Array | None = None,
         pending: Pending | None = None,
         live: jax.Array | None = None,
-    ) -> tuple[jax.Array, Records, State]:
-        """As `forward_hidden`."""
+        taps: Taps = (),
+    ) -> tuple[jax.Array, Tapped, Records, State]:
+        """As `forward_tapped`."""
         in_turn = cycle(self.shared)
         blocks = [
             next(in_turn) if block.shared else None for block in self.config.layers
         ]
         live = nodes.count if rows is None else live
-        args = (nodes, state, records, rows, pending, live)
-        h, out, state = through(self.layers, blocks, self.embed(tokens), *args)
-        return self.norm(h, live), out, state
+        args = (nodes, state, records, rows, pending, live, taps)
+        h, tapped, out, state = through(self.layers, blocks, self.embed(tokens), *args)
+        return self.norm(h, live), tapped, out, state
 
     def predict(
         self, tokens: jax.Array, previous: jax.Array, *args: Any
-    ) -> tuple[jax.Array, Records, State]:
-        """As `forward_hidden`, of the MTP layers alone: `state` is theirs."""
+    ) -> tuple[jax.Array, Tapped, Records, State]:
+        """As `forward_tapped`, of the MTP layers alone: `state` is theirs."""
         return self.mtp(self.embed(tokens), previous, *args)
 
     def head(self, hidden: jax.Array, live: jax.Array | None = None) -> jax.Array:
@@ -350,6 +358,14 @@ def param_dtype(params: Params) -> Any:
 
 
 def forward_hidden(
+    model: Model, state: State, tokens: jax.Array, nodes: Nodes, **options: Any
+) -> tuple[jax.Array, Records, State]:
+    """Returns what `forward_tapped` does, without taps; `options` are its own."""
+    hidden, _, records, state = forward_tapped(model, state, tokens, nodes, **options)
+    return hidden, records, state
+
+
+def forward_tapped(
     model: Model,
     state: State,
     tokens: jax.Array,
@@ -360,8 +376,9 @@ def forward_hidden(
     pending: Pending | None = None,
     previous: jax.Array | None = None,
     live: jax.Array | None = None,
-) -> tuple[jax.Array, Records, State]:
-    """Run the nodes of a tree in one packed pass.
+    taps: Taps = (),
+) -> tuple[jax.Array, Tapped, Records, State]:
+    """Runs the nodes of a tree in one packed pass.
 
     Args:
       state: committed tokens; not changed, except that `pending` is replayed.
@@ -370,15 +387,19 @@ def forward_hidden(
       records, rows: to add nodes level by level: records of the nodes so far and the
         rows [Tq] of the new ones among T (rows >= T are dropped).
       pending: last step's accepted path, replayed first (Algorithm 1).
-      previous: of `mtp.mtp_model` alone, [B, Tq, d] float32: the hidden states that
+      previous: only for `mtp.mtp_model`, [B, Tq, d] float32: the hidden states that
         the tokens were chosen by.
-      live: of `rows`, how many of the new nodes, the first ones, are wanted, [B] int32;
-        None: all.
+      live: [B] int32. Only the first `live` of the new nodes in `rows` are wanted. If
+        None, all of them are.
+      taps: layers whose residual stream is returned, counted from 0. An MTP model has
+        no taps.
 
     Returns:
-      hidden states [B, Tq, d] float32 for `logits_of`, records of all T nodes, and the
-      state after `pending`. Where `pending` has records of more nodes, a layer's may be
-      those with the first T written over.
+      hidden states [B, Tq, d] float32 for `logits_of`; for each tap i the residual
+      stream [B, Tq, d] float32 after layer i, before the next layer's norm (after the
+      last layer: before the final norm); records of all T nodes; and the state after
+      `pending`. Where `pending` has records of more nodes, a layer's may be those with
+      the first T written over. Rows of padding are unspecified.
 
     Raises:
       ValueError: `rows` and `pending` are both given.
@@ -388,7 +409,7 @@ def forward_hidden(
     module, variables = model.module, {"params": model.params}
     args = (nodes, state, records, rows, pending)
     if previous is None:
-        return module.apply(variables, tokens, *args, live)
+        return module.apply(variables, tokens, *args, live, taps)
     return module.apply(variables, tokens, previous, *args, method="predict")
 
 

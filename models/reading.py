@@ -1,7 +1,7 @@
 """Reading plain text into a state: chains of tokens, in chunks."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,14 @@ from jax import lax
 from stree_jax import cpu_kernels
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.mixers import mixer_of
-from stree_jax.models.model import Model, forward_hidden, param_dtype
+from stree_jax.models.model import (
+    Model,
+    Tapped,
+    Taps,
+    forward_hidden,
+    forward_tapped,
+    param_dtype,
+)
 from stree_jax.models.nodes import chain_nodes
 from stree_jax.models.state import (
     Pending,
@@ -40,10 +47,28 @@ def reading_chunk(config: ModelConfig, width: int) -> int:
     return chunk_of(width) if all(m.long_chunks for m in mixers) else PREFILL_CHUNK
 
 
-Hear = Callable[[Any, jax.Array, jax.Array, jax.Array], Any]
-"""What is told of text while it is read. From what it has made of the text so far: the
-next tokens [B, T] int32, the hidden states [B, T, d] that they follow, and how many of
-them count, [B] int32; what it makes of those, too."""
+class Observer(NamedTuple):
+    """A fold over the text that `prefill` reads, called after each chunk of T tokens.
+
+    Attributes:
+      observe: (value, tokens [B, T] int32, hidden [B, T, d] float32, tapped, length [B]
+        int32) -> value. `tokens` are those that follow the chunk's, `hidden` and
+        `tapped` the target's states that precede each of them. The first `length` of
+        each row are text; the rest is padding.
+      value: the pytree that the fold starts with.
+      taps: layers that `tapped` has the residual stream of, see `forward_tapped`.
+    """
+
+    observe: Callable[[Any, jax.Array, jax.Array, Tapped, jax.Array], Any]
+    value: Any
+    taps: Taps = ()
+
+
+def _ignore(value: Any, *_: Any) -> Any:
+    return value
+
+
+NOBODY = Observer(_ignore, None)
 
 
 def extend(
@@ -76,21 +101,18 @@ def prefill(
     tokens: jax.Array,
     length: jax.Array,
     chunk: int,
-    hear: Hear | None = None,
-    heard: Any = None,
+    observer: Observer = NOBODY,
 ) -> tuple[State, Any]:
-    """`extend` by prompts of any length, `chunk` tokens a pass.
+    """Extends a state by prompts of any length, `chunk` tokens a pass.
 
     The number of passes is data, so one program serves every length up to S.
 
     Args:
       tokens: [B, S] int32, padded on the right; S is a multiple of `chunk`.
       length: [B] int32.
-      hear: is told of every pass; None: nobody is.
-      heard: what it begins with.
 
     Returns:
-      the state, and what was heard.
+      the state, and the observer's last value.
     """
     batch, config = tokens.shape[0], model.config
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
@@ -103,7 +125,7 @@ def prefill(
     def one_chunk(i: jax.Array, carry: tuple[State, Records, Any]) -> tuple:
         # What was read before is written by the pass itself, first: a cache that is
         # written after it was read would be copied.
-        state, records, heard = carry
+        state, records, value = carry
         pending = Pending(records, path, here(i - 1))
         part, then = (
             lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
@@ -111,12 +133,11 @@ def prefill(
         )
         count = here(i) if skips else None
         read = chain_nodes(batch, chunk, config.conv_taps, length=count)
-        hidden, records, state = forward_hidden(
-            model, state, part, read, pending=pending
+        hidden, tapped, records, state = forward_tapped(
+            model, state, part, read, pending=pending, taps=observer.taps
         )
-        if hear is not None:
-            heard = hear(heard, then, hidden, here(i))
-        return state, records, heard
+        value = observer.observe(value, then, hidden, tapped, here(i))
+        return state, records, value
 
     def here(i: jax.Array) -> jax.Array:
         """Tokens of chunk i, of -1 none."""
@@ -124,9 +145,9 @@ def prefill(
 
     passes = (jnp.max(length) + chunk - 1) // chunk
     empty = init_records(config, batch, chunk, param_dtype(model.params))
-    carry = state, empty, heard
-    state, records, heard = lax.fori_loop(0, passes, one_chunk, carry)
-    return commit(state, records, path, here(passes - 1)), heard
+    carry = state, empty, observer.value
+    state, records, value = lax.fori_loop(0, passes, one_chunk, carry)
+    return commit(state, records, path, here(passes - 1)), value
 
 
 def read_text(
@@ -136,28 +157,28 @@ def read_text(
     capacity: int,
     past: State | None = None,
 ) -> State:
-    """The state after all of each text but its last token; see `read_aloud`."""
-    return read_aloud(model, token_ids, lengths, capacity, past)[0]
+    """Returns the state after all of each text but its last token."""
+    return read_observed(model, token_ids, lengths, capacity, past)[0]
 
 
-def read_aloud(
+def read_observed(
     model: Model,
     token_ids: jax.Array,
     lengths: jax.Array,
     capacity: int,
     past: State | None,
-    hear: Hear | None = None,
-    heard: Any = None,
+    observer: Observer = NOBODY,
 ) -> tuple[State, Any]:
-    """The state after all of each text but its last token, and what was heard of it.
+    """Returns the state after all of each text but its last token, and the observer's
+    last value.
 
     Args:
       token_ids: [Bp, S] int32, padded on the right.
       lengths: [Bp] int32, at least 1.
       capacity: rows of the attention caches.
-      past: a state that has read a beginning of each text; None: nothing was read.
-      hear, heard: as of `prefill`; all tokens that are read now are told of, and the
-        text's last one, which follows them.
+      past: a state that has read a beginning of each text. If None, nothing was read.
+      observer: sees every token that follows one that is read now, the text's last
+        token included.
     """
     if past is None:
         dtype = param_dtype(model.params)
@@ -166,7 +187,7 @@ def read_aloud(
     amount = lengths - 1 - past.length
     past = grow(past, capacity)
     chunk = reading_chunk(model.config, token_ids.shape[1])
-    return prefill(model, past, unread, amount, chunk, hear, heard)
+    return prefill(model, past, unread, amount, chunk, observer)
 
 
 def unread_text(token_ids: jax.Array, length: jax.Array) -> jax.Array:

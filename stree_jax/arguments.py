@@ -10,25 +10,15 @@ from jax.sharding import NamedSharding
 
 from stree_jax import models
 from stree_jax.checkpoints.load import Model
-from stree_jax.checks import as_integer, integer, shown
+from stree_jax.checks import as_integer, shown
 from stree_jax.convert.tokenizer import check_text_ids, encoding
 from stree_jax.convert.whole_texts import for_whole_texts
-from stree_jax.models import ModelConfig, init_state
-from stree_jax.models.heads import Heads
-from stree_jax.models.mixer import Leaf, map_leaves
-from stree_jax.models.sharding.parts import part_config
-from stree_jax.models.sharding.placement import axis_size
-from stree_jax.models.sharding.shards import MODEL
+from stree_jax.models import ModelConfig
 from stree_jax.result import Generation, Past
 from stree_jax.sampling.continuation import encode_continuation
-from stree_jax.speculation.drafters.medusa import LastHidden
-from stree_jax.speculation.drafters.model import model_state
-from stree_jax.speculation.drafters.mtp import Heard
-from stree_jax.speculation.drafters.ngrams import NGrams
-from stree_jax.speculation.drafters.staged import Staged, StagedState, staged_past
+from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.loop import MOST_TOKENS as MOST_TOKENS
-from stree_jax.speculation.specs import LOOKUP, MTP, bare, is_custom
-from stree_jax.speculation.tree import DEEPEST
+from stree_jax.speculation.source import Source, check_state
 from stree_jax.vocabularies import warn_of_other_tokens
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
@@ -91,83 +81,24 @@ def as_loaded(model: Any) -> Model:
     return Model(model.params, model.config, mesh=model.mesh, cut=model.cut)
 
 
-def check_mesh(model: Model, drafter: Any, limit: int | None) -> None:
+def check_mesh(model: Model, source: Source, limit: int | None) -> None:
     """Raises ValueError where models are on other devices, or bytes are limited."""
-    drafting = drafter.model if isinstance(drafter, Staged) else drafter
-    mesh = drafting.mesh if isinstance(drafting, models.Model) else None
-    if mesh is not None and mesh != model.mesh:
+    if any(x.mesh is not None and x.mesh != model.mesh for x in source.models):
         raise ValueError("drafter: it is on a mesh that the model is not on; load both")
     if model.mesh is not None and limit is not None:
         raise ValueError("memory: is counted for one device; leave it out with a mesh")
 
 
-def check_drafter(target: Model, drafter: Any) -> None:
-    """Raises ValueError for a drafter that does not fit the target."""
-    if isinstance(drafter, Staged):
-        integer("ahead", drafter.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
-        integer("width", drafter.width, 1, 16, "1..16 guesses of a node")
-        check_drafter(target, drafter.model)
-        guesser = drafter.guesser
-        if guesser is not None:
-            if not isinstance(guesser, models.Model | NGrams | Staged):
-                raise ValueError(
-                    f"guesser: want NGrams, a model or a Staged, got {type(guesser)}"
-                )
-            check_drafter(target, guesser)
-            if drafter.width > 1 and not isinstance(guesser, NGrams):
-                raise ValueError("width: only n-grams guess more than one token a node")
-        return
-    if isinstance(drafter, NGrams):
-        return
-    if isinstance(drafter, Heads):
-        _check_heads(target, drafter)
-        return
-    if isinstance(drafter, type):
-        raise ValueError(
-            f"drafter: got the class {drafter.__name__}; give an instance of it"
-        )
-    if is_custom(drafter):
-        return
-    if isinstance(drafter, str):
-        if drafter in (LOOKUP, MTP):
-            return
-        raise ValueError(
-            f"drafter: got a string; give stree_jax.load({shown(drafter)}), "
-            "'lookup', 'mtp', or None for plain decoding"
-        )
-    check_model("drafter", drafter)
-
-
-def warn_of_drafter(target: Model, drafter: Any, name: str = "drafter") -> None:
+def warn_of_drafter(
+    target: Model, drafter: AnyDrafter | Source, name: str = "drafter"
+) -> None:
     """Warns of each part of a checked drafter whose tokens are not the target's.
 
     Args:
       name: what the drafter is called in the warning.
     """
-    if isinstance(drafter, Staged):
-        guesser, own = drafter.guesser, drafter.model.config.num_tokens
-        warn_of_drafter(target, drafter.model, name)
-        if not (isinstance(guesser, NGrams) and guesser.num_tokens == own):
-            warn_of_drafter(target, guesser, "guesser")
-    elif isinstance(drafter, NGrams):
-        warn_of_other_tokens("n-grams", target, drafter.num_tokens, None)
-    elif isinstance(drafter, models.Model):
-        tokenizer = getattr(drafter, "tokenizer", None)
-        warn_of_other_tokens(name, target, drafter.config.num_tokens, tokenizer)
-
-
-def _check_heads(target: Model, heads: Heads) -> None:
-    own, c = heads.config, target.config
-    if own.d_model != c.d_model:
-        raise ValueError(
-            f"heads: of states {own.d_model} wide, the target's are {c.d_model}; heads "
-            "belong to the model that they were trained on"
-        )
-    if own.own_output and own.vocab_size < c.num_tokens:
-        raise ValueError(
-            f"heads: {own.vocab_size} tokens, the target has {c.num_tokens}; heads "
-            "belong to the model that they were trained on"
-        )
+    for one in source_of(drafter).vocabularies(name):
+        warn_of_other_tokens(one.name, target, one.num_tokens, one.tokenizer)
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
@@ -261,11 +192,12 @@ def encode_prompts(
 
 
 def continued(
-    model: Model, drafter: Any, past: Past, new: list[list[int]]
+    model: Model, source: Source, past: Past, new: list[list[int]]
 ) -> list[list[int]]:
-    """The whole texts of a `past` and what continues its rows.
+    """Returns the whole texts of a `past` and what continues its rows.
 
-    A past that no drafter had part in may be continued with one, which then reads all.
+    A past of plain decoding may be continued with a drafter, which then reads all of
+    it.
 
     Raises:
       ValueError: another number of rows, or a past of another model.
@@ -282,14 +214,10 @@ def continued(
     placed = None if everywhere else _several(_mesh_of(past.target.length))
     if _several(model.mesh) != placed:
         raise ValueError("past: of a model on other devices")
-    _check_state("past: of another target", model, past.target, len(new))
+    check_state("past: of another target", model, past.target, len(new))
     for row in past.tokens:
         checked_tokens("past: its tokens", row, model.config, 1)
-    _check_drafter_past(drafter, past.drafter, len(new))
-    mtp = isinstance(drafter, str) and drafter == MTP
-    if mtp and isinstance(past.drafter, Heard):
-        layers = models.mtp_model(model)
-        _check_state("past: of other MTP layers", layers, past.drafter.state, len(new))
+    source.check_past(model, past.drafter, len(new))
     return [old + more for old, more in zip(past.tokens, new, strict=True)]
 
 
@@ -309,50 +237,6 @@ def _mesh_of(x: jax.Array) -> Any:
 def _several(mesh: Any) -> Any:
     """A mesh of several devices; one device is as good as none."""
     return None if mesh is None or mesh.size == 1 else mesh
-
-
-def _check_drafter_past(drafter: Any, past: Any, batch: int) -> None:
-    """A drafter's past is of this one, model by model."""
-    if isinstance(drafter, Heads) and isinstance(past, LastHidden):
-        if past.hidden.shape != (batch, drafter.config.d_model):
-            raise ValueError("past: of heads on another target")
-    if past is None or not isinstance(drafter, models.Model | Staged):
-        return
-    if isinstance(drafter, Staged):
-        inner = past.inner if isinstance(past, StagedState) else None
-        _check_drafter_past(bare(drafter.guesser), inner, batch)
-        drafter, past = drafter.model, staged_past(past)
-    _check_state("past: of another drafter", drafter, model_state(past), batch)
-
-
-def _check_state(name: str, model: models.Model, state: Any, batch: int) -> None:
-    """A state has the layers and sizes of a model's, whatever the caches' capacity."""
-
-    def sizes(state: Any) -> Any:
-        found = []
-
-        def visit(x: Any, facts: Leaf) -> Any:
-            axes = (i for i in range(x.ndim) if i != facts.capacity_axis)
-            found.append((x.dtype, tuple(x.shape[i] for i in axes)))
-            return x
-
-        map_leaves(visit, state)
-        return jax.tree.structure(state), found
-
-    dtype, parts = models.param_dtype(model.params), 1
-    if model.mesh is not None:
-        parts = axis_size(model.mesh, MODEL)
-
-    def whole(part: Any, facts: Leaf) -> Any:
-        shape = list(part.shape)
-        if facts.part_axis is not None:
-            shape[facts.part_axis] *= parts
-        return jax.ShapeDtypeStruct(tuple(shape), part.dtype)
-
-    config = part_config(model.config, model.cut)
-    own = jax.eval_shape(lambda: init_state(config, batch, 1, dtype))
-    if sizes(map_leaves(whole, own)) != sizes(state):
-        raise ValueError(f"{name}: its state does not fit this model")
 
 
 def by_row(name: str, value: Any, rows: int, one: Any) -> list:

@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
-from stree_jax import models
 from stree_jax.arguments import (
     MOST_TOKENS,
     Prompts,
@@ -38,7 +37,6 @@ from stree_jax.checks import (
 from stree_jax.default_tree import spec_for
 from stree_jax.devices import check_agreed
 from stree_jax.models import PREFILL_CHUNK
-from stree_jax.models.heads import Heads
 from stree_jax.result import Generation, Past, Plan, summarise
 from stree_jax.sampling.continuation import Continuation, continuation
 from stree_jax.sampling.requests import Requests, StopAutomata
@@ -51,11 +49,10 @@ from stree_jax.sizing.units import bytes_named
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy, StepTimes
 from stree_jax.speculation.decoding import RUNNING, Decoding
-from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.drafters.staged import Staged
+from stree_jax.speculation.drafters.table import AnyDrafter, source_of
 from stree_jax.speculation.loop import FOREVER, advance, advance_jit
 from stree_jax.speculation.on_mesh import everywhere, to_host
-from stree_jax.speculation.specs import AUTO, LOOKUP, is_custom, named_drafter
+from stree_jax.speculation.specs import AUTO
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import (
     Auto,
@@ -70,7 +67,7 @@ class Options(TypedDict, total=False):
     """The options of `generate` and `stream`, which documents them."""
 
     max_new_tokens: int | Sequence[int]
-    drafter: models.Model | Heads | Drafter | str | None
+    drafter: AnyDrafter
     tree: Topology | str | Sequence[int] | None
     times: StepTimes | None
     rule: Rule | str | None
@@ -93,7 +90,7 @@ def checked(
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int] = DEFAULT_NEW_TOKENS,
-    drafter: models.Model | Heads | Drafter | str | None = AUTO,
+    drafter: AnyDrafter = AUTO,
     tree: Topology | str | Sequence[int] | None = None,
     times: StepTimes | None = None,
     rule: Rule | str | None = None,
@@ -123,10 +120,11 @@ def checked(
     model = as_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
-    drafter = named_drafter(drafter)
-    check_mesh(model, drafter, limit)
-    spec = spec_for(model, drafter, tree, rule, times)
-    warn_of_drafter(model, drafter)
+    source = source_of(drafter)
+    source.check(model)
+    check_mesh(model, source, limit)
+    spec = spec_for(model, source, tree, rule, times)
+    warn_of_drafter(model, source)
     n = integer("n", n, 1, 2**16, f"1..{2**16} samples per prompt")
     most = 2 * MOST_TOKENS
     capacity = integer("capacity", capacity, 0, most, f"0..{most} rows of the caches")
@@ -136,7 +134,7 @@ def checked(
     listed = listed_prompts(prompts)
     text = encode_prompts(model, listed, resumed=past is not None)
     if past is not None:
-        text = continued(model, drafter, past, text)
+        text = continued(model, source, past, text)
     count = len(text)
     limits = counts_by_row("max_new_tokens", max_new_tokens, count, 1)
     least = counts_by_row("min_new_tokens", min_new_tokens, count, 0)
@@ -176,7 +174,7 @@ def checked(
     )
     spare = None
     if limit is not None:
-        task = GenerateTask(model, drafter, tree, rule, keep_past)
+        task = GenerateTask(model, source.value, tree, rule, keep_past)
         spec, spare = fitted(task, start, limit)
         if times is not None and isinstance(spec.policy, AdaptivePolicy):
             spec = step_times.with_times(spec, times)
@@ -184,7 +182,7 @@ def checked(
     if times is None and model.mesh is None:
         sizes = start.rows, start.text_room(spec), sampling is not None
         at_first = step_times.with_known(spec, *sizes)
-    if is_custom(drafter) and spec.rule.needs_q and rows is not None:
+    if source.needs_trace and spec.rule.needs_q and rows is not None:
         _trace_step(at_first, start)
     return (
         start,
@@ -375,7 +373,7 @@ def _growing(
 @with_hints
 def tune(
     model: Model,
-    drafter: models.Model | Heads | Staged | str = LOOKUP,
+    drafter: AnyDrafter = AUTO,
     *,
     tree: Auto | str = "auto",
     batch: int = 1,

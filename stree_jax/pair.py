@@ -14,9 +14,11 @@ from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
 from stree_jax.models import ModelConfig
 from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
-from stree_jax.speculation.specs import AUTO, LOOKUP, MTP
+from stree_jax.speculation.specs import AUTO
 
 DEMO, NO_DRAFTER = "demo", "none"
 

@@ -11,9 +11,8 @@ from stree_jax.models import State
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import cut_text, held_back
-from stree_jax.sizing.traffic import Traffic, drafting_stages, traffic_of
+from stree_jax.sizing.traffic import Traffic, traffic_of
 from stree_jax.speculation.accept import Promise, Rule
-from stree_jax.speculation.adaptive.drafter import to_keep
 from stree_jax.speculation.decoding import (
     OUT_OF_LENGTH,
     RUNNING,
@@ -21,7 +20,7 @@ from stree_jax.speculation.decoding import (
     STOP_TOKEN,
     Decoding,
 )
-from stree_jax.speculation.drafter import DraftState
+from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.on_mesh import to_host
 from stree_jax.speculation.step import Spec
@@ -210,8 +209,8 @@ def summarise(
     names = (*fields, "logprobs")
     wanted = {name: getattr(decoding, name) for name in names}
     wanted["expected"] = getattr(decoding.policy, "expected", None)
-    stages = drafting_stages(plan.spec.drafter, decoding.drafting)
-    wanted["passes"] = [stage.passes for stage in stages]
+    reads = plan.spec.drafter.reads(decoding.drafting, plan.spec.policy.menu)
+    wanted["passes"] = [stage.passes for stage in reads]
     host = to_host(wanted)
     lengths, finish = host["length"], host["finish"].tolist()
     calls = host["used"].sum(axis=1)
@@ -241,18 +240,18 @@ def summarise(
             jax.tree.map(lambda x, b=b, n=n: x[b, :n], host["logprobs"])
             for b, n in enumerate(lengths)
         ]
-    stages = [
+    reads = [
         replace(stage, passes=passes)
-        for stage, passes in zip(stages, host["passes"], strict=True)
+        for stage, passes in zip(reads, host["passes"], strict=True)
     ]
     most = int(calls.max(initial=0))
-    traffic = traffic_of(plan.spec, decoding.state, stages, most)
+    traffic = traffic_of(plan.spec, decoding.state, reads, most)
     if plan.keep_past and not running:
         last = decoding.pending
         path = last.records, last.path, last.length
         past = Past(
             target=commit_jit(decoding.state, *path, plan.spec.target.mesh),
-            drafter=to_keep(decoding.drafting),
+            drafter=kept(decoding.drafting),
             tokens=[a + b for a, b in zip(plan.text, tokens, strict=True)],
         )
     return Generation(

@@ -15,8 +15,8 @@ import numpy as np
 from stree_jax.buckets import PAST_STEP, bucket
 from stree_jax.models import PREFILL_CHUNK, cache_rows, whole_blocks
 from stree_jax.sampling.requests import Requests
-from stree_jax.speculation.adaptive.drafter import to_keep
 from stree_jax.speculation.decoding import Decoding
+from stree_jax.speculation.drafter import kept
 from stree_jax.speculation.loop import (
     cache_capacity,
     deepest,
@@ -147,7 +147,7 @@ class Start:
             text=[range(2)] * self.rows,
             samples=1,
             capacity=self.caches(deepest(spec.policy)),
-            past=(decoding.state, to_keep(decoding.drafting)),
+            past=(decoding.state, kept(decoding.drafting)),
             take_past=True,
         )
 

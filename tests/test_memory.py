@@ -12,8 +12,9 @@ import pytest
 from stree_jax import cpu_kernels
 from stree_jax.generation import begin
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from stree_jax.sizing.memory import Room, abstract_heads, abstract_model, memory_of
-from stree_jax.sizing.temporaries import drafting_models, padded_rows, temporaries_of
+from stree_jax.sizing.memory import Room, abstract_model, memory_of
+from stree_jax.sizing.temporaries import padded_rows, temporaries_of
+from stree_jax.speculation.drafters.table import abstract_source
 from tests.support.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def test_arguments_are_those_of_a_generation(target, drafter, tree):
     }.get(drafter, drafter)
     told = {
         "model": abstract_model(tiny(2, layers=("mamba",)).config, dtype),
-        "heads": abstract_heads(config, dtype),
+        "heads": abstract_source(config, dtype),
     }.get(drafter, drafter)
     options = {} if tree is None else {"tree": tree, "rule": "naive"}
     prompts = [[3, 4]] * 2
@@ -102,9 +103,9 @@ def test_who_drafts_by_passes_of_its_own(target):
     from stree_jax.sizing.memory import abstract_program
 
     spec, _ = abstract_program(abstract(target), abstract(target), "A", Room(1, 384, 8))
-    assert len(drafting_models(spec.drafter)) == 1
+    assert len(spec.drafter.models) == 1
     spec, _ = abstract_program(abstract(target), "lookup", "A", Room(1, 384, 8))
-    assert drafting_models(spec.drafter) == []
+    assert spec.drafter.models == ()
 
 
 def test_rows_of_a_product_are_those_of_the_product():

@@ -18,12 +18,12 @@ from stree_jax.sizing import candidates, step_times
 from stree_jax.sizing import plan as planning
 from stree_jax.sizing.memory import (
     CompiledBytes,
-    abstract_heads,
     abstract_model,
     memory_of,
 )
 from stree_jax.sizing.plan import Request, plan
 from stree_jax.sizing.units import bytes_named
+from stree_jax.speculation.drafters.table import abstract_source
 from stree_jax.speculation.gain import Acceptance
 from tests.support.tiny import tiny
 
@@ -153,7 +153,7 @@ def test_heads_are_left_out_one_by_one(target):
     heads = {choice.heads for choice in found.choices}
     assert heads <= {0, 1, 2, 3} and found.best.heads
     whole = abstract_model(target, np.float32)
-    heads = abstract_heads(config, np.float32)
+    heads = abstract_source(config, np.float32)
     options = candidates.by_speed(whole, heads, Request(**ASKED).room(16))
     assert {o.heads for o in options} == {0, 1, 2, 3}
     for option in options:

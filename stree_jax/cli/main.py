@@ -402,14 +402,11 @@ def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.generation import tune
     from stree_jax.pair import load_pair
     from stree_jax.sizing import step_times
-    from stree_jax.speculation.drafters.ngrams import NGrams
 
     pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
     target, drafter = load_pair(*pair, mesh_asked(args))
     if drafter is None:
         raise ValueError("--drafter none: plain decoding has nothing to choose")
-    if isinstance(drafter, NGrams):
-        raise ValueError("--drafter: n-grams alone fill fixed trees; auto is tuned")
     times = tune(
         target,
         drafter,

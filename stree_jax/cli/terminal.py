@@ -31,7 +31,6 @@ from stree_jax.generation import (
     generate,
     stream,
 )
-from stree_jax.models.heads import Heads, first_heads
 from stree_jax.pair import load_pair, pair_configs
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import Decoder, continuation
@@ -40,7 +39,7 @@ from stree_jax.scoring import first_difference
 from stree_jax.sizing.plan import Planned, Request, plan
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.draft import ORIGINS
-from stree_jax.speculation.specs import LOOKUP
+from stree_jax.speculation.drafters.table import WITHOUT_MODEL, source_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,13 +62,14 @@ def load_models(
         best = planned(args, request).best
         tell(f"stree-jax: {best}, {shown_bytes(best.memory.promised)} of {args.memory}")
         tree = None if best.drafter == "none" else best.tree
-        name = best.drafter if best.drafter in ("none", LOOKUP) else name
+        without_model = [source.name for source in WITHOUT_MODEL]
+        name = best.drafter if best.drafter in without_model else name
         heads = best.heads or None
     with waiting(f"reading {args.model}"):
         pair = args.model, name, args.dtype, args.ngrams, args.ahead, args.width
         target, drafter = load_pair(*pair, mesh_asked(args))
-    if isinstance(drafter, Heads) and heads is not None:
-        drafter = first_heads(drafter, heads)
+    if heads is not None:
+        drafter = source_of(drafter).narrowed(heads).value
     if drafter is None and tree:
         raise ValueError("--tree: --drafter none fills no tree; leave one of them out")
     if target.tokenizer is None:

@@ -17,14 +17,13 @@ from stree_jax import models
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import spec_for
-from stree_jax.models.heads import Heads
 from stree_jax.models.memory import size_of
 from stree_jax.sizing.candidates import by_speed
 from stree_jax.sizing.fit import Asked, Count, Task, fastest
 from stree_jax.sizing.memory import SCRATCH, Room, analysed, lowered_steps, parts_of
 from stree_jax.sizing.units import shown_bytes
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.loop import commit_jit, deepest
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Auto, Topology
@@ -54,7 +53,7 @@ class LoadedTask(Task[Asked, Setup]):
     """
 
     model: Model
-    drafter: models.Model | Heads | Drafter | str | None
+    drafter: AnyDrafter
     tree: Topology | str | Sequence[int] | None
     rule: Rule | str | None
 

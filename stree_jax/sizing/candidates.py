@@ -1,6 +1,6 @@
-"""Who could decode: drafters and their trees, the fastest by expectation first.
+"""Ways to decode: drafters and their trees, the fastest by expectation first.
 
-Nothing is loaded or allocated for it: models may be of `jax.ShapeDtypeStruct`.
+Nothing is loaded or allocated: models may be of `jax.ShapeDtypeStruct`.
 """
 
 from collections.abc import Iterator
@@ -10,30 +10,23 @@ from typing import Any
 import numpy as np
 
 from stree_jax import models
-from stree_jax.default_tree import accuracy_of
-from stree_jax.models.heads import Heads, first_heads
-from stree_jax.models.memory import size_of
+from stree_jax.models.memory import weights_read
 from stree_jax.sizing import step_times
 from stree_jax.sizing.memory import Room, abstract_program
 from stree_jax.sizing.pass_time import PassTime
-from stree_jax.sizing.traffic import heads_read, state_and_caches, weights_read
-from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.sizing.traffic import state_and_caches
+from stree_jax.speculation.drafters.table import (
+    WITHOUT_MODEL,
+    alternatives,
+    source_of,
+)
 from stree_jax.speculation.gain import Acceptance, Seconds, expected_tau, greedy_tree
 from stree_jax.speculation.gain import step_time as seconds_of_step
-from stree_jax.speculation.specs import LOOKUP, MTP
-from stree_jax.speculation.tree import (
-    DEEPEST,
-    MOST_CHILDREN,
-    Auto,
-    Tree,
-    chain,
-    resolve_tree,
-)
+from stree_jax.speculation.source import Source
+from stree_jax.speculation.tree import Auto, Tree, chain, resolve_tree
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of fixed trees
 AUTOS = ("auto", "auto:1,4,8", "auto:1,4")
-CHAINS = (1, 2, 4, 8)  # that lookup fills
-SHARE, FALLS = {"model": 0.6, "lookup": 0.3}, 0.4  # assumed of guesses, see `assumed`
 MORE = 0.03  # of a pass, for each node more: assumed, as tree "auto" does
 BANDWIDTH = 25e9  # bytes per second; assumed, and without a part in the order
 
@@ -43,8 +36,7 @@ class Candidate:
     """A way to decode.
 
     Attributes:
-      who: "model", "heads", "n-grams", "mtp", "drafter" (any other), "lookup" or
-        "none".
+      who: the source's name, "none" for plain decoding.
       heads: how many of them; 0 without.
       drafter: as `generate` takes it, which may be abstract.
       tree: its name, as `generate` takes it.
@@ -70,7 +62,7 @@ class Candidate:
 
 
 def way(who: str, heads: int, tree: str) -> str:
-    """A way to decode, in words."""
+    """Returns a way to decode in words."""
     if who == "none":
         return "plain decoding"
     return f"tree {tree} filled by {who}" + (f" ({heads} of them)" if heads else "")
@@ -79,46 +71,25 @@ def way(who: str, heads: int, tree: str) -> str:
 def by_speed(
     target: models.Model, drafter: Any, room: Room, acceptance: Acceptance | None = None
 ) -> list[Candidate]:
-    """All of them, the fastest by expectation first; plain decoding is always there.
+    """Returns all candidates, the fastest by expectation first; plain decoding is one
+    of them.
 
     Args:
-      target, drafter: as of `generate`; of the target's MTP layers "mtp".
-      room: of the deepest trees, which decides whose times are known.
-      acceptance: of the drafter's guesses, see `cost`; None: `assumed`.
+      target, drafter: as of `generate`.
+      room: for the deepest trees; measured step times depend on it.
+      acceptance: of the drafter's guesses, see `cost`. If None, the source's own.
     """
     found = []
-    ways = list(drafters(drafter))
-    paces = _paces(target, [drafting for *_, drafting in ways], room)
-    for (who, heads, drafting), pace in zip(ways, paces, strict=True):
+    sources = list(alternatives(source_of(drafter)))
+    paces = _paces(target, sources, room)
+    for source, pace in zip(sources, paces, strict=True):
         table = acceptance
-        if table is None or who in ("lookup", "none"):
-            table = assumed(who, drafting)
-        for name, tau, step_s in _trees(who, table, pace):
-            way = who, heads, drafting, name, tau, step_s, pace.measured
-            found.append(Candidate(*way))
+        if table is None or source in WITHOUT_MODEL:
+            table = source.acceptance()
+        for name, tau, step_s in _trees(source, table, pace):
+            way = source.name, source.count, source.value, name, tau, step_s
+            found.append(Candidate(*way, pace.measured))
     return sorted(found, key=lambda one: -one.tau / one.step_s)
-
-
-def drafters(drafter: Any) -> Iterator[tuple[str, int, Any]]:
-    """Kind, number of heads, and a drafter: the given one, of heads fewer as well;
-    lookup and none beside any."""
-    match drafter:
-        case models.Model():
-            yield "model", 0, drafter
-        case Heads():
-            for k in range(drafter.config.heads, 0, -1):
-                yield "heads", k, first_heads(drafter, k)
-        case NGrams():
-            yield "n-grams", 0, drafter
-        case "mtp":
-            yield "mtp", 0, MTP
-        case "lookup" | None:
-            pass
-        case _:
-            yield "drafter", 0, drafter
-    if drafter is not None:
-        yield "lookup", 0, LOOKUP
-    yield "none", 0, None
 
 
 @dataclass(frozen=True)
@@ -136,42 +107,33 @@ class _Pace:
 
 
 def topology(name: str) -> Tree | Auto:
-    """Of a name that is a candidate's."""
+    """Returns the tree of a candidate's name."""
     tree = resolve_tree(name)
     assert isinstance(tree, Tree | Auto)
     return tree
 
 
-def assumed(who: str, drafter: Any) -> Acceptance:
-    """How often a guess is right, by depth and rank: of heads what was measured with
-    them (`HeadsConfig.accuracy`), of others a share that falls with the rank."""
-    if isinstance(drafter, Heads):
-        return Acceptance(np.array(accuracy_of(drafter)))
-    share = SHARE["lookup" if who == "lookup" else "model"]
-    ranks = (1 - FALLS) * FALLS ** np.arange(MOST_CHILDREN) * share / (1 - FALLS)
-    return Acceptance(np.tile(ranks, (DEEPEST, 1)))
+def fixed(name: str) -> Tree:
+    """Returns the fixed tree of a name."""
+    tree = topology(name)
+    assert isinstance(tree, Tree)
+    return tree
 
 
 def _trees(
-    who: str, acceptance: Acceptance, pace: _Pace
+    source: Source, acceptance: Acceptance, pace: _Pace
 ) -> Iterator[tuple[str, float, float]]:
-    """Names, expected tau and seconds a step of a drafter's trees."""
-    plain = chain(0)
-    if who == "none":
-        yield "chain:0", 1.0, pace.step(plain)
-        return
-    trees = {} if who == "lookup" else _best_trees(acceptance)
-    if who == "lookup":
-        trees = {f"chain:{n}": chain(n) for n in CHAINS}
+    """Yields names, expected tau and seconds a step of a source's trees."""
+    trees = {name: fixed(name) for name in source.trees} or _best_trees(acceptance)
     gains = {
         name: (expected_tau(tree, acceptance), pace.step(tree))
         for name, tree in trees.items()
     }
-    # Tree "auto" takes at every step what pays there: at least what pays on average.
-    for auto in AUTOS if who in ("model", "heads", "lookup") else ():
+    # Tree "auto" takes what is fastest at every step, at least what is on average.
+    for auto in AUTOS if source.prefers_auto else ():
         most = topology(auto).size
         ways = [gains[name] for name, tree in trees.items() if tree.size <= most]
-        best = max([*ways, (1.0, pace.step(plain))], key=lambda way: way[0] / way[1])
+        best = max([*ways, (1.0, pace.step(chain(0)))], key=lambda way: way[0] / way[1])
         yield auto, *best
     for name, gain in gains.items():
         yield name, *gain
@@ -190,9 +152,10 @@ def _best_trees(acceptance: Acceptance) -> dict[str, Tree]:
     return found
 
 
-def _paces(target: models.Model, drafters: list[Any], room: Room) -> list[_Pace]:
-    """By drafter. What was measured with one says of the target's passes with any."""
-    paces = [_pace(target, drafter, room) for drafter in drafters]
+def _paces(target: models.Model, sources: list[Source], room: Room) -> list[_Pace]:
+    """Returns paces by source. What was measured with one source says how long the
+    target's passes take with any."""
+    paces = [_pace(target, source, room) for source in sources]
     known = [pace for pace in paces if pace.measured]
     if not known:
         return paces
@@ -205,40 +168,29 @@ def _paces(target: models.Model, drafters: list[Any], room: Room) -> list[_Pace]
     return [pace if pace.measured else to_scale(pace) for pace in paces]
 
 
-def _pace(target: models.Model, drafter: Any, room: Room) -> _Pace:
-    """Steps that were timed here for tree "auto", or what bytes and nodes suggest."""
-    tunable = drafter == LOOKUP or isinstance(drafter, models.Model | Heads)
-    if tunable or drafter is None:
-        guess = LOOKUP if drafter is None else drafter
-        found = step_times.known(*abstract_program(target, guess, "auto", room))
+def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
+    """Returns steps that were timed here for tree "auto", or else a guess from bytes
+    and nodes."""
+    timed = source.timed_as
+    if timed is not None:
+        found = step_times.known(*abstract_program(target, timed, "auto", room))
         if found is not None:
             verify = _between(found.by_size)
-            level = 0.0 if isinstance(drafter, Heads) else found.level
+            level = found.level if source.by_level else 0.0
             return _Pace(verify, found.draft, level, measured=True)
     whole = _seconds(target, room)
     verify = PassTime(whole * (1 - MORE), whole * MORE)
-    draft = level = 0.0
-    if isinstance(drafter, models.Model):
-        draft = level = _seconds(drafter, room)
-    elif drafter == MTP:
-        draft = level = _seconds(models.mtp_model(target), room)
-    elif isinstance(drafter, Heads):
-        draft = heads_read(drafter, drafter.config.heads) / BANDWIDTH
-        if not drafter.config.own_output:
-            draft += _output_bytes(target) / BANDWIDTH
+    work = source.work(target)
+    level = sum(_seconds(model, room) for model in work.models)
+    draft = level + work.read_once / BANDWIDTH
     return _Pace(verify, draft, level, measured=False)
 
 
 def _seconds(model: models.Model, room: Room) -> float:
-    """Of a pass that reads weights, states and caches once."""
+    """Returns seconds of a pass that reads weights, states and caches once."""
     spec, decoding = abstract_program(models.without_mtp(model), None, "chain:0", room)
-    return (
-        weights_read(spec.target) + sum(state_and_caches(decoding.state))
-    ) / BANDWIDTH
-
-
-def _output_bytes(target: models.Model) -> int:
-    return size_of(target.params["embedding"])
+    read = weights_read(spec.target) + sum(state_and_caches(decoding.state))
+    return read / BANDWIDTH
 
 
 def _between(by_size: dict[int, float]) -> Seconds:

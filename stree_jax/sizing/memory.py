@@ -8,30 +8,25 @@ last word: it compiles the generation's own loop for abstract arguments.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stree_jax.models import Model, ModelConfig, abstract_params
-from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from stree_jax.models.keys import key_of
 from stree_jax.models.memory import size_of
 from stree_jax.sampling.requests import Requests
 from stree_jax.sizing.temporaries import (
     Temporaries,
     caches_of,
-    drafting_models,
-    heads_of,
     reading_at_most,
     temporaries_of,
 )
 from stree_jax.speculation import loop, specs
 from stree_jax.speculation.accept import NAIVE, Rule, resolve_rule
 from stree_jax.speculation.decoding import Decoding
-from stree_jax.speculation.drafter import Drafter
-from stree_jax.speculation.drafters.mtp import MTPDrafter
+from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+from stree_jax.speculation.source import Source
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology, resolve_tree
 from stree_jax.start import Start
@@ -134,15 +129,9 @@ def abstract_model(config: ModelConfig, dtype: Any) -> Model:
     return Model(abstract_params(config, dtype), config)
 
 
-def abstract_heads(config: HeadsConfig, dtype: Any) -> Heads:
-    """Heads of `jax.ShapeDtypeStruct`."""
-    make = partial(init_heads, config, dtype=dtype)
-    return Heads(jax.eval_shape(make, key_of(0)), config)
-
-
 def abstract_program(
     target: Model,
-    drafter: Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter | Source,
     tree: Topology | str | Sequence[int],
     room: Room,
     rule: Rule | str = NAIVE,
@@ -157,12 +146,11 @@ def abstract_program(
     """
     tree = resolve_tree(tree)
     rule = resolve_rule(rule, tree) if isinstance(rule, str) else rule
-    named = drafter is None or isinstance(drafter, str)
 
-    def spec_of(target: Model, drafting: Any) -> Spec:
-        return specs.make_spec(target, drafter if named else drafting, tree, rule)
+    def spec_of(target: Model, source: Source) -> Spec:
+        return specs.make_spec(target, source, tree, rule)
 
-    spec = jax.eval_shape(spec_of, target, None if named else drafter)
+    spec = jax.eval_shape(spec_of, target, source_of(drafter))
     least = loop.cache_capacity(1, room.max_new_tokens, loop.deepest(spec.policy))
     if room.capacity < least:
         raise ValueError(
@@ -186,7 +174,7 @@ def greedy_start(room: Room, width: int) -> Start:
 
 def memory_of(
     target: Model,
-    drafter: Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter | Source,
     tree: Topology | str | Sequence[int],
     room: Room,
     rule: Rule | str = NAIVE,
@@ -200,7 +188,7 @@ def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
     caches = caches_of(decoding.state)
     state, records = size_of(decoding.state), size_of(decoding.pending)
     drafting, weights = size_of(decoding.drafting), size_of(spec.target)
-    shared = shared_with_target(spec)
+    shared = size_of(spec.drafter.of_target)
     return Memory(
         weights=weights,
         drafter_weights=size_of(spec.drafter) - shared,
@@ -213,18 +201,6 @@ def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
         reading=reading_at_most(spec, room.batch, room.capacity),
         shared=shared,
     )
-
-
-def shared_with_target(spec: Spec) -> int:
-    """Bytes of the target's arrays that the drafter is given, too."""
-    heads = heads_of(spec.drafter)
-    if heads is not None:
-        return size_of(heads.output)
-    if isinstance(spec.drafter, MTPDrafter):
-        (layers,) = drafting_models(spec.drafter)
-        own = {name: leaf for name, leaf in layers.params.items() if name != "mtp"}
-        return size_of(own)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -253,7 +229,7 @@ class CompiledBytes:
 
 def compiled_bytes(
     target: Model,
-    drafter: Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter | Source,
     tree: Topology | str | Sequence[int],
     room: Room,
     rule: Rule | str = NAIVE,
@@ -275,7 +251,7 @@ def compiled_bytes(
         found = analysed(greedy_start(room, reads).lowered(spec))
     else:
         found = analysed(lowered_steps(spec, decoding))
-    return replace(found, arguments=found.arguments - shared_with_target(spec))
+    return replace(found, arguments=found.arguments - size_of(spec.drafter.of_target))
 
 
 def lowered_steps(spec: Spec, decoding: Decoding) -> Any:

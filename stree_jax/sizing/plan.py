@@ -17,28 +17,24 @@ from stree_jax.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hint
 from stree_jax.convert.store import weights_named
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.config import blocks
-from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.sizing.candidates import Candidate, by_speed, way
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
     SCRATCH,
     Memory,
     Room,
-    abstract_heads,
     abstract_model,
     compiled_bytes,
     memory_of,
 )
 from stree_jax.sizing.units import bytes_named
-from stree_jax.speculation.drafters.ngrams import NGrams
+from stree_jax.speculation.drafters.table import abstract_source
 from stree_jax.speculation.gain import Acceptance
 from stree_jax.speculation.loop import cache_capacity
-from stree_jax.speculation.specs import LOOKUP, MTP, named_drafter
+from stree_jax.speculation.specs import AUTO
 from stree_jax.speculation.tree import Auto
 
 KEPT = 5  # choices that are returned
-
-Drafting = ModelConfig | HeadsConfig | NGrams | str | None
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ def plan(
     model: ModelConfig | models.Model,
     memory: str | int,
     *,
-    drafter: Drafting | models.Model | Heads = LOOKUP,
+    drafter: Any = AUTO,
     batch: int = 1,
     context: int = 2048,
     queries: int = 1,
@@ -194,9 +190,6 @@ def plan(
     _check_plan(dtypes, acceptance)
     check = flag("check", check)
     config = model if isinstance(model, ModelConfig) else model.config
-    drafter = named_drafter(drafter)
-    if isinstance(drafter, models.Model | Heads):
-        drafter = drafter.config
     wishes = (
         _wish(config, drafter, weights_named(dtype), request, acceptance)
         for dtype in dtypes
@@ -290,32 +283,16 @@ class _PlanTask(Task[_Wish, Candidate]):
 
 def _wish(
     config: ModelConfig,
-    drafter: Drafting,
+    drafter: Any,
     dtype: Format,
     request: Request,
     acceptance: Acceptance | None,
 ) -> _Wish:
     """Returns a request in a dtype."""
-    mtp = isinstance(drafter, str) and drafter == MTP
-    own_layers = config.mtp if mtp else ()
+    source = abstract_source(drafter, dtype)
+    own_layers = config.mtp if source.needs_mtp else ()
     target = abstract_model(replace(config, mtp=blocks(own_layers)), dtype)
-    drafting: Any = drafter
-    match drafter:
-        case ModelConfig():
-            drafting = abstract_model(replace(drafter, mtp=()), dtype)
-        case HeadsConfig():
-            drafting = abstract_heads(drafter, dtype)
-        case str() if mtp and not config.mtp:
-            raise ValueError("drafter: 'mtp', but the model has no MTP layers")
-        case str() if drafter in (LOOKUP, MTP):
-            pass
-        case NGrams() | None:
-            pass
-        case _:
-            raise ValueError(
-                f"drafter: want a model, heads, n-grams, 'lookup' or 'mtp', "
-                f"got {shown(drafter)}"
-            )
+    source.check(target)
     room = request.room(Auto().depth)
-    ways = by_speed(target, drafting, room, acceptance)
+    ways = by_speed(target, source, room, acceptance)
     return _Wish(**asdict(request), target=target, dtype=dtype.name, ways=ways)

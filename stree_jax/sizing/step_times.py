@@ -24,10 +24,8 @@ import numpy as np
 from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
 from stree_jax.convert.files import read_text
-from stree_jax.models import Model, ModelConfig
 from stree_jax.models.memory import size_of
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
-from stree_jax.speculation.adaptive.guessed_levels import Stage
 from stree_jax.speculation.adaptive.policy import (
     AdaptivePolicy,
     StepTimes,
@@ -35,8 +33,7 @@ from stree_jax.speculation.adaptive.policy import (
     step_times,
 )
 from stree_jax.speculation.decoding import RUNNING, Decoding
-from stree_jax.speculation.drafters.medusa import MedusaDrafter
-from stree_jax.speculation.gain import staged_passes
+from stree_jax.speculation.drafter import model_key
 from stree_jax.speculation.loop import advance_jit
 from stree_jax.speculation.step import Spec
 from stree_jax.version import __version__
@@ -138,24 +135,26 @@ def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
 
 
 def without_stage(spec: Spec) -> Spec:
-    """The same decoding, with nobody who guesses for the drafting model."""
+    """Returns the same decoding without a stage that guesses for the searcher."""
     drafter = spec.drafter
-    if not isinstance(drafter, AdaptiveDrafter) or drafter.stage is None:
+    if not isinstance(drafter, AdaptiveDrafter) or drafter.searcher is None:
         return spec
-    return replace(spec, drafter=replace(drafter, stage=None))
+    alone = drafter.searcher.without_guesses()
+    if alone is drafter.searcher:
+        return spec
+    return replace(spec, drafter=replace(drafter, searcher=alone))
 
 
 def stage_pays(spec: Spec, staged: Measured, alone: Measured) -> bool:
-    """Whether a model's levels take less time where n-grams guess them; it is logged.
+    """True if a model's levels take less time where another stage guesses them; logs
+    the result.
 
-    A pass that reads guesses takes longer, and is one for as many levels as the
-    n-grams' rate promises.
+    A pass that reads guesses takes longer, and stands for as many levels as the stage
+    is expected to guess.
     """
     assert isinstance(spec.drafter, AdaptiveDrafter)
-    stage = spec.drafter.stage
-    assert stage is not None
-    asked = stage.ngrams.rates, stage.ahead, stage.width
-    levels = LEVELS / staged_passes(LEVELS, *asked)
+    assert spec.drafter.searcher is not None
+    levels = spec.drafter.searcher.expected_levels(LEVELS)
     pays = levels * alone.level > PROMISE * staged.level
     log.info(
         "n-grams %s for the drafter: %.2f ms a pass with guesses and %.2f without, "
@@ -266,35 +265,17 @@ def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
         cpu_kernels.describe(),
         _machine(),
         str(spec.policy.tree.sizes),
-        _model(target),
-        "lookup" if drafter.model is None else _model(drafter.model),
+        model_key(target),
+        drafter.key(),
         f"batch {rows}",
         "sampled" if sampled else "greedy",
         # Attention goes over all of a cache; the text that is looked up is as long.
         f"room {max(room, SMALL_ROOM).bit_length()}",
         *([] if target.mesh is None else [f"mesh {dict(target.mesh.shape)}"]),
-        *([] if drafter.stage is None else [_stage(drafter.stage)]),
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     shape = f"{facts[6]}, {facts[7]}, {target.weight_format}"
     return f"{shape}, {digest}"
-
-
-def _model(model: Model | MedusaDrafter) -> str:
-    if isinstance(model, MedusaDrafter):
-        c = replace(model.heads.config, accuracy=())
-        return f"{c} {model.heads.weight_format}"
-    return f"{_config(model.config)} {model.weight_format}"
-
-
-def _stage(stage: Stage) -> str:
-    """Of the n-grams, how they are asked; what they say does not change a pass."""
-    return f"{stage.ngrams}, {stage.ahead} x {stage.width} guesses"
-
-
-@cache
-def _config(config: ModelConfig) -> str:
-    return str(config)
 
 
 @cache
@@ -321,7 +302,7 @@ def _ways(spec: Spec) -> list[Way]:
     assert isinstance(spec.policy, AdaptivePolicy)
     assert isinstance(spec.drafter, AdaptiveDrafter)
     ways = [(k, 0) for k in range(len(spec.policy.tree.sizes))]
-    if spec.drafter.model is not None:
+    if spec.drafter.searcher is not None:
         ways += [(1, 1), (1, spec.drafter.depth)]
     return ways
 
@@ -408,7 +389,7 @@ def _summary(
         min(took[k, 0] for k in range(place, len(sizes))) for place in range(len(sizes))
     ]
     by_size = dict(zip(sizes, least_by_size, strict=True))
-    if spec.drafter.model is None:
+    if spec.drafter.searcher is None:
         return Measured(by_size, 0.0, 0.0)
     without = by_size[sizes[1]]
     least = 1e-3 * without  # noise may make it less than nothing

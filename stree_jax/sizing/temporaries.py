@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from stree_jax import cpu_kernels
 from stree_jax.cpu_kernels.scan import MOST_NODES
 from stree_jax.models import (
-    Model,
     ModelConfig,
     init_records,
     init_state,
@@ -30,7 +29,6 @@ from stree_jax.models import (
 from stree_jax.models.memory import size_of
 from stree_jax.models.mixer import FLOAT, leaves_of, padded_rows
 from stree_jax.models.mixers import mixer_of
-from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology
 
@@ -73,7 +71,7 @@ def reading_at_most(spec: Spec, batch: int, width: int) -> int:
     """What reading texts padded to `width` holds besides what it makes: a pass over a
     chunk, its records, and what they add to the SSM states, if not in place."""
     most = 0
-    for model in (spec.target, *drafting_models(spec.drafter)):
+    for model in (spec.target, *spec.drafter.models):
         dtype, chunk = param_dtype(model.params), reading_chunk(model.config, width)
         args = model.config, batch, chunk, dtype
         records = jax.eval_shape(partial(init_records, *args))
@@ -85,24 +83,6 @@ def reading_at_most(spec: Spec, batch: int, width: int) -> int:
 def caches_of(state: Any) -> int:
     """Returns the bytes of the keys and values in a state."""
     return size_of(leaves_of(state, "cache"))
-
-
-def drafting_models(drafter: Any) -> list[Model]:
-    """The models that run passes of their own to draft, the outermost first."""
-    model = getattr(drafter, "model", None)
-    own = [model] if isinstance(model, Model) else []
-    guesser = getattr(drafter, "guesser", None)
-    if isinstance(guesser, Model):
-        return [*own, guesser]
-    return own + (drafting_models(guesser) if guesser is not None else [])
-
-
-def heads_of(drafter: Any) -> MedusaDrafter | None:
-    """The heads that draft, by themselves or for tree "auto"."""
-    if isinstance(drafter, MedusaDrafter):
-        return drafter
-    model = getattr(drafter, "model", None)
-    return model if isinstance(model, MedusaDrafter) else None
 
 
 def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
@@ -147,18 +127,15 @@ def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
 
 
 def _drafting(spec: Spec, tree: Topology, batch: int) -> int:
-    """Of a drafting model: its state is copied to go on from, and its records and
-    logits are those of a tree; of heads, the logits of all levels."""
+    """Returns the bytes of drafting: of each draft model a copy of the state, and a
+    tree's records; and rows of logits that are held for all levels at once."""
     if tree.depth == 0:
         return 0
-    T = tree.size
-    size = 0
-    for model in drafting_models(spec.drafter):
+    T, drafter = tree.size, spec.drafter
+    rows = padded_rows(batch * drafter.logit_rows(tree))
+    size = FLOAT * spec.target.config.vocab_size * rows
+    for model in drafter.models:
         args = model.config, batch, T, param_dtype(model.params)
         records = jax.eval_shape(partial(init_records, *args))
         size += _replay(model.config, batch) + size_of(records)
-    heads = heads_of(spec.drafter)
-    if heads is not None:
-        levels = min(tree.depth, heads.heads.config.heads)
-        size += FLOAT * spec.target.config.vocab_size * padded_rows(batch * levels)
     return size

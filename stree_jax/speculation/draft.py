@@ -38,6 +38,6 @@ class Draft:
 
 
 def only_root(root: jax.Array) -> Draft:
-    """The tree of plain decoding: the roots [B] themselves."""
+    """Returns the tree of plain decoding: the roots [B] themselves."""
     alone = jnp.full((root.shape[0], 1), -1, jnp.int32)
     return Draft(tree_layout(chain(0), alone), root[:, None])

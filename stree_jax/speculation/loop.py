@@ -19,18 +19,19 @@ from jax.sharding import Mesh
 from stree_jax.checks import integer, shown, with_hints
 from stree_jax.models import (
     Model,
+    Observer,
     Pending,
     Records,
     State,
+    Tapped,
     chunk_of,
     commit,
     init_records,
     param_dtype,
-    read_aloud,
+    read_observed,
     shortened,
     whole_blocks,
 )
-from stree_jax.models.heads import Heads
 from stree_jax.models.sharding.shards import any_row
 from stree_jax.sampling import logprobs
 from stree_jax.sampling.requests import Requests
@@ -41,11 +42,12 @@ from stree_jax.speculation.adaptive.policy import (
 )
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
 from stree_jax.speculation.drafter import (
-    Drafter,
+    DrafterBase,
     DraftState,
-    News,
     Prompts,
+    Update,
 )
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.on_mesh import (
     advanced_on,
     begun_on,
@@ -53,7 +55,7 @@ from stree_jax.speculation.on_mesh import (
     on_one_device,
 )
 from stree_jax.speculation.policy import Policy
-from stree_jax.speculation.specs import make_spec, named_drafter
+from stree_jax.speculation.specs import make_spec
 from stree_jax.speculation.step import Spec, Verify, in_room, packed, step
 from stree_jax.speculation.tree import Topology, compiled_steps, resolve_tree
 
@@ -64,7 +66,7 @@ MOST_TOKENS = 2**24  # of a text: beyond any model's, and its buffers fit int32
 def cache_capacity(
     text_tokens: int, max_new_tokens: int, depth: int, *, resumed: bool = False
 ) -> int:
-    """Attention-cache rows that a generation after `text_tokens` tokens needs.
+    """Returns attention-cache rows that a generation after `text_tokens` tokens needs.
 
     Text is read by whole chunks, which begin anywhere when a past is resumed, and a
     commit writes a whole path (`depth` + 1 rows), of which the accepted part counts.
@@ -76,7 +78,7 @@ def cache_capacity(
 
 
 def deepest(policy: Policy) -> int:
-    """Depth of the deepest tree of a menu."""
+    """Returns depth of the deepest tree of a menu."""
     return max(tree.depth for tree in policy.menu)
 
 
@@ -123,7 +125,7 @@ def _begin(
     requests: Requests,
     past: tuple[State, DraftState] | None,
 ) -> Decoding:
-    """`init_decoding` on one device.
+    """Runs `init_decoding` on one device.
 
     Args:
       sizes: max_new_tokens, capacity, samples, top_logprobs.
@@ -133,11 +135,9 @@ def _begin(
     read, drafted = (None, None) if past is None else past
     read_first = spec.policy.reads_prompts(spec.drafter, requests.sampling is not None)
     prompts = Prompts(token_ids, lengths, capacity, M + 1, read_first)
-    hear, heard = None, spec.drafter.init(prompts, drafted)
-    if getattr(spec.drafter, "hears_prompts", False):
-        hear = partial(_tell, spec.drafter)
+    observer = _observer(spec.drafter, spec.drafter.init(prompts, drafted))
     states = (
-        *read_aloud(target, token_ids, lengths, capacity, read, hear, heard),
+        *read_observed(target, token_ids, lengths, capacity, read, observer),
         jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0],
     )
     repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), states)
@@ -173,19 +173,26 @@ def _begin(
     )
 
 
-def _tell(
-    drafter: Drafter,
-    drafting: DraftState,
-    tokens: jax.Array,
-    hidden: jax.Array,
-    length: jax.Array,
-) -> DraftState:
-    """A drafter is told of a prompt as of any text; see `models.reading.Hear`."""
-    return drafter.commit(drafting, News(tokens, length, hidden))
+def _observer(drafter: DrafterBase, drafting: DraftState) -> Observer:
+    """Returns how a drafter in the state `drafting` observes the prompts."""
+
+    def observe(
+        drafting: DraftState,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        tapped: Tapped,
+        length: jax.Array,
+    ) -> DraftState:
+        if not drafter.observes_prompts:
+            return drafting
+        return drafter.observe(drafting, Update(tokens, length, hidden, tapped))
+
+    return Observer(observe, drafting, drafter.taps)
 
 
 def tokens_of(token_ids: jax.Array, lengths: jax.Array, vocab_size: int) -> jax.Array:
-    """Which tokens [Bp, V] are in the first `lengths` of texts [Bp, S]."""
+    """Returns [Bp, V] bool, which tokens are in the first `lengths` of texts [Bp,
+    S]."""
     row = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
     token = jnp.where(place < lengths[:, None], token_ids, vocab_size)
@@ -211,7 +218,7 @@ def advance(
 def _advance(
     verify: Verify, spec: Spec, decoding: Decoding, max_steps: jax.Array
 ) -> Decoding:
-    """`advance` on one device."""
+    """Runs `advance` on one device."""
 
     def running(carry: tuple[jax.Array, Decoding]) -> jax.Array:
         steps, d = carry
@@ -260,7 +267,7 @@ def _advance(
 
 
 def with_short_path(d: Decoding) -> Decoding:
-    """With room for paths of one node; a longer pending path is replayed.
+    """Returns the decoding with paths of one node; a longer pending path is replayed.
 
     Plain steps come in runs, and replay as many rows as there is room for.
     """
@@ -282,7 +289,7 @@ def with_short_path(d: Decoding) -> Decoding:
 @with_hints
 def generate_tokens(
     target: Model,
-    drafter: Model | Heads | Drafter | str | None,
+    drafter: AnyDrafter,
     tree: Topology | str | Sequence[int],
     prompts: jax.Array,
     lengths: jax.Array,
@@ -339,7 +346,7 @@ def generate_tokens(
     tree = resolve_tree(tree)
     if not isinstance(rule, Rule):  # tests plant rules that would bias the output
         rule = resolve_rule(rule, tree)
-    spec = make_spec(target, named_drafter(drafter), tree, rule, times)
+    spec = make_spec(target, drafter, tree, rule, times)
     decoding = init_decoding(
         spec, prompts, lengths, requests, max_new_tokens=max_new_tokens
     )
@@ -425,7 +432,7 @@ def commit_jit(
     length: jax.Array,
     mesh: Mesh | None = None,
 ) -> State:
-    """`commit`, of a model on a mesh or on one device."""
+    """Returns `commit`, of a model on a mesh or on one device."""
     if mesh is None:
         return on_one_device(commit, state, records, path, length)
     return committed_on(mesh, commit, state, records, path, length)

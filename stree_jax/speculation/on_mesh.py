@@ -27,7 +27,6 @@ from stree_jax.models.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
 from stree_jax.models.sharding.shards import DATA, MODEL
 from stree_jax.sampling.requests import Requests, StopAutomata
-from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import Decoding
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
@@ -38,8 +37,8 @@ def _is_model(x: Any) -> bool:
 
 
 def model_specs(tree: Any) -> Any:
-    """Of a pytree with models in it: their parameters as they are cut, and all else on
-    every device."""
+    """Returns partition specs of a pytree with models in it: their parameters as they
+    are cut, and all else on every device."""
 
     def specs(x: Any) -> Any:
         if not _is_model(x):
@@ -62,7 +61,8 @@ def parts_of(tree: Any) -> Any:
 
 
 def row_specs(tree: Any, rows: str | None) -> Any:
-    """Of a pytree whose leaves have rows first; scalars are every device's."""
+    """Returns partition specs of a pytree whose leaves have rows first; scalars are
+    whole on every device."""
 
     def spec(leaf: Any, facts: Leaf) -> P:
         if leaf.ndim == 0:
@@ -90,8 +90,8 @@ def decoding_specs(d: Decoding, policy: Policy, rows: str | None) -> Decoding:
 
 
 def rows_axis(mesh: Mesh, count: int) -> str | None:
-    """The axis that rows are spread over; None where they do not divide: then every
-    device has all of them."""
+    """Returns the axis that rows are spread over; None where they do not divide: then
+    every device has all of them."""
     n = axis_size(mesh, DATA)
     return DATA if n > 1 and count % n == 0 else None
 
@@ -104,7 +104,7 @@ def on_mesh(
     arg_specs: tuple,
     out_specs: Any,
 ) -> Any:
-    """`function(models, *args)`, run by every device on its own parts.
+    """Runs `function(models, *args)` on every device, each on its own parts.
 
     Args:
       models: a pytree with models in it, which the function sees as `parts_of` it.
@@ -114,7 +114,8 @@ def on_mesh(
         return function(parts_of(models), *args)
 
     def there(spec: P) -> P:
-        """The axes of a spec that this mesh has; "data" or "model" may be missing."""
+        """Returns the axes of a spec that this mesh has; "data" or "model" may be
+        missing."""
         return P(*(axis if axis in mesh.axis_names else None for axis in spec))
 
     in_specs = (model_specs(models), *arg_specs)
@@ -145,8 +146,8 @@ def on_one_device(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def whole_on(model: Model, function: Callable[..., Any], *args: Any) -> Any:
-    """`function(model, *args)` on the model's mesh, if it has one; every device has all
-    of the arguments, and of what comes out."""
+    """Runs `function(model, *args)` on the model's mesh, if it has one; every device
+    has all of the arguments and of the results."""
     if model.mesh is None:
         return on_one_device(function, model, *args)
     return on_mesh(function, model.mesh, model, args, (P(),) * len(args), P())
@@ -159,7 +160,7 @@ Past = tuple[State, Any] | None
 def begun_on(
     mesh: Mesh, begin: Callable[..., Decoding], spec: Spec, texts: Texts, past: Past
 ) -> Decoding:
-    """`begin(spec, *texts, past)` on a mesh."""
+    """Runs `begin(spec, *texts, past)` on a mesh."""
     token_ids, lengths, requests = texts
     rows = rows_axis(mesh, token_ids.shape[0])
     shapes = jax.eval_shape(begin, _whole(spec), *texts, None)
@@ -176,7 +177,7 @@ def advanced_on(
     decoding: Decoding,
     max_steps: jax.Array,
 ) -> Decoding:
-    """`advance(spec, decoding, max_steps)` on a mesh."""
+    """Runs `advance(spec, decoding, max_steps)` on a mesh."""
     rows = rows_axis(mesh, decoding.length.shape[0])
     specs = decoding_specs(decoding, spec.policy, rows)
     args = decoding, max_steps
@@ -187,15 +188,13 @@ def advanced_on(
 def _spread(
     function: Callable[..., Decoding], rows: str | None, spec: Spec, *args: Any
 ) -> Decoding:
-    """With a policy and a loop that know over which axis rows are spread."""
-    policy = spec.policy
-    if isinstance(policy, AdaptivePolicy):
-        policy = replace(policy, rows=rows)
+    """Calls `function` with a spec whose rows are spread over the axis `rows`."""
+    policy = spec.policy.with_rows(rows)
     return function(replace(spec, rows=rows, policy=policy), *args)
 
 
 def committed_on(mesh: Mesh, commit: Callable[..., State], *args: Any) -> State:
-    """`commit(state, records, path, length)` on a mesh."""
+    """Runs `commit(state, records, path, length)` on a mesh."""
     rows = rows_axis(mesh, args[-1].shape[0])
     specs = row_specs(args, rows)
     return on_mesh(lambda _, *args: commit(*args), mesh, (), args, specs, specs[0])
@@ -214,7 +213,7 @@ def _whole(tree: Any) -> Any:
 
 
 def everywhere(mesh: Mesh, tree: Any) -> Any:
-    """Arrays on every device of a mesh, but for models that are on it."""
+    """Puts arrays on every device of a mesh, except models that are on it."""
     sharding = NamedSharding(mesh, P())
 
     def whole(leaf: Any) -> Any:
@@ -231,7 +230,7 @@ def everywhere(mesh: Mesh, tree: Any) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """NumPy arrays, whole in every process."""
+    """Returns NumPy arrays, whole in every process."""
     leaves = jax.tree.leaves(tree)
     away = [x for x in leaves if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable or x.is_fully_replicated for x in away):

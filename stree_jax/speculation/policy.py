@@ -27,13 +27,16 @@ class Policy(Protocol):
         """
         ...
 
+    def with_rows(self, rows: str | None) -> "Policy":
+        """Returns the policy of a batch whose rows are spread over an axis of a mesh;
+        see `Spec.rows`."""
+        ...
+
     def init(self, batch: int) -> PolicyState: ...
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array | None:
-        """Whether a drafting model is to read the prompts first, bool []; None: it is.
-
-        One that does not reads them when it is asked.
-        """
+        """Returns bool [], whether a draft model reads the prompts first; None for yes.
+        Otherwise it reads them when it first drafts."""
         ...
 
     def choose(
@@ -57,7 +60,8 @@ class Policy(Protocol):
 
 
 def keeps_by_row(policy: Policy) -> Any:
-    """Which leaves of a policy's state have rows first; the others are of the batch."""
+    """Returns which leaves of a policy's state have rows first; the others are of the
+    whole batch."""
     two, three = (jax.eval_shape(partial(policy.init, rows)) for rows in (2, 3))
     return jax.tree.map(lambda a, b: a.shape != b.shape, two, three)
 
@@ -71,6 +75,9 @@ class FixedTree:
     @property
     def menu(self) -> tuple[Topology, ...]:
         return (self.tree,)
+
+    def with_rows(self, rows: str | None) -> "FixedTree":
+        return self
 
     def init(self, batch: int) -> None:
         return None

@@ -18,10 +18,9 @@ from jax import lax
 
 from stree_jax.models import State, commit
 from stree_jax.sampling.settings import no_filters
-from stree_jax.speculation.adaptive.drafter import to_keep
 from stree_jax.speculation.adaptive.policy import AdaptivePolicy
 from stree_jax.speculation.decoding import OPEN, OUT_OF_LENGTH, RUNNING, Decoding
-from stree_jax.speculation.drafter import DraftState
+from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.policy import Policy, keeps_by_row
 from stree_jax.speculation.step import Spec
 
@@ -38,8 +37,8 @@ def refilled(spec: Spec) -> Spec:
 
 
 def _by_row(policy: Policy, d: Decoding) -> Decoding:
-    """Which leaves have rows first: all but the choice, and what a policy keeps of the
-    whole batch.
+    """Returns which leaves have rows first: all but the choice, and what a policy keeps
+    of the whole batch.
 
     Raises:
       ValueError: rows with stop strings, whose automata are in one table.
@@ -54,7 +53,7 @@ def _by_row(policy: Policy, d: Decoding) -> Decoding:
 
 
 def _open_to_filters(d: Decoding) -> Decoding:
-    """With room for filters, if rows are sampled."""
+    """Returns the decoding with space for filters, if rows are sampled."""
     sampling = d.requests.sampling
     if sampling is None or sampling.filters is not None:
         return d
@@ -63,7 +62,7 @@ def _open_to_filters(d: Decoding) -> Decoding:
 
 
 def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
-    """A batch of `rows` rows, none of which runs.
+    """Returns a batch of `rows` rows, all of them finished.
 
     Args:
       spec: `refilled`, if others are to take the place of rows that end.
@@ -83,7 +82,7 @@ def vacant(spec: Spec, one: Decoding, rows: int) -> Decoding:
 
 
 def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Decoding:
-    """`decoding` with another text in a row, whatever stood there.
+    """Returns `decoding` with another text in a row, in place of what the row had.
 
     Args:
       row: [] int32, which.
@@ -106,19 +105,20 @@ def admit(spec: Spec, decoding: Decoding, row: jax.Array, one: Decoding) -> Deco
 
 
 def cancel(decoding: Decoding, rows: jax.Array) -> Decoding:
-    """`decoding` with the `rows` [B] bool ended where they are, as by their limits."""
+    """Returns `decoding` with the `rows` [B] bool ended where they are, as by their
+    limits."""
     ended = rows & (decoding.finish == RUNNING)
     return replace(decoding, finish=jnp.where(ended, OUT_OF_LENGTH, decoding.finish))
 
 
 def past_of(decoding: Decoding, row: jax.Array) -> tuple[State, DraftState]:
-    """States of target and drafter after a row's text but its last token, of one row:
-    what `init_decoding` takes as `past`.
+    """Returns states of target and drafter after a row's text but its last token, of
+    one row: what `init_decoding` takes as `past`.
 
     Args:
       row: [] int32, which; it must not run.
     """
-    parts = decoding.state, decoding.pending, to_keep(decoding.drafting)
+    parts = decoding.state, decoding.pending, kept(decoding.drafting)
     state, last, drafting = jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, row, 1, 0), parts
     )

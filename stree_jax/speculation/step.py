@@ -4,8 +4,8 @@ Letters: B rows, T nodes, M depth of the tree, V tokens of the vocabulary, d wid
 the target's hidden states.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from stree_jax.models import (
     Pending,
     Records,
     State,
-    forward_hidden,
+    Tapped,
+    Taps,
+    forward_tapped,
     logits_of,
     tree_nodes,
     written_over,
@@ -33,7 +35,7 @@ from stree_jax.speculation.decoding import (
     record_step,
 )
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.drafter import Drafter, News
+from stree_jax.speculation.drafter import DrafterBase, Update
 from stree_jax.speculation.policy import Policy
 from stree_jax.speculation.tree import Topology
 
@@ -51,7 +53,7 @@ class Spec:
     """
 
     target: Model
-    drafter: Drafter
+    drafter: DrafterBase
     policy: Policy
     rule: Rule = struct.field(pytree_node=False)
     rows: str | None = struct.field(pytree_node=False, default=None)
@@ -66,26 +68,41 @@ class Verified:
       logits: [B, T, >= V] float32, after each node.
       records: of the T nodes, one entry a layer; see `models.forward_hidden`.
       state: after the pending path, before the tree.
+      taps: [B, T, d] float32 each, the residual streams that were asked for.
     """
 
     hidden: jax.Array
     logits: jax.Array
     records: Records
     state: State
+    taps: Tapped = ()
 
 
-Verify = Callable[[Model, State, Draft, Pending], Verified]
+class Verify(Protocol):
+    """How the target verifies a tree."""
+
+    def __call__(
+        self,
+        target: Model,
+        state: State,
+        draft: Draft,
+        pending: Pending,
+        taps: Taps = (),
+        /,
+    ) -> Verified: ...
 
 
-def packed(target: Model, state: State, draft: Draft, pending: Pending) -> Verified:
-    """Replay the pending path, and run the whole tree in one pass."""
-    layout, taps = draft.layout, target.config.conv_taps
-    nodes = tree_nodes(layout.parents, taps, partly=draft.partly)
-    hidden, records, state = forward_hidden(
-        target, state, draft.tokens, nodes, pending=pending
+def packed(
+    target: Model, state: State, draft: Draft, pending: Pending, taps: Taps = ()
+) -> Verified:
+    """Replays the pending path, and runs the whole tree in one pass."""
+    layout, window = draft.layout, target.config.conv_taps
+    nodes = tree_nodes(layout.parents, window, partly=draft.partly)
+    hidden, tapped, records, state = forward_tapped(
+        target, state, draft.tokens, nodes, pending=pending, taps=taps
     )
     logits = logits_of(target, hidden, nodes.count)
-    return Verified(hidden, logits, records, state)
+    return Verified(hidden, logits, records, state, tapped)
 
 
 def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> Decoding:
@@ -97,10 +114,10 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
         )
     draft = of_running(draft, d, spec.target)
     with jax.named_scope("verify"):
-        seen = verify(spec.target, d.state, draft, d.pending)
+        seen = verify(spec.target, d.state, draft, d.pending, spec.drafter.taps)
     with jax.named_scope("accept"):
         accepted, stop = cut_at_stops(d, spec.rule.accept(draft, seen.logits, dist))
-        news = news_of(accepted, stop.finish, seen.hidden)
+        update = update_of(accepted, stop.finish, seen.hidden, seen.taps)
         policy, choice = spec.policy.update(d.policy, d.choice, draft, accepted)
         return replace(
             record_step(
@@ -108,14 +125,15 @@ def step(spec: Spec, tree: Topology, d: Decoding, verify: Verify = packed) -> De
             ),
             state=seen.state,
             pending=pending_of(accepted, seen.records, d.pending),
-            drafting=spec.drafter.commit(drafting, news),
+            drafting=spec.drafter.commit(drafting, update),
             policy=policy,
             choice=choice,
         )
 
 
 def passes_skip(target: Model) -> bool:
-    """Whether a model's passes here take the time of a tree's nodes, not of its room.
+    """True if a model's passes here take the time of a tree's nodes, not of its
+    capacity.
 
     Kernels for CPUs do; experts have none. A program that is made here and run
     elsewhere is as exact.
@@ -126,7 +144,8 @@ def passes_skip(target: Model) -> bool:
 
 
 def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
-    """Without the nodes of rows that have ended, where that saves their time."""
+    """Returns the draft without the nodes of finished rows, where that saves their
+    time."""
     batch, T = draft.tokens.shape
     if batch == 1 or draft.partly or not passes_skip(target):
         return draft
@@ -135,7 +154,7 @@ def of_running(draft: Draft, d: Decoding, target: Model) -> Draft:
 
 
 def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
-    """Places in the menu, [] or [B] int32, of the rows' trees.
+    """Returns places in the menu, [] or [B] int32, of the rows' trees.
 
     Where rows of a batch have different numbers of nodes, each has the smallest tree
     with room for its own.
@@ -147,20 +166,25 @@ def trees_of(spec: Spec, d: Decoding, draft: Draft) -> jax.Array:
     return (sizes[None] < nodes[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
-def news_of(accepted: Accepted, finish: jax.Array, hidden: jax.Array) -> News:
-    """What the drafter is told: tokens, and the hidden states that chose them."""
+def update_of(
+    accepted: Accepted, finish: jax.Array, hidden: jax.Array, taps: Tapped = ()
+) -> Update:
+    """Returns the drafter's update: tokens, and the target's states that chose them."""
     length = jnp.where(finish == RUNNING, accepted.length, 0)
-    on_path = jnp.take_along_axis(hidden, accepted.path[..., None], axis=1)
-    return News(accepted.tokens, length, on_path)
+    path = accepted.path[..., None]
+    on_path, *tapped = (
+        jnp.take_along_axis(table, path, axis=1) for table in (hidden, *taps)
+    )
+    return Update(accepted.tokens, length, on_path, tuple(tapped))
 
 
 def pending_of(accepted: Accepted, records: Records, room: Pending) -> Pending:
-    """The accepted path, to be replayed, in the room of another."""
+    """Returns the accepted path, to be replayed, in the arrays of another."""
     return in_room(Pending(records, accepted.path, accepted.length), room)
 
 
 def in_room(pending: Pending, room: Pending) -> Pending:
-    """`pending` in the arrays of `room`, which may have room for more nodes.
+    """Returns `pending` in the arrays of `room`, which may have space for more nodes.
 
     Where a pass has written its records there itself, they stay as they are.
     """

@@ -17,11 +17,13 @@ from stree_jax.generation import begin
 from stree_jax.models import cast_params
 from stree_jax.models.sharding.placement import abstract_model
 from stree_jax.speculation.loop import advance_jit
+from stree_jax.speculation.on_mesh import to_host
 from tests.mesh_check import DEVICES, check_family
 from tests.support.families import FAMILIES, mesh_of, prompts, random_model
 from tests.support.tiny import perturbed, tiny
+from tests.support.toy_drafter import two_taps
 
-MESH = "2x4"
+MESH, TREES = "2x4", ("A", "auto:1,4,8")
 WRITES = ("falcon-h1", "nemotron-h", "zamba2")
 
 
@@ -145,7 +147,25 @@ def refusals():
     }
 
 
-PARTS = (families, shapes, uneven, in_jit, program, held, counted, refusals)
+def tapped():
+    """A drafter that taps layers: the same text, and the streams of one device."""
+    model, found = tiny(1), []
+    ids = [
+        row[:n] for row, n in zip(prompts(model.config, 4), (3, 9, 5, 7), strict=True)
+    ]
+    toy = two_taps(model, ids)
+    options = {"max_new_tokens": 6, "drafter": toy, "stop_tokens": ()}
+    for one in (model, stree_jax.shard(model, mesh_of(MESH))):
+        text = [stree_jax.generate(one, ids, **options, tree=t).tokens for t in TREES]
+        decoding, plan = begin(one, ids, **options, tree="A")
+        seen = to_host(advance_jit(plan.spec, decoding, jnp.int32(2)).drafting)
+        found.append((text, seen))
+    (one, own), (many, theirs) = found
+    away = np.abs(own.streams - theirs.streams).max() / np.abs(own.streams).max()
+    return {"same": one == many, "count": own.count.tolist(), "away": float(away)}
+
+
+PARTS = (tapped, families, shapes, uneven, in_jit, program, held, counted, refusals)
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)

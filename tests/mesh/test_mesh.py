@@ -163,6 +163,13 @@ def test_what_a_device_holds(facts):
     assert part < whole / 3  # norms, and B and C of groups, are in every part
 
 
+def test_taps_on_a_mesh(facts):
+    """Every device has the whole residual stream."""
+    told = facts["tapped"]
+    assert told["same"] and told["away"] < 1e-5
+    assert min(told["count"]) > 2  # the prompts, and what was accepted
+
+
 def test_the_benchs_table(facts):
     two, four = facts["counted"]["rows"]
     assert 0.45 < four["weight_bytes"] / two["weight_bytes"] < 0.55

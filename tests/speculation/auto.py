@@ -44,7 +44,7 @@ def plain_of(target, prompts, name):
 def before_a_search(target, prompts):
     """A model that drafts, its state, the texts, and what a search below them asks."""
     begun, plan = begin(target, prompts, max_new_tokens=8, drafter=None)
-    history = begin_history(prompts_of(prompts, news_width=9, capacity=80))
+    history = begin_history(prompts_of(prompts, update_width=9, capacity=80))
     root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
     asked = root, begun.distribution(REAL), plan.spec.rule, jnp.asarray(PRIOR)
     return plan.spec.target, begun.state, history, asked

@@ -28,11 +28,11 @@ def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
     return [row[:n].tolist() for row, n in rows], done
 
 
-def prompts_of(texts, news_width, capacity=64, padding=9):
+def prompts_of(texts, update_width, capacity=64, padding=9):
     """Texts of several lengths as drafters get them; padding may look like text."""
     width = max(map(len, texts))
     padded = np.full((len(texts), width), padding, np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
     lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-    return Prompts(jnp.asarray(padded), lengths, capacity, news_width)
+    return Prompts(jnp.asarray(padded), lengths, capacity, update_width)

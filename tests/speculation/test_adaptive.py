@@ -130,13 +130,13 @@ def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
             text = prompt + tokens[b]
             length = int(looking.history.length[b])
             assert looking.history.tokens[b, :length].tolist() == text
-            read = int(looking.reading.length[b])
+            read = int(looking.searching.length[b])
             assert read <= len(text)
             fresh, _ = begin(
                 drafter, [[*text, 3][: read + 1]], max_new_tokens=1, drafter=None
             )
             chex.assert_trees_all_close(
-                [s.ssm[b] for s in looking.reading.layers if hasattr(s, "ssm")],
+                [s.ssm[b] for s in looking.searching.layers if hasattr(s, "ssm")],
                 [s.ssm[0] for s in fresh.state.layers if hasattr(s, "ssm")],
                 rtol=1e-4,
                 atol=1e-4,
@@ -197,7 +197,7 @@ def test_a_model_is_tried_if_it_could_pay_and_left_if_it_does_not(
             times=given,
             past=past if resumed else None,
         )
-        read = np.asarray(at.drafting.reading.length)
+        read = np.asarray(at.drafting.searching.length)
         at = loop.advance_jit(plan.spec, at, jnp.int32(20))
         assert (at.used.sum(axis=1) > 0).all()
         return read, at.drafting.passes
@@ -464,7 +464,7 @@ def test_a_model_is_not_tried_again_for_less_than_it_must_read(
     at = replace(at, requests=requests, policy=policy, choice=jnp.int32(0))
     at = loop.advance_jit(plan.spec, at, jnp.int32(7))
     adaptive = plan.spec.drafter
-    assert adaptive.unread(at.drafting).tolist() == [8, 8, 8]
+    assert adaptive.tokens_behind(at.drafting).tolist() == [8, 8, 8]
     left = jnp.asarray(left, jnp.int32)
     requests = replace(at.requests, max_new_tokens=at.length + left)
     policy = replace(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax.default_tree import sparse_tree
 from stree_jax.speculation import step
 from stree_jax.speculation.drafters import medusa
+from stree_jax.speculation.drafters.medusa import sparse_tree
 
 PROMPTS = (
     'def fibonacci(n):\n    """Return the n-th number."""\n',
@@ -70,13 +70,13 @@ def test_as_it_is(tau):
     assert tau() > LEAST
 
 
-def roots_state(news_of):
-    def news(accepted, finish, hidden):
+def roots_state(update_of):
+    def update(accepted, finish, hidden, taps=()):
         shape = *accepted.tokens.shape, hidden.shape[-1]
-        told = news_of(accepted, finish, hidden)
+        told = update_of(accepted, finish, hidden)
         return replace(told, hidden=jnp.broadcast_to(hidden[:, :1], shape))
 
-    return news
+    return update
 
 
 def moved(by):
@@ -94,7 +94,7 @@ def moved(by):
 def test_a_mistake_is_seen(mistake, tau, monkeypatch):
     """States before the norm: in `test_medusa.py`, by the drafts themselves."""
     if mistake == "root's state":
-        monkeypatch.setattr(step, "news_of", roots_state(step.news_of))
+        monkeypatch.setattr(step, "update_of", roots_state(step.update_of))
     else:
         plant = moved(1 if mistake == "head before" else -1)
         monkeypatch.setattr(medusa, "head_logits", plant(medusa.head_logits))

@@ -57,6 +57,12 @@ def ngrams(target, prompts):
     return ngrams_of(target, prompts)
 
 
+def guesses(spec):
+    """True if another stage guesses the levels of tree "auto"."""
+    searcher = spec.drafter.searcher
+    return searcher.without_guesses() is not searcher
+
+
 def some_value(levels, value, passes=1.0):
     """Whatever may be accepted is worth a pass, and a level more."""
     return (value > 0).any()
@@ -146,11 +152,9 @@ def test_ngrams_guess_where_measured_steps_say_that_it_pays(
     asked = []
 
     def measured(spec, decoding):
-        asked.append(spec.drafter.stage)
+        asked.append(guesses(spec))
         by_size = {n: 1.0 for n in spec.policy.tree.sizes}
-        return step_times.Measured(
-            by_size, 0.5, 0.25 if spec.drafter.stage is None else level
-        )
+        return step_times.Measured(by_size, 0.5, level if guesses(spec) else 0.25)
 
     monkeypatch.setattr(step_times, "measured", measured)
     who = Staged(target, ngrams, 2)
@@ -159,16 +163,16 @@ def test_ngrams_guess_where_measured_steps_say_that_it_pays(
     with caplog.at_level(logging.INFO, logger="stree_jax"):
         spec = step_times.timed(plan.spec, begun)
         again = step_times.timed(plan.spec, begun)
-    assert (spec.drafter.stage is not None) == (again.drafter.stage is not None) == pays
+    assert guesses(spec) == guesses(again) == pays
     assert float(spec.policy.times.level) == (level if pays else 0.25)
-    assert asked == [plan.spec.drafter.stage, None]  # once each, and kept apart
+    assert asked == [True, False]  # once each, and kept apart
     said = "n-grams guess" if pays else "n-grams do not guess"
     assert said in caplog.text
     memory = step_times.timed(
         plan.spec, begun, spare=0
     )  # known, so nothing is measured
-    assert (memory.drafter.stage is not None) == pays and len(asked) == 2
+    assert guesses(memory) == pays and len(asked) == 2
     with monkeypatch.context() as patch:
         patch.setattr(step_times, "_known", {})
         patch.setenv("STREE_JAX_CACHE", "off")
-        assert step_times.timed(plan.spec, begun, spare=0).drafter.stage is None
+        assert not guesses(step_times.timed(plan.spec, begun, spare=0))

@@ -16,7 +16,7 @@ from stree_jax.speculation.adaptive.pool import (
     merged,
     no_candidates,
 )
-from stree_jax.speculation.drafter import News
+from stree_jax.speculation.drafter import Update
 from stree_jax.speculation.drafters.lookup import (
     PLACES,
     add_to_history,
@@ -155,12 +155,12 @@ def test_rows_keep_to_themselves():
         assert drafts.layout.parents[b].tolist() == draft.layout.parents[0].tolist()
 
 
-def test_news_are_looked_up_at_once():
+def test_updates_are_looked_up_at_once():
     """All accepted tokens become text, the last one too, and no others."""
     texts = [[1, 2, 3], [4, 5]]
     tokens = jnp.asarray([[7, 8, 9], [6, 0, 0]], jnp.int32)
-    news = News(tokens, jnp.asarray([3, 1], jnp.int32), jnp.zeros((2, 3, 1)))
-    history = add_to_history(history_of(texts), news)
+    update = Update(tokens, jnp.asarray([3, 1], jnp.int32), jnp.zeros((2, 3, 1)))
+    history = add_to_history(history_of(texts), update)
     grown = [[1, 2, 3, 7, 8, 9], [4, 5, 6]]
     again = history_of(grown)
     assert history.length.tolist() == again.length.tolist()

@@ -10,12 +10,7 @@ import pytest
 
 import stree_jax
 from stree_jax import Sampling
-from stree_jax.default_tree import (
-    ASSUMED_RANKS,
-    accuracy_of,
-    sparse_tree,
-    tree_for,
-)
+from stree_jax.default_tree import tree_for
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.sampling.requests import Requests
 from stree_jax.speculation.accept import resolve_rule
@@ -27,6 +22,11 @@ from stree_jax.speculation.adaptive.best_first import (
 from stree_jax.speculation.adaptive.calibration import PRIOR, model_kind
 from stree_jax.speculation.adaptive.policy import assumed_times
 from stree_jax.speculation.draft import DRAFTER
+from stree_jax.speculation.drafters.medusa import (
+    ASSUMED_RANKS,
+    accuracy_of,
+    sparse_tree,
+)
 from stree_jax.speculation.gain import Acceptance, expected_tau
 from stree_jax.speculation.tree import Auto, cartesian, make_tree, resolve_tree
 from stree_jax.training.ngrams import count_grams, katz

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.decoding import RUNNING
 from stree_jax.speculation.draft import only_root
-from stree_jax.speculation.drafter import News
+from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import medusa
 from stree_jax.speculation.drafters.medusa import MedusaDrafter
 from stree_jax.speculation.tree import resolve_tree
@@ -145,25 +144,25 @@ def test_drafts_are_the_heads_guesses_at_every_step(target, heads, prompts, name
     assert len(set(gained)) > 1, "else all that was accepted is alike"
 
 
-def roots_state(accepted, finish, hidden):
-    told = step_news(accepted, finish, hidden)
+def roots_state(accepted, finish, hidden, taps=()):
+    told = step_update(accepted, finish, hidden)
     return replace(told, hidden=jnp.broadcast_to(hidden[:, :1], told.hidden.shape))
 
 
-def first_rows(accepted, finish, hidden):
+def first_rows(accepted, finish, hidden, taps=()):
     """The path's nodes are not the first ones of the tree."""
-    told = step_news(accepted, finish, hidden)
+    told = step_update(accepted, finish, hidden)
     return replace(told, hidden=hidden[:, : told.hidden.shape[1]])
 
 
-def one_before(accepted, finish, hidden):
-    told = step_news(accepted, finish, hidden)
+def one_before(accepted, finish, hidden, taps=()):
+    told = step_update(accepted, finish, hidden)
     return replace(told, hidden=jnp.roll(told.hidden, 1, axis=1))
 
 
-def before_the_weight(scale, accepted, finish, hidden):
+def before_the_weight(scale, accepted, finish, hidden, taps=()):
     """As states before the norm are, but for a factor of each."""
-    told = step_news(accepted, finish, hidden)
+    told = step_update(accepted, finish, hidden)
     return replace(told, hidden=told.hidden / scale)
 
 
@@ -171,21 +170,21 @@ def next_heads(heads, model, hidden, count):
     return medusa_logits(heads, model, hidden, count + 1)[:, 1:]
 
 
-def paths_end(drafter, state, news):
+def paths_end(drafter, state, update):
     """The last place of the path, accepted or not."""
-    full = jnp.where(news.length > 0, news.tokens.shape[1], 0)
-    return medusa_commit(drafter, state, replace(news, length=full))
+    full = jnp.where(update.length > 0, update.tokens.shape[1], 0)
+    return medusa_commit(drafter, state, replace(update, length=full))
 
 
-step_news, medusa_logits = step.news_of, medusa.head_logits
+step_update, medusa_logits = step.update_of, medusa.head_logits
 medusa_commit = MedusaDrafter.commit
 MISTAKES = {
-    "the root's state": (step, "news_of", roots_state),
-    "states by row, not by path": (step, "news_of", first_rows),
-    "the state before": (step, "news_of", one_before),
+    "the root's state": (step, "update_of", roots_state),
+    "states by row, not by path": (step, "update_of", first_rows),
+    "the state before": (step, "update_of", one_before),
     "head k at depth k + 1": (medusa, "head_logits", next_heads),
     "the end of the path": (MedusaDrafter, "commit", paths_end),
-    "before the norm": (step, "news_of", before_the_weight),
+    "before the norm": (step, "update_of", before_the_weight),
 }
 
 
@@ -200,7 +199,7 @@ def test_a_planted_mistake_is_found(target, heads, prompts, name, monkeypatch):
     assert wrong_drafts(target, heads, steps, TREE)[1] > 2
 
 
-# The prompt is heard
+# The prompt is observed
 
 
 def heard(spec, begun, prompts):
@@ -232,23 +231,25 @@ def test_the_first_drafts_come_from_the_prompt(target, heads, prompts):
         assert d.drafting.passes.tolist() == [0] * len(expected)
 
 
-def told_of_nothing(drafter, drafting, tokens, hidden, length):
+def nothing(drafter, drafting, update):
     return drafting
 
 
-def one_more(drafter, drafting, tokens, hidden, length):
+def one_more(drafter, drafting, update):
     """As if the last token had been read, too."""
-    more = jnp.where(length > 0, jnp.minimum(length + 1, hidden.shape[1]), 0)
-    return drafter.commit(drafting, News(tokens, more, hidden))
+    length, width = update.length, update.hidden.shape[1]
+    more = jnp.where(length > 0, jnp.minimum(length + 1, width), 0)
+    return drafter.commit(drafting, replace(update, length=more))
 
 
-def of_every_chunk(drafter, drafting, tokens, hidden, length):
-    """Rows whose text has ended listen on."""
-    return drafter.commit(drafting, News(tokens, jnp.maximum(length, 1), hidden))
+def of_every_chunk(drafter, drafting, update):
+    """Rows whose text has ended observe the padding of later chunks."""
+    length = jnp.maximum(update.length, 1)
+    return drafter.commit(drafting, replace(update, length=length))
 
 
-@pytest.mark.parametrize("wrong", [told_of_nothing, one_more, of_every_chunk])
-def test_a_prompt_that_is_heard_wrongly_is_found(
+@pytest.mark.parametrize("wrong", [nothing, one_more, of_every_chunk])
+def test_a_prompt_that_is_observed_wrongly_is_found(
     target, heads, prompts, wrong, monkeypatch
 ):
     begun, plan = begin(
@@ -256,7 +257,7 @@ def test_a_prompt_that_is_heard_wrongly_is_found(
     )
     want = states_of(target, prompts)
     np.testing.assert_allclose(heard(plan.spec, begun, prompts), want, atol=1e-5)
-    monkeypatch.setattr(loop, "_tell", wrong)
+    monkeypatch.setattr(MedusaDrafter, "observe", wrong)
     found = heard(plan.spec, begun, prompts)
     assert np.abs(found - want).max(axis=1).max() > 0.1
 
@@ -277,26 +278,28 @@ def test_a_past_that_is_read_on_is_heard(target, heads, prompts):
 
 
 @struct.dataclass
-class Ear:
+class Ear(DrafterBase):
     """Keeps what it is told, and says nothing."""
 
     model: stree_jax.models.Model
-    hears_prompts: ClassVar[bool] = True
+    observes_prompts = True
 
     def init(self, prompts, past):
         batch = prompts.lengths.shape[0]
         room = jnp.zeros((batch, WIDTH), jnp.int32)
         return past or (room, room[:, 0], jnp.zeros((batch, WIDTH, 32), jnp.float32))
 
-    def commit(self, state, news):
+    def commit(self, state, update):
         tokens, length, hidden = state
-        index = jnp.arange(news.tokens.shape[1], dtype=jnp.int32)[None]
-        place = jnp.where(index < news.length[:, None], length[:, None] + index, WIDTH)
+        index = jnp.arange(update.tokens.shape[1], dtype=jnp.int32)[None]
+        place = jnp.where(
+            index < update.length[:, None], length[:, None] + index, WIDTH
+        )
         row = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
         return (
-            tokens.at[row, place].set(news.tokens, mode="drop"),
-            length + news.length,
-            hidden.at[row, place].set(news.hidden, mode="drop"),
+            tokens.at[row, place].set(update.tokens, mode="drop"),
+            length + update.length,
+            hidden.at[row, place].set(update.hidden, mode="drop"),
         )
 
     def propose(self, state, root, tree, dist, rule):

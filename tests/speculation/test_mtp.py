@@ -16,9 +16,15 @@ from stree_jax.models import Rope, extend, forward_hidden, init_state, tree_node
 from stree_jax.sampling.settings import Sampling
 from stree_jax.speculation import loop, step
 from stree_jax.speculation.accept import resolve_rule
+from stree_jax.speculation.adaptive.best_first import best_first
+from stree_jax.speculation.adaptive.calibration import PRIOR
+from stree_jax.speculation.adaptive.search import Query
+from stree_jax.speculation.drafter import DrafterBase
 from stree_jax.speculation.drafters import model as model_drafter
-from stree_jax.speculation.drafters.mtp import Heard, MTPDrafter
+from stree_jax.speculation.drafters.lookup import History
+from stree_jax.speculation.drafters.mtp import MTPDrafter, MTPState
 from stree_jax.speculation.tree import resolve_tree
+from tests.speculation.auto import times
 from tests.support import mtp
 from tests.support.tiny import REAL, tiny
 
@@ -94,11 +100,11 @@ def test_states_and_logits_are_those_of_the_equations(target, recomputed):
 
 
 @struct.dataclass
-class Watched:
+class Watched(DrafterBase):
     """A drafter, and the tokens of the tree that it filled last."""
 
     inner: MTPDrafter
-    hears_prompts = True
+    observes_prompts = True
 
     def init(self, prompts, past):
         blank = jnp.zeros((prompts.lengths.shape[0], TREE.size), jnp.int32)
@@ -108,8 +114,8 @@ class Watched:
         draft, inner = self.inner.propose(state[0], root, tree, dist, rule)
         return draft, (inner, draft.tokens)
 
-    def commit(self, state, news):
-        return self.inner.commit(state[0], news), state[1]
+    def commit(self, state, update):
+        return self.inner.commit(state[0], update), state[1]
 
 
 def drafted(target, prompts, change=lambda drafter: drafter):
@@ -162,8 +168,10 @@ def previous_token(drafter, patch, target):
     """Pairs are off by one: each token with the state before the one that chose it."""
     commit = MTPDrafter.commit
 
-    def late(self, state, news):
-        return commit(self, state, replace(news, hidden=jnp.roll(news.hidden, 1, 1)))
+    def late(self, state, update):
+        return commit(
+            self, state, replace(update, hidden=jnp.roll(update.hidden, 1, 1))
+        )
 
     patch.setattr(MTPDrafter, "commit", late)
     return drafter
@@ -171,21 +179,21 @@ def previous_token(drafter, patch, target):
 
 def rows_of_the_tree(drafter, patch, target):
     """The first nodes' states instead of those along the accepted path."""
-    right = step.news_of
+    right = step.update_of
 
-    def news_of(accepted, finish, hidden):
-        news = right(accepted, finish, hidden)
-        return replace(news, hidden=hidden[:, : news.tokens.shape[1]])
+    def update_of(accepted, finish, hidden, taps=()):
+        update = right(accepted, finish, hidden)
+        return replace(update, hidden=hidden[:, : update.tokens.shape[1]])
 
-    patch.setattr(step, "news_of", news_of)
+    patch.setattr(step, "update_of", update_of)
     return drafter
 
 
-def last_of_the_news(drafter, patch, target):
-    """The state at the end of the news, of which not all may count."""
+def last_of_the_update(drafter, patch, target):
+    """The state at the end of the update, of which not all may count."""
 
-    def commit(self, state, news):
-        args = (self.model, state.state, news.tokens, news.length, news.hidden)
+    def commit(self, state, update):
+        args = (self.model, state.state, update.tokens, update.length, update.hidden)
         hidden, after = extend(*args)
         return replace(state, state=after, hidden=hidden[:, -1:])
 
@@ -197,8 +205,8 @@ def before_the_norm(drafter, patch, target):
     """The target's states before its final norm, but for a factor that hnorm undoes."""
     scale, commit = row(target.params["norm"]["scale"]), MTPDrafter.commit
 
-    def early(self, state, news):
-        return commit(self, state, replace(news, hidden=news.hidden / scale))
+    def early(self, state, update):
+        return commit(self, state, replace(update, hidden=update.hidden / scale))
 
     patch.setattr(MTPDrafter, "commit", early)
     return drafter
@@ -240,7 +248,7 @@ def rotary(drafter, patch, target):
 PLANTED = {
     "previous token": previous_token,
     "rows of the tree": rows_of_the_tree,
-    "last of the news": last_of_the_news,
+    "last of the update": last_of_the_update,
     "before the norm": before_the_norm,
     "handed down before the norm": between_levels(
         lambda states, params: states / row(params["norm"]["scale"])
@@ -265,6 +273,43 @@ def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkey
 def generate(target, prompts):
     plainly = dict(max_new_tokens=NEW, stop_tokens=(), drafter=None)
     return partial(stree_jax.generate, target, prompts, **plainly)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_a_search_drafts_what_a_chain_does(target, prompts, depth):
+    """Tree "auto" with levels of one node."""
+    d, plan = begin(target, prompts, max_new_tokens=4, drafter="mtp", tree="chain:5")
+    drafter, V = plan.spec.drafter, target.config.num_tokens
+    asked = d.distribution(V), plan.spec.rule
+
+    @jax.jit
+    def searched(drafter, state, root):
+        def any_(*_):
+            return jnp.bool_(True)
+
+        text = History(root[:, None], jnp.ones_like(root))
+        _, search = drafter.search(state, Query(text, *asked, 1, depth, 6, any_))
+        given = search.at_root, search.guesser, root, *asked, jnp.asarray(PRIOR)
+        return best_first(*given, search.start, search.go_on).pool.tokens
+
+    chain, _ = drafter.propose(d.drafting, d.root, resolve_tree("chain:5"), *asked)
+    found = searched(drafter, d.drafting, d.root)
+    assert found.tolist() == chain.tokens[:, 1 : depth + 1].tolist()
+
+
+def test_tree_auto_searches_the_layers(generate):
+    fast = times([1.0, 1.01, 1.02], 0.01, 0.01)
+    options = dict(drafter="mtp", tree="auto:1,4,8", times=fast)
+    plain, result = generate(drafter=None), generate(**options)
+    assert result.tokens == plain.tokens
+    assert 1 in np.concatenate(result.origins)
+    assert result.target_calls.sum() < plain.target_calls.sum()
+    own, stage = result.traffic
+    assert (own.stage, stage.stage) == ("target", "mtp")
+    assert stage.passes > own.passes  # every step's text is read, too
+    sampled = dict(sampling=Sampling(temperature=1.0, seed=2))
+    want = generate(drafter=None, **sampled).tokens
+    assert generate(**options, **sampled).tokens == want
 
 
 def test_greedy_text_is_plain_text(generate):
@@ -355,7 +400,7 @@ def test_stop_tokens_end_rows_alone(target, prompts, generate):
     )
     assert result.lengths[0] < NEW == result.lengths[2]
     heard, read = result.past.drafter.state.length, result.past.target.length
-    assert isinstance(result.past.drafter, Heard)
+    assert isinstance(result.past.drafter, MTPState)
     behind = np.asarray(read - heard)  # at most the last step's tokens
     assert (0 < behind).all() and (behind <= TREE.depth + 1).all()
 
@@ -399,15 +444,12 @@ def test_arguments_that_do_not_fit(source, target):
     bare = stree_jax.load(source)
     cases = [
         (bare, {}, r"drafter: 'mtp' wants a target .*mtp=True"),
-        (target, {"tree": "auto"}, "tree: 'mtp' fills a fixed tree"),
         (target, {"tree": "beam:2x2"}, "tree: 'mtp' fills a fixed tree"),
     ]
     for model, options, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
             stree_jax.generate(model, [[1]], max_new_tokens=1, drafter="mtp", **options)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="tree: 'mtp' fills a fixed tree"):
-        stree_jax.tune(target, "mtp")
     with pytest.raises(ValueError, match="mtp=True"):
         models.mtp_model(bare)
 

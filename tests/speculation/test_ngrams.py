@@ -13,7 +13,7 @@ from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation.accept import resolve_rule
 from stree_jax.speculation.draft import NGRAM
-from stree_jax.speculation.drafter import News
+from stree_jax.speculation.drafter import Update
 from stree_jax.speculation.drafters.ngrams import (
     EMPTY,
     candidates,
@@ -127,7 +127,7 @@ def test_more_children_than_candidates(whole):
 
 @pytest.mark.parametrize("order", [2, 3, 5])
 def test_the_tail_is_the_texts(order):
-    """Catches a tail that forgets the last accepted token, or what was before news."""
+    """Catches a tail that forgets the last accepted token, or tokens before it."""
     tables = (None,) * (order - 1)  # which have no part in it
     ngrams = NGrams(jnp.zeros((V,)), jnp.zeros((1,), jnp.int32), tables)
     c, commit = order - 1, jax.jit(ngrams.commit)
@@ -137,12 +137,14 @@ def test_the_tail_is_the_texts(order):
     for lengths in ([0, 0, 0, 0], [1, 4, 0, 2], [3, 0, 1, 4], [4, 1, 2, 0]):
         for text, tail in zip(texts, np.asarray(state.tokens).tolist(), strict=True):
             assert tail == ([EMPTY] * c + text)[-c:]
-        news = rng.integers(0, V, (4, 4), np.int32)
+        update = rng.integers(0, V, (4, 4), np.int32)
         texts = [
             text + row[:n].tolist()
-            for text, row, n in zip(texts, news, lengths, strict=True)
+            for text, row, n in zip(texts, update, lengths, strict=True)
         ]
-        told = News(jnp.asarray(news), jnp.asarray(lengths, jnp.int32), jnp.zeros(()))
+        told = Update(
+            jnp.asarray(update), jnp.asarray(lengths, jnp.int32), jnp.zeros(())
+        )
         state = commit(state, told)
 
 

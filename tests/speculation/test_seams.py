@@ -15,8 +15,9 @@ from stree_jax.models import logits_of
 from stree_jax.speculation import loop
 from stree_jax.speculation.decoding import OPEN
 from stree_jax.speculation.draft import only_root
-from stree_jax.speculation.drafter import News
-from stree_jax.speculation.drafters.model import ModelDrafter, Reading, fill_tree
+from stree_jax.speculation.drafter import DrafterBase, Update
+from stree_jax.speculation.drafters.model import ModelDrafter, fill_tree
+from stree_jax.speculation.drafters.reading import Reading
 from stree_jax.speculation.policy import FixedTree
 from stree_jax.speculation.tree import chain, resolve_tree
 from tests.speculation.steps import decode
@@ -138,25 +139,25 @@ def test_the_menu_compiles_once_and_carries_nothing_twice(target, drafter, promp
 
 
 @struct.dataclass
-class Told:
+class Told(DrafterBase):
     """A drafter that has another one draft, and keeps what it is told."""
 
     inner: ModelDrafter
 
     def init(self, prompts, past):
-        shape = prompts.token_ids.shape[0], prompts.news_width
+        shape = prompts.token_ids.shape[0], prompts.update_width
         hidden = jnp.zeros((*shape, self.inner.model.config.d_model), jnp.float32)
-        news = News(
+        update = Update(
             jnp.zeros(shape, jnp.int32), jnp.zeros_like(prompts.lengths), hidden
         )
-        return self.inner.init(prompts, None), news
+        return self.inner.init(prompts, None), update
 
     def propose(self, state, root, tree, dist, rule):
         draft, reading = self.inner.propose(state[0], root, tree, dist, rule)
         return draft, (reading, state[1])
 
-    def commit(self, state, news):
-        return self.inner.commit(state[0], news), news
+    def commit(self, state, update):
+        return self.inner.commit(state[0], update), update
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +170,14 @@ def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(
 ):
     """Each accepted token is the argmax of the head on the state told with it."""
     _, done = decode(with_policy(target, told, FixedTree(A)), target, prompts, NEW, 2)
-    news = jax.device_get(done.drafting[1])
-    logits = np.asarray(logits_of(target, jnp.asarray(news.hidden)))[..., :REAL]
+    update = jax.device_get(done.drafting[1])
+    logits = np.asarray(logits_of(target, jnp.asarray(update.hidden)))[..., :REAL]
     running = np.flatnonzero(np.asarray(done.finish) == 0)
-    assert running.size and (news.length[running] == A.depth + 1).all()
+    assert running.size and (update.length[running] == A.depth + 1).all()
     for b in running:
-        n = news.length[b]
-        assert logits[b, :n].argmax(axis=-1).tolist() == news.tokens[b, :n].tolist()
-        assert news.tokens[b, n - 1] == int(done.root[b])
+        n = update.length[b]
+        assert logits[b, :n].argmax(axis=-1).tolist() == update.tokens[b, :n].tolist()
+        assert update.tokens[b, n - 1] == int(done.root[b])
 
 
 def test_any_drafter_drafts(target, prompts, plain, told):

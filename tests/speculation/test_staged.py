@@ -18,7 +18,7 @@ from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import sampling_rows
 from stree_jax.speculation.accept import NAIVE, resolve_rule
 from stree_jax.speculation.draft import DRAFTER, NGRAM, TARGET
-from stree_jax.speculation.drafter import News, Prompts
+from stree_jax.speculation.drafter import Prompts, Update
 from stree_jax.speculation.drafters.model import (
     ModelDrafter,
     fill_tree,
@@ -55,7 +55,7 @@ class Oracle:
         there = jnp.arange(count, dtype=jnp.int32)[None, None] == place
         return jnp.where(there, here[..., None], 0)
 
-    def commit(self, state, news):
+    def commit(self, state, update):
         return state + 1
 
     def begin(self, state, draft, task, ahead):
@@ -83,7 +83,7 @@ def distribution(sampling, place):
 STEPS, ROWS = 4, 3
 
 
-def texts_and_news(M):
+def texts_and_updates(M):
     """Three texts, and what becomes text step by step; row 2 finishes, 1 gains most."""
     rng = np.random.default_rng(M)
     texts = [rng.integers(8, REAL, n).tolist() for n in (1, 9, 5)]
@@ -95,7 +95,7 @@ def texts_and_news(M):
 
 
 @jax.jit(static_argnames=("rule", "width"))
-def drafted(drafter, token_ids, lengths, news, gained, tree, sampling, rule, width):
+def drafted(drafter, token_ids, lengths, update, gained, tree, sampling, rule, width):
     """Drafts, and the drafter's passes, of one step after the other."""
     prompts = Prompts(token_ids, lengths, 64 + 32 * width, width)
     root = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0]
@@ -105,23 +105,23 @@ def drafted(drafter, token_ids, lengths, news, gained, tree, sampling, rule, wid
         tokens, length = told
         dist = distribution(sampling, place)
         draft, state = drafter.propose(state, root, tree, dist, rule)
-        news = News(tokens, length, jnp.zeros((*tokens.shape, 1)))
-        state = drafter.commit(state, news)
+        update = Update(tokens, length, jnp.zeros((*tokens.shape, 1)))
+        state = drafter.commit(state, update)
         last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)
         root = jnp.where(length > 0, last[:, 0], root)
         reading = getattr(state, "reading", state)
         return (state, root, place + length), (draft, reading.passes)
 
     begun = drafter.init(prompts, None), root, jnp.zeros_like(lengths)
-    return lax.scan(step, begun, (news, gained))[1]
+    return lax.scan(step, begun, (update, gained))[1]
 
 
 def drafts_of(drafter, tree, sampling, rule):
     """NumPy: see `drafted`; passes [STEPS] of each step."""
-    texts, news, gained = texts_and_news(tree.depth)
+    texts, update, gained = texts_and_updates(tree.depth)
     width = tree.depth + 1
     prompts = prompts_of(texts, width, 64 + 32 * width)
-    told = jnp.asarray(news), jnp.asarray(gained)
+    told = jnp.asarray(update), jnp.asarray(gained)
     asked = prompts.token_ids, prompts.lengths, *told, tree, sampling, rule
     draft, passes = jax.device_get(drafted(drafter, *asked, tree.depth + 1))
     assert (passes == passes[:, :1]).all()
@@ -130,7 +130,7 @@ def drafts_of(drafter, tree, sampling, rule):
 
 def running():
     """[STEPS, ROWS]: which rows have not finished when a step drafts."""
-    _, _, gained = texts_and_news(1)
+    _, _, gained = texts_and_updates(1)
     return np.concatenate([np.ones((1, ROWS), bool), gained[:-1] > 0])
 
 
@@ -315,7 +315,7 @@ def known_by(rng):
 
 
 def guesses_of(stage, known, edits):
-    texts, _, _ = texts_and_news(7)
+    texts, _, _ = texts_and_updates(7)
     prompts = prompts_of(texts, 8, 64 + 32 * 8)
     told = jnp.asarray(known), jnp.asarray(edits)
     asked = prompts.token_ids, prompts.lengths, make_tree(DEEP), *told
@@ -341,7 +341,7 @@ NO_EDITS = np.full((len(AHEAD), ROWS, len(DEEP)), -1, np.int32)
 def inner():
     """A model that guesses for another, and has a guesser: itself, unless edited."""
     model = tiny(4, layers=KINDS["hybrid"])
-    tree, texts = make_tree(DEEP), texts_and_news(7)[0]
+    tree, texts = make_tree(DEEP), texts_and_updates(7)[0]
     prompts = prompts_of(texts, 8, 64 + 32 * 8)
     drafter, dist = ModelDrafter(model, fill_tree), distribution(None, prompts.lengths)
     root = jnp.asarray([text[-1] for text in texts], jnp.int32)

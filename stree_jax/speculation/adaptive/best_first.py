@@ -46,7 +46,7 @@ class Worth(Protocol):
     def __call__(
         self, levels: jax.Array, value: jax.Array, passes: float = 1.0, /
     ) -> jax.Array:
-        """Bool [], from the levels there are, [] int32.
+        """Returns bool [], given how many levels there are, [] int32.
 
         Args:
           value: [B, W] float32, of the last level's nodes that it would go on from.
@@ -93,7 +93,7 @@ class Grown:
     Attributes:
       pool: of C candidates, level by level.
       nodes: of the candidates, below a context that holds the root.
-      records: of the candidates, of the model.
+      records: what the guesser keeps of the candidates, such as a model's records.
       frontier: the last level, or the root.
       levels: [] int32, how many there are.
       passes: [] int32, that they took; of the root, that which read the text.
@@ -103,7 +103,7 @@ class Grown:
 
     pool: Pool
     nodes: Nodes
-    records: Records
+    records: Any
     frontier: "Frontier"
     levels: jax.Array
     passes: jax.Array
@@ -157,7 +157,7 @@ def best_first(
     go_on: Callable[[Grown], jax.Array],
     least: jax.Array | float = 0.0,
 ) -> Grown:
-    """Candidates below the roots [B].
+    """Returns candidates below the roots [B].
 
     Args:
       at_root: [B, 1, >= V] float32, logits after the root.
@@ -172,7 +172,7 @@ def best_first(
     depth = start.pool.tokens.shape[1] // W
 
     def add(grown: Grown, logits: jax.Array, first: bool = False) -> Grown:
-        """The next level, children of the frontier, from logits [B, W or 1, V]."""
+        """Adds the next level, children of the frontier, from logits [B, W or 1, V]."""
         pool, d, above = grown.pool, grown.levels, grown.frontier
         Q = logits.shape[1]
         text = jnp.where(above.mask, pool.tokens[:, None], root[:, None, None])
@@ -203,7 +203,7 @@ def with_level(
     *,
     first: bool = False,
 ) -> Grown:
-    """The next level: the W children of the frontier of most value.
+    """Adds the next level: the W children of the frontier of most value.
 
     Args:
       best, guess: [B, W or 1, W] float32 and int32, the best scores after the
@@ -375,8 +375,15 @@ Guesser = Callable[[Grown], tuple[jax.Array, Grown]]
 they are the same for all; and what has grown, with records of what was read."""
 
 
-def by_model(model: Model, state: State) -> Guesser:
-    """A model that reads the frontier; `state` is its, after the root."""
+def by_model(model: Model, state: State, hands_down: bool = False) -> Guesser:
+    """Returns a guesser that reads the frontier with a model.
+
+    Args:
+      state: the model's, after the root.
+      hands_down: whether each node also reads its parent's hidden state, as MTP layers
+        do. `Grown.records` is then a pair: the records, and hidden states
+        [B, 1 + C, d] float32 of the root and the candidates.
+    """
 
     def guess(grown: Grown) -> tuple[jax.Array, Grown]:
         above, C = grown.frontier, grown.pool.tokens.shape[1]
@@ -384,23 +391,35 @@ def by_model(model: Model, state: State) -> Guesser:
         count = (above.value > 0).sum(axis=1, dtype=jnp.int32).max()
         place = jnp.arange(above.rows.shape[0], dtype=jnp.int32)
         live = jnp.full(above.value.shape[:1], count)
+        records, handed, previous = grown.records, None, None
+        if hands_down:
+            records, handed = grown.records
+            previous = of_rows(handed, grown.pool.parents[:, above.rows])
         hidden, records, _ = forward_hidden(
             model,
             state,
             grown.pool.tokens[:, above.rows],
             grown.nodes,
-            records=grown.records,
+            records=records,
             rows=jnp.where(place < count, above.rows, C),
+            previous=previous,
             live=live,
         )
+        if handed is not None:
+            records = records, handed.at[:, 1 + above.rows].set(hidden)
         grown = replace(grown, records=records, passes=grown.passes + 1)
         return logits_of(model, hidden, live), grown
 
     return guess
 
 
+def of_rows(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns rows [B, W] of a table [B, C, ...]."""
+    return jax.vmap(lambda one, at: one[at])(table, rows)
+
+
 def by_depth(logits: jax.Array, alike: bool) -> Guesser:
-    """Guesses that go by depth alone.
+    """Returns a guesser whose guesses go by depth alone.
 
     Args:
       logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
@@ -419,7 +438,7 @@ def by_depth(logits: jax.Array, alike: bool) -> Guesser:
 def nothing_grown(
     model: Model | None, batch: int, width: int, depth: int, ahead: int = 0
 ) -> Grown:
-    """The root, and room for `depth` levels of `width` candidates.
+    """Returns the root, and space for `depth` levels of `width` candidates.
 
     Args:
       model: that reads them; None: nobody does.

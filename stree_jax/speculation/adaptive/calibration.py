@@ -43,7 +43,7 @@ class Counts:
     tried: jax.Array
 
     def probability(self, sampled: bool) -> jax.Array:
-        """[Z] float32, that a node is right once its parent is."""
+        """Returns [Z] float32, that a node is right once its parent is."""
         prior = jnp.asarray(PRIOR_SAMPLED if sampled else PRIOR)
         return (self.right + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
 
@@ -53,14 +53,14 @@ def no_counts() -> Counts:
 
 
 def model_kind(probability: jax.Array) -> jax.Array:
-    """Kinds [...] int32 of nodes that a drafter gives such a probability."""
+    """Returns kinds [...] int32 of nodes that a drafter gives such a probability."""
     odds = jnp.log(probability) - jnp.log1p(-probability)
     place = jnp.floor((odds + 4.0) / LOGIT_STEP)
     return jnp.clip(place, 0, MODEL_KINDS - 1).astype(jnp.int32)
 
 
 def lookup_kind(matched: jax.Array, first: jax.Array) -> jax.Array:
-    """Kinds [...] int32 of nodes below so many matched tokens.
+    """Returns kinds [...] int32 of nodes below so many matched tokens.
 
     Args:
       matched: [...] int32, at least 1.

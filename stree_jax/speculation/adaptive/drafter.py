@@ -1,67 +1,47 @@
-"""A drafter that looks ahead: candidates from the text and from a model, in one pool.
+"""A drafter that looks ahead: candidates from the text and from a drafter, in one pool.
 
 It drafts before the tree's size is known: `AdaptivePolicy.choose` has it look up
-continuations and, where that pays, lets a model add levels. `propose` takes as many of
-the best as are asked for.
+continuations and, where that is faster, search levels with another drafter. `propose`
+takes as many of the best candidates as the policy chose.
 
-Letters: B rows, W nodes of a model's level, M its most levels.
+Letters: B rows, W nodes of a level, M most levels.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
-from stree_jax.models import (
-    Model,
-    State,
-    grow,
-    init_state,
-    logits_of,
-    param_dtype,
-    read_text,
-)
+from stree_jax.models import Model, Taps
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.adaptive.best_first import (
-    Grown,
-    Guesser,
-    Worth,
-    best_first,
-    by_depth,
-    by_model,
-    catch_up,
-    nothing_grown,
-)
-from stree_jax.speculation.adaptive.guessed_levels import (
-    Stage,
-    by_stage,
-    goes_on,
-    room_ahead,
-)
+from stree_jax.speculation.adaptive.best_first import Worth, best_first
 from stree_jax.speculation.adaptive.pool import (
     Pool,
     first_nodes,
     merged,
     no_tree,
 )
+from stree_jax.speculation.adaptive.search import Query, Searcher
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+)
 from stree_jax.speculation.drafters.lookup import (
+    LOOKUP,
     History,
     add_to_history,
     begin_history,
     look_up,
 )
-from stree_jax.speculation.drafters.medusa import LastHidden, MedusaDrafter, drawn_alike
-from stree_jax.speculation.drafters.model import model_state
-from stree_jax.speculation.drafters.staged import staged_past
 from stree_jax.speculation.tree import Budget, Topology
-
-READ_CHUNK = 8  # tokens of text that a drafting model reads in a pass
 
 
 @struct.dataclass
@@ -70,68 +50,89 @@ class Looking:
 
     Attributes:
       history: the text.
-      reading: the model's state, behind the text or after all of it; the heads'; None:
-        lookup alone.
-      passes: [B] int32, of the model or the heads since the prompts were read.
+      searching: the searcher's state; None for lookup alone.
+      passes: [B] int32, of the searcher since the prompts were read.
       guessing: [B] int32, those of them that read guesses of a stage, too.
       draft: the largest tree; the next one is its first nodes.
     """
 
     history: History
-    reading: State | LastHidden | None
+    searching: DraftState
     passes: jax.Array
     guessing: jax.Array
     draft: Draft
 
+    def kept(self) -> DraftState:
+        """Returns the searcher's state; a continuation has the text itself."""
+        return self.searching
+
 
 @struct.dataclass
-class AdaptiveDrafter:
-    """Lookup, with or without a model or heads beside it.
+class AdaptiveDrafter(DrafterBase):
+    """Prompt lookup, with or without a drafter beside it.
 
     Attributes:
-      model: drafts where the text does not repeat itself; None: lookup alone. Heads are
-        one whose levels cost nothing after the first.
-      width, depth: W and M, of the model's levels.
-      largest: tree that is asked for; a looked-up continuation is as deep.
-      stage: guesses the model's levels, so that some need no pass; None: nobody does.
+      searcher: drafts where the text does not repeat itself; None for lookup alone.
+      width, depth: W and M, of the searcher's levels.
+      largest: the largest tree; a looked-up continuation is as deep.
     """
 
-    model: Model | MedusaDrafter | None
+    searcher: Searcher | None
     width: int = struct.field(pytree_node=False, default=3)
     depth: int = struct.field(pytree_node=False, default=8)
     largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
-    stage: Stage | None = None
+
+    @property
+    def taps(self) -> Taps:  # type: ignore[override]
+        return () if self.searcher is None else self.searcher.taps
+
+    @property
+    def observes_prompts(self) -> bool:
+        return self.searcher is not None and self.searcher.observes_prompts
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return () if self.searcher is None else self.searcher.models
+
+    @property
+    def of_target(self) -> Any:
+        return () if self.searcher is None else self.searcher.of_target
+
+    def logit_rows(self, tree: Topology) -> int:
+        return 0 if self.searcher is None else self.searcher.logit_rows(tree)
+
+    def reads(self, state: Looking, menu: Sequence[Topology]) -> list[Reads]:
+        if self.searcher is None:
+            return []
+        counted = state.searching, state.passes, state.guessing
+        return self.searcher.search_reads(*counted, (self.width, self.depth))
+
+    def key(self) -> str:
+        return LOOKUP if self.searcher is None else self.searcher.key()
 
     def init(self, prompts: Prompts, past: DraftState | None) -> Looking:
-        reading: State | LastHidden | None = None
-        match self.model:
-            case MedusaDrafter():
-                reading = self.model.init(prompts, past)
-            case Model():
-                reading = _read(self.model, prompts, model_state(staged_past(past)))
+        searching = None
+        if self.searcher is not None:
+            searching = self.searcher.init(prompts, past)
         return Looking(
             history=begin_history(prompts),
-            reading=reading,
+            searching=searching,
             passes=jnp.zeros_like(prompts.lengths),
             guessing=jnp.zeros_like(prompts.lengths),
             draft=no_tree(prompts.lengths.shape[0], self.largest),
         )
 
-    @property
-    def hears_prompts(self) -> bool:
-        """Whether the target's hidden states are asked for."""
-        return isinstance(self.model, MedusaDrafter)
-
-    def unread(self, state: Looking) -> jax.Array:
-        """Tokens [B] int32 that the model must read before it drafts; of heads 0."""
-        if isinstance(self.model, Model):
-            assert isinstance(state.reading, State)
-            return state.history.length - state.reading.length
-        return jnp.zeros_like(state.history.length)
+    def tokens_behind(self, state: Looking) -> jax.Array:
+        """Returns how many tokens [B] int32 the searcher must read before it drafts."""
+        length = state.history.length
+        if self.searcher is None:
+            return jnp.zeros_like(length)
+        return self.searcher.unread(state.searching, length)
 
     def look(self, state: Looking, probability: jax.Array) -> Pool:
-        """Candidates from the text, and room for the model's behind them."""
-        room = 0 if self.model is None else self.width * self.depth
+        """Returns candidates from the text, and space for the searcher's behind
+        them."""
+        room = 0 if self.searcher is None else self.width * self.depth
         return look_up(state.history, probability, self.largest.depth, room)
 
     def add_levels(
@@ -145,65 +146,31 @@ class AdaptiveDrafter:
         worth: Worth,
         least: jax.Array,
     ) -> tuple[Looking, Pool, jax.Array, jax.Array]:
-        """The model's candidates, in the room that `look` left.
+        """Adds the searcher's candidates, in the space that `look` left.
 
         Args:
           least: as of `best_first`.
 
         Returns:
-          the state; the pool; how many passes the model's levels took, [] int32, that
-          which read the text included; their nodes' values [B, M, W].
+          the state; the pool; how many passes the levels took, [] int32, that which
+          reached the root included; their nodes' values [B, M, W].
         """
-        batch, shape = root.shape[0], (self.width, self.depth)
-        reading = state.reading
-
-        def go_on(grown: Grown) -> jax.Array:
-            return worth(grown.levels, grown.frontier.value)
-
-        if isinstance(self.model, MedusaDrafter):
-            assert isinstance(reading, LastHidden)
-            logits, passes = self.model.logits(reading, self.depth), jnp.int32(1)
-            guesser = by_depth(logits, drawn_alike(dist, rule))
-            at_root = logits[:, :1]
-            start = nothing_grown(None, batch, *shape)
-        else:
-            assert self.model is not None and isinstance(reading, State)
-            chunk = min(READ_CHUNK, self.largest.depth + 1)  # what caches have room for
-            asked = self.model, reading, state.history, chunk
-            hidden, reading, passes = catch_up(*asked)
-            at_root = logits_of(self.model, hidden)
-            guesser = by_model(self.model, reading)
-            start = nothing_grown(self.model, batch, *shape)
-            if self.stage is not None:
-                go_on = partial(goes_on, worth)
-                guesser, start = self._through_stage(state, reading, dist, rule, worth)
-        given = root, dist, rule, probability
-        grown = best_first(at_root, guesser, *given, start, go_on, least)
+        assert self.searcher is not None
+        size, spare = (self.width, self.depth), self.largest.depth + 1
+        query = Query(state.history, dist, rule, *size, spare, worth)
+        searching, search = self.searcher.search(state.searching, query)
+        given = search.at_root, search.guesser, root, dist, rule, probability
+        grown = best_first(*given, search.start, search.go_on, least)
         own, more = grown.pool, jnp.int32(0)
-        if isinstance(self.model, Model):
-            more = grown.passes - 1  # the root was read with the text
+        if search.passes_by_level:
+            more = grown.passes - 1  # without the one that reached the root
         values = own.value.reshape(-1, self.depth, self.width)
-        state = replace(state, reading=reading, passes=state.passes + passes + more)
-        if self.stage is not None:
-            state = replace(state, guessing=state.guessing + more)
+        guessing = state.guessing
+        if self.searcher.without_guesses() is not self.searcher:
+            guessing = guessing + more
+        passes = state.passes + search.passes + more
+        state = replace(state, searching=searching, passes=passes, guessing=guessing)
         return state, merged(pool, own), grown.passes, values
-
-    def _through_stage(
-        self,
-        state: Looking,
-        reading: State,
-        dist: Distribution,
-        rule: Rule,
-        worth: Worth,
-    ) -> tuple[Guesser, Grown]:
-        """The model with its stage, and where both begin; `reading` is its state."""
-        assert isinstance(self.model, Model) and self.stage is not None
-        text = state.history.tokens, state.history.length
-        asked = self.stage, text, dist, rule, worth
-        guesser = by_stage(self.model, reading, *asked)
-        batch, room = reading.length.shape[0], self.stage.room
-        start = nothing_grown(self.model, batch, self.width, self.depth, room)
-        return guesser, replace(start, ahead=room_ahead(self.model, batch, self.stage))
 
     def propose(
         self,
@@ -225,36 +192,15 @@ class AdaptiveDrafter:
         assert isinstance(tree, Budget)  # the menu of an `AdaptivePolicy`
         return first_nodes(draft, tree), replace(state, draft=used_up)
 
-    def commit(self, state: Looking, news: News) -> Looking:
-        if isinstance(self.model, MedusaDrafter):
-            assert isinstance(state.reading, LastHidden)
-            state = replace(state, reading=self.model.commit(state.reading, news))
-        return replace(state, history=add_to_history(state.history, news))
+    def commit(self, state: Looking, update: Update) -> Looking:
+        state = replace(state, history=add_to_history(state.history, update))
+        if self.searcher is None:
+            return state
+        searching = self.searcher.commit(state.searching, update)
+        passes = state.passes + self.searcher.passes_by_update
+        return replace(state, searching=searching, passes=passes)
 
-
-def _read(model: Model, prompts: Prompts, past: State | None) -> State:
-    """After the prompts, or before them if they are not to be read now."""
-    text, capacity = (prompts.token_ids, prompts.lengths), prompts.capacity
-    if prompts.read is None:
-        return read_text(model, *text, capacity, past)
-    if past is None:
-        batch, dtype = prompts.lengths.shape[0], param_dtype(model.params)
-        past = init_state(model.config, batch, capacity, dtype)
-
-    def once(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-        return jnp.bool_(False), read_text(model, *text, capacity, carry[1])
-
-    start = prompts.read, grow(past, capacity)
-    # A loop that runs once, if at all: a conditional would copy the state.
-    return lax.while_loop(lambda carry: carry[0], once, start)[1]
-
-
-def to_keep(drafting: DraftState) -> DraftState:
-    """What of a drafter's state a continuation needs; it has the text itself."""
-    match drafting:
-        case Looking():
-            return drafting.reading
-        case History():
-            return None
-        case _:
-            return drafting
+    def observe(self, state: Looking, update: Update) -> Looking:
+        assert self.searcher is not None  # of `observes_prompts`
+        searching = self.searcher.observe(state.searching, update)
+        return replace(state, searching=searching)  # the history has the prompts

@@ -12,6 +12,8 @@ lookup, V tokens of the vocabulary, d width of hidden states, K taps of a convol
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,19 @@ from jax import lax
 from stree_jax.models import Model, Nodes, State, forward_hidden, logits_of
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
-from stree_jax.speculation.adaptive.best_first import Ahead, Grown, Guesser, Worth
+from stree_jax.speculation.adaptive.best_first import (
+    Ahead,
+    Grown,
+    Guesser,
+    Worth,
+    nothing_grown,
+)
+from stree_jax.speculation.adaptive.model_levels import ModelLevels
 from stree_jax.speculation.adaptive.pool import Pool, path_powers
+from stree_jax.speculation.adaptive.search import Query, Searcher
+from stree_jax.speculation.drafter import Reads
 from stree_jax.speculation.drafters.ngrams import NGrams, perturbed
+from stree_jax.speculation.gain import staged_passes
 
 
 @struct.dataclass
@@ -47,6 +59,48 @@ class Stage:
 
 
 @struct.dataclass
+class GuessedLevels(ModelLevels):
+    """A draft model whose levels are guessed.
+
+    Attributes:
+      stage: guesses them.
+    """
+
+    stage: Stage
+
+    def without_guesses(self) -> Searcher:
+        return ModelLevels(self.model)
+
+    def expected_levels(self, levels: int) -> float:
+        """Returns how many of so many levels a pass is expected to reach."""
+        asked = self.stage.ngrams.rates, self.stage.ahead, self.stage.width
+        return levels / staged_passes(levels, *asked)
+
+    def _levels(self, state: State, query: Query) -> tuple[Any, Any, Any]:
+        text = query.text.tokens, query.text.length
+        asked = self.stage, text, query.dist, query.rule, query.worth
+        guesser = by_stage(self.model, state, *asked)
+        batch = query.text.length.shape[0]
+        size = batch, query.width, query.depth, self.stage.room
+        start = nothing_grown(self.model, *size)
+        start = replace(start, ahead=room_ahead(self.model, batch, self.stage))
+        return guesser, start, partial(goes_on, query.worth)
+
+    def search_reads(
+        self, state: State, passes: Any, guessing: Any, size: tuple[int, int]
+    ) -> list[Reads]:
+        own = super().search_reads(state, passes, guessing, size)
+        contexts = size[0] + (self.stage.ahead - 1) * self.stage.width
+        table = self.stage.ngrams.lookup_bytes
+        return [*own, Reads("n-gram", guessing, table, contexts)]
+
+    def key(self) -> str:
+        # What the n-grams say does not change a pass.
+        stage = f"{self.stage.ngrams}, {self.stage.ahead} x {self.stage.width} guesses"
+        return f"{super().key()} {stage}"
+
+
+@struct.dataclass
 class Below:
     """Guessed nodes of a level, or the frontier that they are guessed below.
 
@@ -66,7 +120,7 @@ class Below:
 
 
 def room_ahead(model: Model, batch: int, stage: Stage) -> Ahead:
-    """Nothing read."""
+    """Returns space for guesses, none of which was read."""
     shape = batch, stage.room
     zeros = jnp.zeros(shape, jnp.int32)
     _, V = jax.eval_shape(_logits_of_one, model).shape
@@ -87,7 +141,7 @@ def by_stage(
     rule: Rule,
     worth: Worth,
 ) -> Guesser:
-    """A model that reads the frontier where that was not guessed.
+    """Returns a guesser that reads the frontier with a model where it was not guessed.
 
     Args:
       state: of the model, after the root.
@@ -140,7 +194,7 @@ def by_stage(
 
 
 def goes_on(worth: Worth, grown: Grown) -> jax.Array:
-    """Whether another level is worth it: without a pass, or with one."""
+    """True if another level is worth it, without a pass or with one."""
     value = grown.frontier.value
     known, _ = found(grown)
     free = worth(grown.levels, jnp.where(known, value, 0.0), 0.0)
@@ -148,7 +202,8 @@ def goes_on(worth: Worth, grown: Grown) -> jax.Array:
 
 
 def found(grown: Grown) -> tuple[jax.Array, jax.Array]:
-    """Which nodes of the frontier [B, W] were read as guesses, and as which of them."""
+    """Returns which nodes of the frontier [B, W] were read as guesses, and as which of
+    them."""
     front, ahead = grown.frontier, grown.ahead
     assert ahead is not None  # of `room_ahead`
     tokens = grown.pool.tokens[:, jnp.maximum(front.rows, 0)]
@@ -159,14 +214,14 @@ def found(grown: Grown) -> tuple[jax.Array, jax.Array]:
 
 
 def _marked(pool: Pool, rows: jax.Array, known: jax.Array) -> Pool:
-    """Nodes that were guessed are told from those that the model had to read."""
+    """Marks the nodes that were guessed, so that the model need not read them."""
     rows = jnp.maximum(rows, 0)
     marked = pool.guessed.at[:, rows].set(pool.guessed[:, rows] | known)
     return replace(pool, guessed=marked)
 
 
 def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
-    """Records of guesses that turned out to be of the frontier, as its nodes'."""
+    """Copies the records of guesses that are in the frontier to its nodes."""
     rows, C = jnp.maximum(grown.frontier.rows, 0), grown.pool.tokens.shape[1]
 
     def moved(table: jax.Array) -> jax.Array:
@@ -182,7 +237,7 @@ def _with_read(grown: Grown, known: jax.Array, at: jax.Array) -> tuple:
 def _guesses(
     grown: Grown, stage: Stage, tail: jax.Array, dist: Distribution, rule: Rule
 ) -> list[Below]:
-    """A levels below the frontier, by what the n-grams think of whole paths.
+    """Returns A levels below the frontier, by the n-grams' values of whole paths.
 
     Args:
       tail: [B, n - 1] int32, the end of the text.
@@ -214,7 +269,7 @@ def _guessed_level(
     dist: Distribution,
     rule: Rule,
 ) -> Below:
-    """The likeliest children of a level, to be nodes `rows` [Wg].
+    """Returns the likeliest children of a level, to be nodes `rows` [Wg].
 
     Args:
       depth: [] int32, the level's.
@@ -255,7 +310,7 @@ def _guessed_level(
 
 
 def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
-    """The candidates' nodes, and behind them the guesses."""
+    """Returns the candidates' nodes, and behind them the guesses."""
     C, nodes = grown.pool.tokens.shape[1], grown.nodes
     depth = [nodes.depth[:, :C]]
     for j, level in enumerate(guessed):
@@ -272,7 +327,8 @@ def _with_guesses(grown: Grown, guessed: list[Below]) -> Nodes:
 def _contexts(
     pool: Pool, rows: jax.Array, levels: jax.Array, tail: jax.Array
 ) -> jax.Array:
-    """The last n - 1 tokens [B, W, n - 1] up to nodes `rows` [W] of the last level.
+    """Returns the last n - 1 tokens [B, W, n - 1] up to nodes `rows` [W] of the last
+    level.
 
     Args:
       levels: [] int32, the candidates' depth below the root.

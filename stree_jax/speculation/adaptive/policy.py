@@ -70,13 +70,13 @@ class StepTimes:
 
 
 def step_times(verify: Sequence[float], draft: float, level: float) -> StepTimes:
-    """Of numbers; `jnp.asarray` would make a program for each array."""
+    """Returns times from numbers; `jnp.asarray` would make a program for each array."""
     values = (np.asarray(t, np.float32) for t in (verify, draft, level))
     return StepTimes(*map(jax.device_put, values))
 
 
 def assumed_times(tree: Auto, with_model: bool) -> StepTimes:
-    """Of a machine that nothing is known of: where a pass costs little more than one
+    """Returns times for an unknown machine, where a pass costs little more than one
     token, and a drafter a tenth of its target."""
     verify = [1.0 + 0.03 * (n - 1) for n in tree.sizes]
     draft = 0.1 if with_model else 0.0
@@ -102,7 +102,8 @@ def forced(size: int, levels: int) -> Force:
 
 @struct.dataclass
 class Learnt:
-    """What an `AdaptivePolicy` keeps; of the batch but for `expected`.
+    """The state of an `AdaptivePolicy`: of the whole batch, but for `expected` and
+    `weights`, which have rows.
 
     Attributes:
       counts: how often nodes of each kind were right.
@@ -161,6 +162,9 @@ class AdaptivePolicy:
     def menu(self) -> tuple[Budget, ...]:
         return self.tree.shared_menu if self.shares else self.tree.menu
 
+    def with_rows(self, rows: str | None) -> "AdaptivePolicy":
+        return replace(self, rows=rows)
+
     def init(self, batch: int) -> Learnt:
         return Learnt(
             counts=no_counts(),
@@ -181,13 +185,15 @@ class AdaptivePolicy:
         )
 
     def reads_prompts(self, drafter: Drafter, sampled: bool) -> jax.Array:
-        """Where a model would make steps faster if it were right as often as is usual.
+        """Returns bool [], whether a model makes steps faster if its drafts are right
+        as often as usual.
 
         A path of L levels gains 1 + usual + ... + usual^L.
         """
         assert isinstance(drafter, AdaptiveDrafter)
-        if drafter.stage is not None:  # which was found to pay
-            return jnp.bool_(True)
+        searcher = drafter.searcher
+        if searcher is not None and searcher.without_guesses() is not searcher:
+            return jnp.bool_(True)  # guesses were measured to be faster
         times, usual, rates = self.times, USUAL[sampled], []
         for levels in range(1, min(drafter.depth, self.tree.size - 1) + 1):
             size = next(k for k, n in enumerate(self.tree.sizes) if n > levels)
@@ -207,7 +213,7 @@ class AdaptivePolicy:
         weights = self._weights(running, d)
         pool = drafter.look(looking, probability)
         spent = jnp.float32(0)
-        if drafter.model is None:
+        if drafter.searcher is None:
             learnt = replace(learnt, modelling=jnp.bool_(False))
         else:
             dist = d.distribution(num_tokens)
@@ -215,7 +221,9 @@ class AdaptivePolicy:
             gain, seconds = self._by_nodes(pool.value, weights)
             rate = (gain / seconds).max()
             left = d.requests.max_new_tokens - d.length
-            pays = running & (left >= READ_FOR[sampled] * drafter.unread(looking))
+            pays = running & (
+                left >= READ_FOR[sampled] * drafter.tokens_behind(looking)
+            )
             pays = any_row(pays, self.rows)
             promising = self.reads_prompts(drafter, sampled)
             learnt, wanted = self._wants_model(learnt, rate, pays, promising)
@@ -229,7 +237,8 @@ class AdaptivePolicy:
         return replace(d, drafting=replace(looking, draft=draft))
 
     def _weights(self, running: jax.Array, d: Decoding) -> jax.Array:
-        """How much each row [B] counts, 1 in all: less if it will be done sooner."""
+        """Returns how much each row [B] counts, 1 in all: less if it finishes
+        sooner."""
         weights = running.astype(jnp.float32)
         if running.shape[0] == 1 and self.rows is None:
             return weights
@@ -244,14 +253,14 @@ class AdaptivePolicy:
         return weights / jnp.maximum(self._of_rows(weights), 1e-30)
 
     def _by_row(self, batch: int) -> bool:
-        """Whether rows may have trees of different sizes: where all share a step."""
+        """True if rows may have trees of different sizes, because all share a step."""
         steps = [tree for tree, _ in compiled_steps(self.menu, batch)]
         shared = isinstance(steps[-1], Budget) and steps[-1].partly
         return batch > 1 and len(steps) == 2 and shared
 
     def _nodes_below(self, batch: int) -> np.ndarray:
-        """Numbers [K] of nodes below the roots that a step may have, growing: in every
-        row, or in all rows together."""
+        """Returns numbers [K] of nodes below the roots that a step may have, growing:
+        in every row, or in all rows together."""
         if self._by_row(batch):
             return np.arange(batch * (self.tree.size - 1) + 1)
         return np.array(self.tree.sizes) - 1
@@ -259,8 +268,8 @@ class AdaptivePolicy:
     def _by_nodes(
         self, value: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens [K] that the best candidates, of values [B, C], gain in the mean, and
-        seconds [K] of steps of so many."""
+        """Returns tokens [K] that the best candidates, of values [B, C], gain on
+        average, and seconds [K] of steps of so many nodes."""
         batch = value.shape[0]
         below, verify = self._nodes_below(batch), self.times.verify
         if not self._by_row(batch):
@@ -270,7 +279,7 @@ class AdaptivePolicy:
         return gains(worth, below)[0], self._seconds(1 + below / batch)
 
     def _seconds(self, nodes: np.ndarray) -> jax.Array:
-        """Of steps of so many nodes [K] a row in the mean.
+        """Returns seconds [K] of steps of so many nodes a row on average.
 
         A step of few nodes is no plain one: its time lies on the line through larger
         ones.
@@ -285,13 +294,14 @@ class AdaptivePolicy:
         return jnp.where(jnp.asarray(nodes == 1), verify[0], seconds)
 
     def _of_rows(self, x: jax.Array) -> jax.Array:
-        """The sum over all rows of x [B, ...]."""
+        """Returns the sum over all rows of x [B, ...]."""
         return over_rows(x.sum(axis=0), self.rows)
 
     def _wants_model(
         self, learnt: Learnt, rate: jax.Array, pays: jax.Array, promising: jax.Array
     ) -> tuple[Learnt, jax.Array]:
-        """Whether to ask the model, where `rate` [] is a row's tokens a second without.
+        """Returns bool [], whether to use the model, where `rate` [] is a row's tokens
+        a second without it.
 
         As long as it has not been tried for `TRIALS` steps (`SURE`, if that was
         hopeless), if it is promising; and later in every `patience`-th step, whatever
@@ -332,7 +342,8 @@ class AdaptivePolicy:
         wanted: jax.Array,
         rate: jax.Array,
     ) -> tuple[Learnt, Looking, Pool, jax.Array]:
-        """The model's levels in the pool if they are wanted, and their seconds []."""
+        """Adds the model's levels to the pool if they are wanted, and returns their
+        seconds []."""
         drafter, dist, rule, probability, root, weights = asked
         times, force = self.times, learnt.force
         rate = jnp.maximum(rate, learnt.gain / jnp.maximum(learnt.seconds, 1e-30))
@@ -368,7 +379,8 @@ class AdaptivePolicy:
     def _note_model(
         self, learnt: Learnt, values: jax.Array, weights: jax.Array, spent: jax.Array
     ) -> Learnt:
-        """What the model's own drafts, without those from the text, would have gained.
+        """Notes what the model's own drafts would have gained, without those from the
+        text.
 
         Args:
           values: [B, M, W] float32, of its levels, 0 where there are none.
@@ -390,7 +402,8 @@ class AdaptivePolicy:
         value: jax.Array,
         spent: jax.Array,
     ) -> tuple[Decoding, jax.Array]:
-        """The nodes [B] int32 of the best rate, and what is noted of them.
+        """Chooses the nodes [B] int32 of the best rate, and notes what they are
+        expected to gain.
 
         Args:
           value: [B, T] float32, of the nodes of the largest tree, best first.
@@ -448,7 +461,7 @@ class AdaptivePolicy:
         return state, jnp.where(rests, 0, OPEN).astype(jnp.int32)
 
     def _note_step(self, learnt: Learnt, draft: Draft, accepted: Accepted) -> Learnt:
-        """What a step with the model brought, but for what was looked up."""
+        """Notes what a step with the model gained, without looked-up tokens."""
         came = (accepted.length > 0).astype(jnp.float32)
         if draft.origin is not None:
             origin = jnp.take_along_axis(draft.origin, accepted.path, axis=1)
@@ -461,8 +474,8 @@ class AdaptivePolicy:
 
 
 def _noted(learnt: Learnt, came: jax.Array, seconds: jax.Array) -> Learnt:
-    """With the tokens of a step for which the model was asked; not if it took no
-    seconds [], as then it was not."""
+    """Adds the tokens of a step that used the model; a step of 0 seconds [] did not use
+    it."""
     asked = seconds > 0
     return replace(
         learnt,
@@ -472,7 +485,8 @@ def _noted(learnt: Learnt, came: jax.Array, seconds: jax.Array) -> Learnt:
 
 
 def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:
-    """How many [B] int32 of the best `count` [] of all values [B, C] are in each row.
+    """Returns how many [B] int32 of the best `count` [] of all values [B, C] are in
+    each row.
 
     Of equals the first are taken.
     """
@@ -483,7 +497,8 @@ def _of_the_best(value: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _growth(before: jax.Array, by_level: jax.Array) -> jax.Array:
-    """What a level is worth by the level above it, faded; the root is worth 1.
+    """Returns the value of a level by that of the level above, faded; the root's value
+    is 1.
 
     Args:
       by_level: [M] float32, values of a model's levels, 0 where there are none.

@@ -55,7 +55,7 @@ class Pool:
 
 
 def path_powers(depth: int) -> jax.Array:
-    """PRIME^d for d < depth, uint32 [depth]."""
+    """Returns PRIME^d for d < depth, uint32 [depth]."""
     return jnp.asarray([pow(PRIME, d, 1 << 32) for d in range(depth)], jnp.uint32)
 
 
@@ -63,7 +63,7 @@ def path_powers(depth: int) -> jax.Array:
     "stree_merged", outputs=lambda first, _: like(first), aliases={"first": None}
 )
 def merged(first: Pool, second: Pool) -> Pool:
-    """Merges two pools; a path that both have is the first's, and worth the more.
+    """Merges two pools; a path that both have is the first's, with the larger value.
 
     Args:
       first: has room behind its candidates for those of the second.
@@ -95,7 +95,7 @@ def merged(first: Pool, second: Pool) -> Pool:
 
 
 def best_tree(pool: Pool, root: jax.Array, tree: Budget) -> tuple[Draft, jax.Array]:
-    """The tree of the best candidates below the roots [B], best first.
+    """Returns the tree of the best candidates below the roots [B], best first.
 
     Any first n nodes of it are the best tree of n nodes: a child is worth no more than
     its parent and, of equals, comes later. A row with fewer candidates is filled with
@@ -162,7 +162,7 @@ def _best_nodes(pool: Pool, root: jax.Array, *, size: int) -> tuple[jax.Array, .
 
 
 def without_rest(draft: Draft, count: jax.Array) -> Draft:
-    """Trees of whose nodes only the first `count` [B] are some, in the same room."""
+    """Returns trees whose nodes are only the first `count` [B], in the same arrays."""
     layout, T = draft.layout, draft.tokens.shape[1]
     node, count = jnp.arange(T, dtype=jnp.int32)[None], count[:, None]
     less = replace(
@@ -174,7 +174,7 @@ def without_rest(draft: Draft, count: jax.Array) -> Draft:
 
 
 def first_nodes(draft: Draft, tree: Budget) -> Draft:
-    """The first nodes of a tree, as many as another has."""
+    """Returns the first nodes of a tree, as many as another has."""
     T, layout = tree.size, draft.layout
     assert draft.origin is not None and draft.kind is not None  # of `best_tree`
     children = layout.children[:, :T, : max(tree.children, 1)]
@@ -193,25 +193,26 @@ def first_nodes(draft: Draft, tree: Budget) -> Draft:
 
 
 def no_tree(batch: int, tree: Budget) -> Draft:
-    """Room for a tree."""
+    """Returns space for a tree."""
     zeros = jnp.zeros((batch,), jnp.int32)
     return best_tree(no_candidates(batch, 1), zeros, tree)[0]
 
 
 def no_candidates(batch: int, count: int) -> Pool:
-    """Room for candidates, none of which is one."""
+    """Returns space for candidates; all of it is padding."""
     zeros = jnp.zeros((batch, count), jnp.int32)
     value, path = zeros.astype(jnp.float32), zeros.astype(jnp.uint32)
     return Pool(zeros, zeros, value, zeros, path, zeros > 0)
 
 
 def joined(first: Pool, second: Pool) -> Pool:
-    """Two pools as one, as they are."""
+    """Concatenates two pools."""
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
 
 
 def gains(value: jax.Array, last: np.ndarray) -> jax.Array:
-    """Returns tokens [B, K] that trees of `last` [K] nodes below their roots gain.
+    """Returns tokens [B, K] that trees of `last` [K] nodes below their roots should
+    gain.
 
     Args:
       value: [B, C] float32, of candidates; the best are taken.

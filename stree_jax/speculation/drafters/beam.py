@@ -18,14 +18,8 @@ from stree_jax.models import (
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.drafters.model import ModelDrafter
 from stree_jax.speculation.layout import below_root, tree_layout
 from stree_jax.speculation.tree import Beam
-
-
-def beam_drafter(model: Model) -> ModelDrafter:
-    """A model that chooses the tree's shape, too: its most probable paths."""
-    return ModelDrafter(model, search)
 
 
 def search(
@@ -37,7 +31,7 @@ def search(
     dist: Distribution,
     rule: Rule,
 ) -> Draft:
-    """The tree of a beam search; see `Fill`.
+    """Returns the tree of a beam search; see `Fill`.
 
     Each layer holds the W continuations of the layer above that are most probable as
     whole paths, best first.
@@ -52,7 +46,8 @@ def search(
         total: jax.Array,
         depth: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The layer at `depth` below nodes `above` [Q] of log-probability `total`."""
+        """Returns the layer at `depth` below nodes `above` [Q] of log-probability
+        `total`."""
         paths = tree_layout(beam, parents).paths[:, above]
         path = jax.vmap(lambda tokens, rows: tokens[rows])(tokens, paths)
         depths = jnp.broadcast_to(depth - 1, (1, *above.shape))

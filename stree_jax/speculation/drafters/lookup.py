@@ -23,9 +23,10 @@ from stree_jax.speculation.adaptive.pool import (
     path_powers,
 )
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafter import DrafterBase, DraftState, Prompts, Update
 from stree_jax.speculation.tree import Budget, Topology
 
+LOOKUP = "lookup"
 PLACES = 3  # W
 
 
@@ -41,30 +42,34 @@ class History:
     tokens: jax.Array
     length: jax.Array
 
+    def kept(self) -> None:
+        """Returns nothing: a continuation has the text itself."""
+
 
 def begin_history(prompts: Prompts) -> History:
-    """The prompts, with room for what comes."""
+    """Returns the prompts, with space for what follows."""
     room = max(prompts.capacity - prompts.token_ids.shape[1], 0)
     return History(jnp.pad(prompts.token_ids, ((0, 0), (0, room))), prompts.lengths)
 
 
-def add_to_history(history: History, news: News) -> History:
-    """What became text is text to look up."""
+def add_to_history(history: History, update: Update) -> History:
+    """Returns the history with an update's tokens behind it."""
 
     def write(text: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
         return text.at[place].set(new, mode="drop")  # by row: shardings stay
 
-    index = jnp.arange(news.tokens.shape[1], dtype=jnp.int32)[None]
+    index = jnp.arange(update.tokens.shape[1], dtype=jnp.int32)[None]
     place = history.length[:, None] + index
-    place = jnp.where(index < news.length[:, None], place, history.tokens.shape[1])
+    place = jnp.where(index < update.length[:, None], place, history.tokens.shape[1])
     return History(
-        tokens=jax.vmap(write)(history.tokens, place, news.tokens),
-        length=history.length + news.length,
+        tokens=jax.vmap(write)(history.tokens, place, update.tokens),
+        length=history.length + update.length,
     )
 
 
 def matched_tokens(history: History) -> jax.Array:
-    """How many tokens up to each place are those at the text's end, int32 [B, S].
+    """Returns how many tokens up to each place are those at the text's end, int32 [B,
+    S].
 
     At most `LONGEST`. The end itself does not count, as nothing is known to follow it.
     """
@@ -82,7 +87,8 @@ def matched_tokens(history: History) -> jax.Array:
 
 
 def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The W best matches: places and lengths [B, W] int32, 0 long where there is none.
+    """Returns the W best matches: places and lengths [B, W] int32, 0 long where there
+    is none.
 
     The best; the best that goes on with another token; the best of all others.
     """
@@ -107,7 +113,7 @@ def best_places(history: History, length: jax.Array) -> tuple[jax.Array, jax.Arr
 def look_up(
     history: History, probability: jax.Array, depth: int, room: int = 0
 ) -> Pool:
-    """Continuations of the text as candidates, W * `depth` of them.
+    """Returns continuations of the text as candidates, W * `depth` of them.
 
     A continuation that reaches the text's end goes on from its own begin, as a text
     that repeats itself would.
@@ -155,7 +161,7 @@ def _found(
 def _candidates(
     history: History, probability: jax.Array, depth: int
 ) -> tuple[jax.Array, ...]:
-    """Returns the pool of `look_up`, without `guessed`."""
+    """Returns the pool of `look_up` without `guessed`."""
     places, matched = best_places(history, matched_tokens(history))
     batch, W, M = *places.shape, depth
     step = jnp.arange(M, dtype=jnp.int32)[None, None]
@@ -187,8 +193,8 @@ def _candidates(
 
 
 @struct.dataclass
-class LookupDrafter:
-    """Lookup alone, in trees of a fixed number of nodes."""
+class LookupDrafter(DrafterBase):
+    """Prompt lookup alone, in trees of a fixed number of nodes."""
 
     def init(self, prompts: Prompts, past: DraftState | None) -> History:
         return begin_history(prompts)  # the whole text is in them
@@ -203,9 +209,9 @@ class LookupDrafter:
     ) -> tuple[Draft, History]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Budget)  # `specs.make_spec` sees to it
+        assert isinstance(tree, Budget)  # of `LookupSource.filled`
         found = look_up(state, jnp.asarray(PRIOR), tree.depth)
         return best_tree(found, root, tree)[0], state
 
-    def commit(self, state: History, news: News) -> History:
-        return add_to_history(state, news)
+    def commit(self, state: History, update: Update) -> History:
+        return add_to_history(state, update)

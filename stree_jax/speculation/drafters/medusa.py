@@ -8,27 +8,167 @@ Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, C 
 children of a node, V tokens of the vocabulary, d width of the target's hidden states.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
-from stree_jax.models import Model
-from stree_jax.models.heads import Heads, head_logits
+from stree_jax.checks import decimal, shown
+from stree_jax.models import Model, without_mtp
+from stree_jax.models.heads import (
+    Heads,
+    HeadsConfig,
+    first_heads,
+    head_logits,
+    head_of,
+    init_heads,
+)
+from stree_jax.models.keys import key_of
+from stree_jax.models.memory import size_of, weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.adaptive.best_first import by_depth, nothing_grown
+from stree_jax.speculation.adaptive.search import Query, Search, Searcher, any_level
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+)
 from stree_jax.speculation.drafters.model import (
     by_slot,
     draw_level,
     empty_draft,
 )
+from stree_jax.speculation.gain import Acceptance, greedy_tree
 from stree_jax.speculation.layout import tree_levels
-from stree_jax.speculation.tree import Topology, Tree
+from stree_jax.speculation.source import Source, Work
+from stree_jax.speculation.tree import MAX_NODES, Auto, Topology, Tree
+
+SPARSE_NODES = 16  # of the default tree
+ASSUMED_RANKS = 10
+
+
+@struct.dataclass
+class HeadsSource(Source):
+    """Medusa heads of the target."""
+
+    value: Heads
+    name = "heads"
+    prefers_auto = True
+    by_level = False
+
+    @classmethod
+    def abstract(cls, config: HeadsConfig, dtype: Any) -> Source:
+        """Returns a source of `jax.ShapeDtypeStruct`."""
+        make = partial(init_heads, config, dtype=dtype)
+        return cls(Heads(jax.eval_shape(make, key_of(0)), config))
+
+    @property
+    def count(self) -> int:
+        return self.value.config.heads
+
+    def narrowed(self, count: int) -> Self:
+        return replace(self, value=first_heads(self.value, count))
+
+    def narrower(self) -> Iterator[Source]:
+        for count in range(self.count, 0, -1):
+            yield self.narrowed(count)
+
+    def check(self, target: Model) -> None:
+        own, c = self.value.config, target.config
+        if own.d_model != c.d_model:
+            raise ValueError(
+                f"heads: of states {own.d_model} wide, the target's are {c.d_model}; "
+                "heads belong to the model that they were trained on"
+            )
+        if own.own_output and own.vocab_size < c.num_tokens:
+            raise ValueError(
+                f"heads: {own.vocab_size} tokens, the target has {c.num_tokens}; heads "
+                "belong to the model that they were trained on"
+            )
+
+    def check_tree(self, tree: Topology) -> None:
+        if isinstance(tree, Auto):
+            return
+        if not isinstance(tree, Tree):
+            raise ValueError(
+                f"tree: heads fill a fixed tree, such as 'chain:{self.count}', or "
+                "'auto'; beams want a model"
+            )
+        if tree.depth > self.count:
+            raise ValueError(
+                f"tree: {tree.depth} levels want as many heads, and there are "
+                f"{self.count}"
+            )
+
+    def check_past(self, target: Model, past: DraftState, batch: int) -> None:
+        if isinstance(past, LastHidden):
+            if past.hidden.shape != (batch, self.value.config.d_model):
+                raise ValueError("past: of heads on another target")
+
+    def fixed_tree(self) -> Tree:
+        return sparse_tree(self.value, usual_nodes(self.value))
+
+    def sparse_tree(self, nodes: str) -> Tree:
+        return sparse_tree(self.value, nodes)
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        return MedusaDrafter(self.value, head_of(without_mtp(target)))
+
+    @property
+    def search_size(self) -> tuple[int, int]:
+        return 5, self.count  # after the first level guesses are free, and spread
+
+    def acceptance(self) -> Acceptance:
+        return Acceptance(np.array(accuracy_of(self.value)))
+
+    def work(self, target: Model) -> Work:
+        read = heads_read(self.value, self.count)
+        if not self.value.config.own_output:
+            read += size_of(target.params["embedding"])
+        return Work(read_once=read)
+
+
+def sparse_tree(heads: Heads, nodes: int | str) -> Tree:
+    """Returns the tree of so many nodes that gains most by the heads' accuracies; see
+    `gain.greedy_tree`."""
+    size = decimal(str(nodes)) or 0
+    if not 1 < size <= MAX_NODES:
+        raise ValueError(
+            f"tree: sparse:N wants N in 2..{MAX_NODES}, got {shown(nodes)}"
+        )
+    return greedy_tree(Acceptance(np.array(accuracy_of(heads))), size)
+
+
+def usual_nodes(heads: Heads) -> int:
+    """Returns the nodes of the default tree: `SPARSE_NODES`, or fewer where few heads
+    or ranks have no more combinations."""
+    levels, ranks = np.shape(accuracy_of(heads))
+    return min(SPARSE_NODES, sum(ranks**depth for depth in range(levels + 1)))
+
+
+def accuracy_of(heads: Heads) -> tuple[tuple[float, ...], ...]:
+    """Returns [K][R], `HeadsConfig.accuracy`, or an assumed one if nobody measured."""
+    if heads.config.accuracy:
+        return heads.config.accuracy
+    ranks = range(ASSUMED_RANKS)
+    best = (0.6 * 0.8**k for k in range(heads.config.heads))
+    return tuple(tuple(0.6 * p * 0.4**r for r in ranks) for p in best)
+
+
+def heads_read(heads: Heads, count: int) -> int:
+    """Returns the bytes of the first `count` heads, without the model's output."""
+    first = [heads.params[f"head_{k}"] for k in range(count)]
+    return size_of(first)
 
 
 @struct.dataclass
@@ -44,7 +184,7 @@ class LastHidden:
 
 
 @struct.dataclass
-class MedusaDrafter:
+class MedusaDrafter(Searcher):
     """Heads of a target.
 
     Attributes:
@@ -54,21 +194,18 @@ class MedusaDrafter:
 
     heads: Heads
     output: Model
-    hears_prompts: ClassVar[bool] = True
+    observes_prompts = True
 
     def init(self, prompts: Prompts, past: DraftState | None) -> LastHidden:
-        """Nothing is known before the first token; then drafts are bad for a step."""
+        """Returns zeros, so that drafts are bad for a step, unless there is a past."""
         batch, d = prompts.lengths.shape[0], self.heads.config.d_model
         hidden = jnp.zeros((batch, d), jnp.float32)
         if isinstance(past, LastHidden):
             hidden = past.hidden
         return LastHidden(hidden, jnp.zeros((batch,), jnp.int32))
 
-    def commit(self, state: LastHidden, news: News) -> LastHidden:
-        last = jnp.maximum(news.length - 1, 0)[:, None, None]
-        hidden = jnp.take_along_axis(news.hidden, last, axis=1)[:, 0]
-        told = (news.length > 0)[:, None]
-        return replace(state, hidden=jnp.where(told, hidden, state.hidden))
+    def commit(self, state: LastHidden, update: Update) -> LastHidden:
+        return replace(state, hidden=update.last_of(update.hidden, state.hidden))
 
     def propose(
         self,
@@ -80,20 +217,57 @@ class MedusaDrafter:
     ) -> tuple[Draft, LastHidden]:
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
+        assert isinstance(tree, Tree)  # `HeadsSource.check_tree` sees to it
         logits = self.logits(state, tree.depth)
         draft = fill_by_depth(root, logits, tree, dist, rule)
         return draft, replace(state, passes=state.passes + 1)
 
     def logits(self, state: LastHidden, depth: int) -> jax.Array:
-        """[B, depth, >= V] float32, of the tokens after the next root."""
+        """Returns [B, depth, >= V] float32, of the tokens after the next root."""
         return head_logits(self.heads, self.output, state.hidden, depth)
+
+    def search(self, state: LastHidden, query: Query) -> tuple[LastHidden, Search]:
+        logits = self.logits(state, query.depth)
+        guesser = by_depth(logits, drawn_alike(query.dist, query.rule))
+        start = nothing_grown(None, logits.shape[0], query.width, query.depth)
+        step = any_level(query), jnp.int32(1), False
+        return state, Search(logits[:, :1], guesser, start, *step)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return ()  # the target's head runs no pass of its own
+
+    @property
+    def of_target(self) -> Any:
+        return self.output
+
+    def logit_rows(self, tree: Topology) -> int:
+        return min(tree.depth, self.heads.config.heads)
+
+    def _reads(self, passes: Any, depth: int) -> list[Reads]:
+        """Returns what passes of as many heads as trees are deep have read."""
+        each = heads_read(self.heads, min(depth, self.heads.config.heads))
+        if not self.heads.config.own_output:
+            each += weights_read(self.output)
+        return [Reads("heads", passes, each)]
+
+    def reads(self, state: LastHidden, menu: Sequence[Topology]) -> list[Reads]:
+        return self._reads(state.passes, max(tree.depth for tree in menu))
+
+    def search_reads(
+        self, state: LastHidden, passes: Any, guessing: Any, size: tuple[int, int]
+    ) -> list[Reads]:
+        return self._reads(passes, size[1])
+
+    def key(self) -> str:
+        config = replace(self.heads.config, accuracy=())
+        return f"{config} {self.heads.weight_format}"
 
 
 def fill_by_depth(
     root: jax.Array, logits: jax.Array, tree: Tree, dist: Distribution, rule: Rule
 ) -> Draft:
-    """A static tree below the roots [B], of guesses that go by depth alone.
+    """Fills a static tree below the roots [B] with guesses that go by depth alone.
 
     Args:
       logits: [B, M, >= V] float32, of the tokens at depths 1 .. M.
@@ -117,8 +291,8 @@ def fill_by_depth(
 
 
 def drawn_alike(dist: Distribution, rule: Rule) -> bool:
-    """Whether the children of all nodes of a level are the same tokens: neither do
-    their probabilities depend on the path, nor has each node draws of its own."""
+    """True if the children of all nodes of a level are the same tokens: their
+    probabilities do not depend on the path, and nodes have no draws of their own."""
     if dist.seen is not None:
         return False
     return dist.sampling is None or rule.drafting in ("top_k", "coupled")

@@ -8,6 +8,7 @@ Letters: B rows, T nodes, M depth of the tree, I most inner nodes of a level, C 
 children of a node, V tokens of the vocabulary, U room for unread tokens.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,105 +19,39 @@ from jax import lax
 
 from stree_jax.models import (
     Model,
+    ModelConfig,
     State,
-    extend,
+    abstract_params,
     forward_hidden,
     init_records,
     logits_of,
     param_dtype,
-    read_text,
+    without_mtp,
 )
+from stree_jax.models.memory import weights_read
 from stree_jax.sampling.best import best_scores
 from stree_jax.sampling.distribution import DRAFT, Distribution
 from stree_jax.sampling.threefry import fold_in, uniform
 from stree_jax.speculation.accept import Drafting, Rule
+from stree_jax.speculation.adaptive.model_levels import ModelLevels
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import News, Prompts
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+)
+from stree_jax.speculation.drafters.beam import search
+from stree_jax.speculation.drafters.reading import (
+    Reading,
+    add_update,
+    begin_reading,
+    read_all,
+)
 from stree_jax.speculation.layout import Levels, below_root, tree_layout, tree_levels
-from stree_jax.speculation.tree import Topology, Tree
-
-
-@struct.dataclass
-class Reading:
-    """How far a drafting model has read; it reads when it next drafts.
-
-    Attributes:
-      state: after all text but `unread`.
-      unread: [B, U] int32; the last that counts is the root of the next tree. It has no
-        room (U = 0) just after everything was read.
-      unread_length: [B] int32.
-      passes: [B] int32, of the model since the prompts were read.
-      room: U between steps.
-    """
-
-    state: State
-    unread: jax.Array
-    unread_length: jax.Array
-    passes: jax.Array
-    room: int = struct.field(pytree_node=False)
-
-
-def model_state(past: Any) -> State | None:
-    """The state of the model in a drafter's past, which may be all there is of it."""
-    return past.state if isinstance(past, Reading) else past
-
-
-def begin_reading(model: Model, prompts: Prompts, past: Any) -> Reading:
-    """`Drafter.init` of a model: all of each prompt is read but its last token."""
-    token_ids, lengths, room = prompts.token_ids, prompts.lengths, prompts.news_width
-    read = model_state(past)
-    state = read_text(model, token_ids, lengths, prompts.capacity, read)
-    unread = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
-    unread = jnp.pad(unread, ((0, 0), (0, room - 1)))
-    return Reading(state, unread, jnp.ones_like(lengths), jnp.zeros_like(lengths), room)
-
-
-def read_all(model: Model, reading: Reading) -> tuple[jax.Array, Reading]:
-    """Feed the unread tokens to the model.
-
-    Returns:
-      hidden states [B, 1, d] after the last of them, and the reading without any.
-    """
-    last = jnp.maximum(reading.unread_length - 1, 0)[:, None]
-    hidden, state = extend(model, reading.state, reading.unread, reading.unread_length)
-    hidden = jnp.take_along_axis(hidden, last[..., None], axis=1)
-    return hidden, all_read(reading, state, 1)
-
-
-def all_read(reading: Reading, state: State, passes: jax.Array | int) -> Reading:
-    """The reading with nothing unread, after so many passes more."""
-    return replace(
-        reading,
-        state=state,
-        unread=reading.unread[:, :0],
-        unread_length=jnp.zeros_like(reading.unread_length),
-        passes=reading.passes + passes,
-    )
-
-
-def add_news(model: Model, reading: Reading, news: News) -> Reading:
-    """`Drafter.commit` of a model: news wait until it drafts, or there is no room."""
-    batch, width = news.tokens.shape
-    room, waiting = reading.room, reading.unread.shape[1]
-    if waiting == 0:
-        unread = jnp.pad(news.tokens, ((0, 0), (0, room - width)))
-        return replace(reading, unread=unread, unread_length=news.length)
-
-    def read(reading: Reading) -> Reading:
-        after = read_all(model, reading)[1]
-        return replace(after, unread=jnp.zeros_like(reading.unread))
-
-    full = (reading.unread_length + news.length > room).any()
-    reading = lax.cond(full, read, lambda reading: reading, reading)
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    place = reading.unread_length[:, None] + index
-    place = jnp.where(index < news.length[:, None], place, room)
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    return replace(
-        reading,
-        unread=reading.unread.at[row, place].set(news.tokens, mode="drop"),
-        unread_length=reading.unread_length + news.length,
-    )
+from stree_jax.speculation.source import Source, Vocabulary, check_state
+from stree_jax.speculation.tree import Auto, Beam, Topology, Tree
 
 
 class Fill(Protocol):
@@ -133,7 +68,7 @@ class Fill(Protocol):
         rule: Rule,
         /,
     ) -> Draft:
-        """A draft of `tree`.
+        """Returns a draft of `tree`.
 
         Args:
           state: of the model, after the root.
@@ -144,12 +79,46 @@ class Fill(Protocol):
 
 
 @struct.dataclass
-class ModelDrafter:
-    """A model that fills trees with what it would say itself.
+class ModelSource(Source):
+    """A draft model."""
+
+    value: Model
+    name = "model"
+    prefers_auto = True
+
+    @classmethod
+    def abstract(cls, config: ModelConfig, dtype: Any) -> Source:
+        """Returns a source of `jax.ShapeDtypeStruct`."""
+        config = replace(config, mtp=())
+        return cls(Model(abstract_params(config, dtype), config))
+
+    def vocabularies(self, name: str) -> Iterator[Vocabulary]:
+        tokenizer = getattr(self.value, "tokenizer", None)
+        yield Vocabulary(name, self.value.config.num_tokens, tokenizer)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return (self.value,)
+
+    def check_past(self, target: Model, past: DraftState, batch: int) -> None:
+        if past is not None:
+            state = getattr(past, "state", past)
+            check_state("past: of another drafter", self.value, state, batch)
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        model = without_mtp(self.value)
+        if isinstance(tree, Auto):
+            return ModelLevels(model)
+        return ModelDrafter(model, search if isinstance(tree, Beam) else fill_tree)
+
+
+@struct.dataclass
+class ModelDrafter(DrafterBase):
+    """A model that fills trees with its own likeliest tokens.
 
     Attributes:
       model: its parameters are the drafter's.
-      fill: `fill_tree`, or `beam_drafter.search` for beams.
+      fill: `fill_tree`, or `beam.search` for beams.
     """
 
     model: Model
@@ -172,8 +141,12 @@ class ModelDrafter:
         draft = self.fill(self.model, state.state, root, hidden, tree, dist, rule)
         return draft, replace(state, passes=state.passes + tree.depth - 1)
 
-    def commit(self, state: Reading, news: News) -> Reading:
-        return add_news(self.model, state, news)
+    def commit(self, state: Reading, update: Update) -> Reading:
+        return add_update(self.model, state, update)
+
+    def reads(self, state: Reading, menu: Sequence[Topology]) -> list[Reads]:
+        weights = weights_read(self.model)
+        return [Reads("drafter", state.passes, weights, state=state.state)]
 
 
 def fill_tree(
@@ -232,7 +205,7 @@ def fill_tree(
 
 
 def empty_draft(root: jax.Array, tree: Tree, dist: Distribution, rule: Rule) -> Draft:
-    """A static tree below the roots [B] that is yet to be filled."""
+    """Returns a static tree below the roots [B] that is yet to be filled."""
     batch, T = root.shape[0], tree.size
     with_q = dist.sampling is not None and rule.needs_q
     return Draft(
@@ -276,7 +249,7 @@ def draw_level(
 def by_slot(
     children: jax.Array, nodes: jax.Array, tree: Tree, levels: Levels
 ) -> tuple[jax.Array, jax.Array]:
-    """Children [B, Q, C] of the nodes [Q] int32 (T: none), by their own places.
+    """Returns children [B, Q, C] of the nodes [Q] int32 (T: none), by their own places.
 
     Returns:
       tokens [B, T] int32, and whether a node's parent is one of the nodes, [T].
@@ -296,7 +269,8 @@ def draw_children(
     noise: jax.Array | None,
     count: int,
 ) -> jax.Array:
-    """Tokens [B, I, count] of the children of I nodes, in the order they are drawn.
+    """Returns tokens [B, I, count] of the children of I nodes, in the order they are
+    drawn.
 
     Args:
       drafting: "top_k", the most probable; "iid", independent draws;
@@ -322,7 +296,8 @@ def draw_children(
 
 
 def iid_draws(p: jax.Array, keys: jax.Array, count: int) -> jax.Array:
-    """Independent draws [B, I, count] int32 of p [B, I, V], by inverting its sums."""
+    """Returns independent draws [B, I, count] int32 of p [B, I, V], by inverting its
+    sums."""
 
     def one(p: jax.Array, key: jax.Array) -> jax.Array:
         below = jnp.cumsum(p)

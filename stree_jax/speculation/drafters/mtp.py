@@ -2,12 +2,13 @@
 
 They read pairs: a token of the text and the target's hidden state that chose it, and so
 predict the token after. A drafted token is read with their own hidden state that it was
-drafted from, so one set of layers serves at every depth of a tree. Text is heard as it
-comes, prompts included; of drafts nothing is kept.
+drafted from, so one set of layers serves at every depth of a tree. The layers read text
+as it comes, prompts included, and keep nothing of drafts.
 
 Letters: B rows, M depth of the tree, d width of the target's hidden states.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,26 +16,81 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from stree_jax.models import Model, State, extend, grow, init_state, param_dtype
+from stree_jax.models import (
+    Model,
+    State,
+    extend,
+    grow,
+    init_state,
+    logits_of,
+    mtp_model,
+    param_dtype,
+)
+from stree_jax.models.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.adaptive.best_first import by_model, nothing_grown
+from stree_jax.speculation.adaptive.search import Query, Search, Searcher, any_level
 from stree_jax.speculation.draft import Draft, only_root
-from stree_jax.speculation.drafter import News, Prompts
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+    model_key,
+)
 from stree_jax.speculation.drafters.model import fill_tree
-from stree_jax.speculation.tree import Topology, Tree
+from stree_jax.speculation.source import Source, Work, check_state
+from stree_jax.speculation.tree import Auto, Topology, Tree
+
+MTP = "mtp"
 
 
 @struct.dataclass
-class Heard:
-    """What the layers have made of the text: all of it but its first token.
+class MTPSource(Source):
+    """The target's own layers for multi-token prediction."""
 
-    Of a text that goes on from a past, the tokens of the last step before its end are
-    missing: nobody hears how a row finished.
+    value = name = MTP
+    needs_mtp = True
+
+    def check(self, target: Model) -> None:
+        if not target.config.mtp:
+            raise ValueError(
+                "drafter: 'mtp' wants a target loaded with its MTP layers: "
+                "stree_jax.load(path, mtp=True); this one has no MTP layers"
+            )
+
+    def check_tree(self, tree: Topology) -> None:
+        if not isinstance(tree, Tree | Auto):
+            raise ValueError(
+                "tree: 'mtp' fills a fixed tree, such as 'E' or 'chain:4', or 'auto'; "
+                "beams want a model"
+            )
+
+    def check_past(self, target: Model, past: DraftState, batch: int) -> None:
+        if isinstance(past, MTPState):
+            layers = mtp_model(target)
+            check_state("past: of other MTP layers", layers, past.state, batch)
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        return MTPDrafter(mtp_model(target))
+
+    def work(self, target: Model) -> Work:
+        return Work((mtp_model(target),))
+
+
+@struct.dataclass
+class MTPState:
+    """The layers' state after all of the text but its first token.
+
+    In a text that continues a past, the tokens of the last step before its end are
+    missing: finished rows have no updates.
 
     Attributes:
       state: the layers' own, with their caches.
-      hidden: [B, 1, d] float32, theirs at the root of the next tree; 0 as long as
-        nothing was heard.
+      hidden: [B, 1, d] float32, theirs at the root of the next tree; 0 before the
+        first update.
       passes: [B] int32, of the layers since the prompts were read.
     """
 
@@ -44,47 +100,77 @@ class Heard:
 
 
 @struct.dataclass
-class MTPDrafter:
-    """Fills static trees.
+class MTPDrafter(Searcher):
+    """A drafter that fills static trees, or is searched by tree "auto".
 
     Attributes:
       model: of `models.mtp_model`.
     """
 
     model: Model
-    hears_prompts = True  # see `Drafter`
+    observes_prompts = True
+    passes_by_update = 1
 
-    def init(self, prompts: Prompts, past: Any) -> Heard:
-        """Room for the prompts; of a past that did not hear, nothing is known."""
+    def init(self, prompts: Prompts, past: Any) -> MTPState:
+        """Returns a state with capacity for the prompts; a past of another kind of
+        drafter is not used."""
         none = jnp.zeros_like(prompts.lengths)
-        if isinstance(past, Heard):
+        if isinstance(past, MTPState):
             return replace(past, state=grow(past.state, prompts.capacity), passes=none)
         config, dtype = self.model.config, param_dtype(self.model.params)
         state = init_state(config, none.shape[0], prompts.capacity, dtype)
         hidden = jnp.zeros((none.shape[0], 1, config.d_model), jnp.float32)
-        return Heard(state, hidden, none)
+        return MTPState(state, hidden, none)
 
     def propose(
         self,
-        state: Heard,
+        state: MTPState,
         root: jax.Array,
         tree: Topology,
         dist: Distribution,
         rule: Rule,
-    ) -> tuple[Draft, Heard]:
-        # A pass for every level but the root's, and one that hears what comes of it.
+    ) -> tuple[Draft, MTPState]:
+        # A pass for every level but the root's, and one that reads the accepted text.
         state = replace(state, passes=state.passes + max(tree.depth, 1))
         if tree.size == 1:
             return only_root(root), state
-        assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
+        assert isinstance(tree, Tree)  # of `Source.check_tree`
         below = (self.model, state.state, root, state.hidden, tree, dist, rule)
         return fill_tree(*below, hands_down=True), state
 
-    def commit(self, state: Heard, news: News) -> Heard:
+    def commit(self, state: MTPState, update: Update) -> MTPState:
         hidden, after = extend(
-            self.model, state.state, news.tokens, news.length, previous=news.hidden
+            self.model,
+            state.state,
+            update.tokens,
+            update.length,
+            previous=update.hidden,
         )
-        last = jnp.maximum(news.length - 1, 0)[:, None, None]
-        hidden = jnp.take_along_axis(hidden, last, axis=1)
-        told = (news.length > 0)[:, None, None]
-        return replace(state, state=after, hidden=jnp.where(told, hidden, state.hidden))
+        last = update.last_of(hidden, state.hidden[:, 0])[:, None]
+        return replace(state, state=after, hidden=last)
+
+    def search(self, state: MTPState, query: Query) -> tuple[MTPState, Search]:
+        model, batch = self.model, state.passes.shape[0]
+        start = nothing_grown(model, batch, query.width, query.depth)
+        handed = jnp.zeros((batch, query.width * query.depth, model.config.d_model))
+        handed = jnp.concatenate([state.hidden, handed.astype(jnp.float32)], axis=1)
+        start = replace(start, records=(start.records, handed))
+        guesser = by_model(model, state.state, hands_down=True)
+        at_root = logits_of(model, state.hidden)
+        return state, Search(at_root, guesser, start, any_level(query), jnp.int32(0))
+
+    @property
+    def of_target(self) -> Any:
+        return {name: x for name, x in self.model.params.items() if name != "mtp"}
+
+    def reads(self, state: MTPState, menu: Sequence[Topology]) -> list[Reads]:
+        weights = weights_read(self.model)
+        return [Reads("drafter", state.passes, weights, state=state.state)]
+
+    def search_reads(
+        self, state: MTPState, passes: Any, guessing: Any, size: tuple[int, int]
+    ) -> list[Reads]:
+        return [Reads(MTP, passes, weights_read(self.model), state=state.state)]
+
+    def key(self) -> str:
+        return f"{MTP} {model_key(self.model)}"

@@ -12,6 +12,7 @@ Letters: V tokens of the vocabulary, c tokens of a context (most: n - 1), S slot
 table, K tokens of a slot, N = n K candidates.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -19,14 +20,20 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from stree_jax.models import tree_nodes
+from stree_jax.models import Model, tree_nodes
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import NGRAM, Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Update,
+)
 from stree_jax.speculation.drafters.model import by_slot
 from stree_jax.speculation.drafters.stage import Task, first_unknown, make_task
-from stree_jax.speculation.tree import Topology
+from stree_jax.speculation.source import Source, Vocabulary
+from stree_jax.speculation.tree import Topology, Tree
 
 WAYS = 4  # neighbouring slots that a context may be in
 # How often they guess right, where nobody has measured it.
@@ -57,7 +64,7 @@ class Table:
 
 
 @struct.dataclass
-class NGrams:
+class NGrams(DrafterBase):
     """An n-gram model; also a drafter, and one that drafts for a drafter.
 
     Attributes:
@@ -83,7 +90,7 @@ class NGrams:
         keep: int,
         temperature: float = 1.0,
     ) -> "NGrams":
-        """With the K = `keep` likeliest of all tokens."""
+        """Returns n-grams with the K = `keep` likeliest of all tokens."""
         _, common = lax.top_k(unigram, min(keep, unigram.shape[0]))
         return cls(unigram, common, tables, temperature)
 
@@ -91,14 +98,15 @@ class NGrams:
         return self.tail(prompts.token_ids, prompts.lengths)
 
     def tail(self, text: jax.Array, lengths: jax.Array) -> "Tail":
-        """The end of texts [B, S], so long [B]."""
+        """Returns the ends of texts [B, S] of lengths [B]."""
         c = self.order - 1
         back = lengths[:, None] - c + jnp.arange(c, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
         return Tail(jnp.where(back >= 0, tokens, EMPTY))
 
     def scale(self, dist: Distribution) -> jax.Array:
-        """[B, 1, 1] float32, of log P, where texts are drawn at another temperature."""
+        """Returns [B, 1, 1] float32, a factor of log P where texts are drawn at another
+        temperature."""
         if dist.sampling is None:
             return jnp.ones((1, 1, 1), jnp.float32)
         own = jnp.where(dist.sampling.greedy, 1.0, dist.sampling.temperature)
@@ -117,10 +125,10 @@ class NGrams:
         task = make_task(tree, dist, rule)
         return self.begin(state, task.empty(root), task, task.tree.depth)
 
-    def commit(self, state: "Tail", news: News) -> "Tail":
-        text = jnp.concatenate([state.tokens, news.tokens], axis=1)
+    def commit(self, state: "Tail", update: Update) -> "Tail":
+        text = jnp.concatenate([state.tokens, update.tokens], axis=1)
         c = state.tokens.shape[1]
-        last = news.length[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
+        last = update.length[:, None] + jnp.arange(c, dtype=jnp.int32)[None]
         return Tail(jnp.take_along_axis(text, last, axis=1))
 
     def begin(
@@ -164,7 +172,8 @@ class NGrams:
     def others(
         self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """What nodes may be beside what they were filled with.
+        """Returns the likeliest tokens of nodes, other than those they were filled
+        with.
 
         Args:
           nodes: [Q] int32, below known ones; T: none.
@@ -183,7 +192,8 @@ class NGrams:
     def _after(
         self, tail: "Tail", draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """The likeliest tokens [B, Q, count] after nodes [Q] of a tree; T: any."""
+        """Returns the likeliest tokens [B, Q, count] after nodes [Q] of a tree; T:
+        any."""
         node = jnp.minimum(nodes, task.tree.size - 1)
         windows = tree_nodes(task.tree.rows(1), self.order - 1).window[0]  # [T, n - 1]
         text = jnp.concatenate([tail.tokens[:, :-1], draft.tokens], axis=1)
@@ -193,6 +203,12 @@ class NGrams:
             noise = task.noise[:, depth]
         scale = self.scale(task.dist)
         return likeliest(self, text[:, windows[node]], count, scale, noise)
+
+    @property
+    def lookup_bytes(self) -> int:
+        """Bytes that looking up one context reads, in the tables of all lengths."""
+        K = self.common.shape[0]
+        return sum(4 * (WAYS * t.contexts.shape[1] + 2 * K + 1) for t in self.tables)
 
     @property
     def num_tokens(self) -> int:
@@ -210,6 +226,33 @@ class NGrams:
 
 
 @struct.dataclass
+class NGramsSource(Source):
+    """An n-gram table by itself."""
+
+    value: NGrams
+    name = "n-grams"
+    has_q = False
+
+    def check_tree(self, tree: Topology) -> None:
+        check_fixed(tree)
+
+    def vocabularies(self, name: str) -> Iterator[Vocabulary]:
+        yield Vocabulary("n-grams", self.value.num_tokens, None)
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        return self.value
+
+
+def check_fixed(tree: Topology) -> None:
+    """Raises ValueError for a tree that is not a fixed one."""
+    if not isinstance(tree, Tree):
+        raise ValueError(
+            "tree: n-grams fill a fixed tree, alone or for a drafter, such as 'E' or "
+            "'chain:4'; beams and 'auto' want a model"
+        )
+
+
+@struct.dataclass
 class Tail:
     """The last tokens [B, n - 1] int32 of the text, the root of the next tree included;
     `EMPTY` before its begin."""
@@ -218,7 +261,8 @@ class Tail:
 
 
 def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
-    """The first [...] int32 of the `WAYS` slots where contexts [..., c] may be."""
+    """Returns the first [...] int32 of the `WAYS` slots where contexts [..., c] may
+    be."""
     number = jnp.zeros(contexts.shape[:-1], jnp.uint32)
     for token in jnp.moveaxis(contexts, -1, 0):
         number = (number ^ token.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
@@ -228,7 +272,8 @@ def first_slot(contexts: jax.Array, slots: int) -> jax.Array:
 
 
 def find(table: Table, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The slots [...] int32 of contexts [..., c], and whether they are there."""
+    """Returns the slots [...] int32 of contexts [..., c], and whether they are
+    there."""
     at = first_slot(contexts, table.slots)
     there = table.contexts.reshape(-1, WAYS, contexts.shape[-1])[at // WAYS]
     same = (there == contexts[..., None, :]).all(axis=-1)
@@ -236,7 +281,7 @@ def find(table: Table, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The likeliest next tokens, of all context lengths, longest first.
+    """Returns the likeliest next tokens, of all context lengths, longest first.
 
     Args:
       contexts: [..., n - 1] int32, `EMPTY` before the text's begin.
@@ -264,7 +309,7 @@ def candidates(ngrams: NGrams, contexts: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Array:
-    """log P(w|h) [...] float32 of tokens [...] after contexts [..., n - 1]."""
+    """Returns log P(w|h) [...] float32 of tokens [...] after contexts [..., n - 1]."""
     left = jnp.zeros(tokens.shape, jnp.float32)
     value = ngrams.unigram[tokens]
     known = jnp.zeros(tokens.shape, bool)
@@ -283,7 +328,8 @@ def log_prob(ngrams: NGrams, contexts: jax.Array, tokens: jax.Array) -> jax.Arra
 def perturbed(
     ngrams: NGrams, contexts: jax.Array, scale: jax.Array, noise: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`candidates` after contexts [B, Q, n - 1], by what a model would draw by.
+    """Returns `candidates` after contexts [B, Q, n - 1], by the scores that a model
+    would draw by.
 
     Args:
       scale: of `NGrams.scale`.
@@ -307,7 +353,8 @@ def likeliest(
     scale: jax.Array,
     noise: jax.Array | None,
 ) -> jax.Array:
-    """Tokens [B, Q, count] int32 that a model would draw after contexts [B, Q, n - 1].
+    """Returns tokens [B, Q, count] int32 that a model would draw after contexts [B, Q,
+    n - 1].
 
     Args:
       scale, noise: as of `perturbed`.

@@ -9,6 +9,7 @@ Letters: B rows, T nodes, M depth of the tree, Q nodes that children are drawn f
 most children of a node, V tokens of the vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from stree_jax.models.nodes import tree_nodes
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
 from stree_jax.speculation.draft import Draft
-from stree_jax.speculation.drafter import Drafter, DraftState
+from stree_jax.speculation.drafter import Drafter, DraftState, Reads
 from stree_jax.speculation.drafters.model import draw_children, empty_draft
 from stree_jax.speculation.layout import Levels, tree_levels
 from stree_jax.speculation.tree import Topology, Tree
@@ -61,14 +62,14 @@ class Task:
         return jnp.maximum(jnp.asarray(self.tree.parents, jnp.int32), 0)
 
     def empty(self, root: jax.Array) -> Draft:
-        """The tree below the roots [B], yet to be filled."""
+        """Returns the tree below the roots [B], yet to be filled."""
         draft = empty_draft(root, self.tree, self.dist, self.rule)
         return replace(draft, origin=jnp.zeros(draft.tokens.shape, jnp.uint8))
 
     def draw(
         self, draft: Draft, logits: jax.Array, nodes: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Children as a model draws them.
+        """Returns children as a model draws them.
 
         Args:
           logits: [B, Q, >= V] float32, after the nodes [Q] int32 (T: none).
@@ -90,8 +91,8 @@ class Task:
 
 
 def make_task(tree: Topology, dist: Distribution, rule: Rule) -> Task:
-    """The task of filling a static tree."""
-    assert isinstance(tree, Tree)  # `specs.make_spec` sees to it
+    """Returns the task of filling a static tree."""
+    assert isinstance(tree, Tree)  # `Source.check_tree` sees to it
     levels, nodes = tree_levels(tree), tree_nodes(tree.rows(1), 1)
     inner = jnp.zeros((tree.size,), bool).at[levels.inner].set(True, mode="drop")
     noise = None
@@ -123,7 +124,11 @@ class Stage(Drafter, Protocol):
         ...
 
     def end(self, opened: Opened) -> DraftState:
-        """The state after the tree, of which nothing is kept."""
+        """Returns the state after the tree, which keeps nothing of it."""
+        ...
+
+    def reads(self, state: DraftState, menu: Sequence[Topology]) -> list[Reads]:
+        """Returns what drafting has read, see `DrafterBase.reads`."""
         ...
 
 
@@ -133,11 +138,13 @@ class Several(Stage, Protocol):
     def others(
         self, opened: Opened, draft: Draft, nodes: jax.Array, task: Task, count: int
     ) -> jax.Array:
-        """The likeliest other tokens [B, Q, count] int32 of nodes [Q] (T: none)."""
+        """Returns the likeliest other tokens [B, Q, count] int32 of nodes [Q] (T:
+        none)."""
         ...
 
 
 def first_unknown(task: Task, known: jax.Array) -> jax.Array:
-    """Depth [] int32 of the first inner node that is not known [B, T]; M if all are."""
+    """Returns depth [] int32 of the first inner node that is not known [B, T]; M if all
+    are."""
     open_ = (~known & task.inner[None]).any(axis=0)
     return jnp.where(open_, task.depth, task.tree.depth).min()

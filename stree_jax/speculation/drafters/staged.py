@@ -15,36 +15,51 @@ with children), U room for unread tokens, A levels read in a pass, m guesses of 
 N = m T slots, Q nodes of a pass, V tokens of the vocabulary.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from stree_jax.checks import integer
 from stree_jax.models import (
     Model,
     Nodes,
     Records,
     State,
+    base_model,
     commit,
     forward_hidden,
     init_records,
     logits_of,
     param_dtype,
     tree_nodes,
+    without_mtp,
 )
+from stree_jax.models.memory import weights_read
 from stree_jax.sampling.distribution import Distribution
 from stree_jax.speculation.accept import Rule
+from stree_jax.speculation.adaptive.guessed_levels import GuessedLevels
+from stree_jax.speculation.adaptive.guessed_levels import Stage as GuessedStage
+from stree_jax.speculation.adaptive.model_levels import ModelLevels
 from stree_jax.speculation.draft import DRAFTER, STAGE, TARGET, Draft, only_root
-from stree_jax.speculation.drafter import DraftState, News, Prompts
-from stree_jax.speculation.drafters.model import (
+from stree_jax.speculation.drafter import (
+    DrafterBase,
+    DraftState,
+    Prompts,
+    Reads,
+    Update,
+)
+from stree_jax.speculation.drafters.model import ModelSource, by_slot
+from stree_jax.speculation.drafters.ngrams import NGrams, check_fixed
+from stree_jax.speculation.drafters.reading import (
     Reading,
-    add_news,
+    add_update,
     all_read,
     begin_reading,
-    by_slot,
 )
 from stree_jax.speculation.drafters.stage import (
     Opened,
@@ -55,11 +70,13 @@ from stree_jax.speculation.drafters.stage import (
     make_task,
 )
 from stree_jax.speculation.layout import below_root
-from stree_jax.speculation.tree import Topology
+from stree_jax.speculation.source import Source, Vocabulary, not_a_source
+from stree_jax.speculation.tree import DEEPEST, Auto, Topology
 
 NOT_READ = -1
 AHEAD = 2  # levels guessed at a time, unless another number is asked for
 WIDTH = 1  # guesses of a node, likewise
+LEAST_GUESSES = 2  # of a level, with tree "auto"
 
 
 @struct.dataclass
@@ -95,8 +112,8 @@ class Open:
 
 
 @struct.dataclass
-class Staged:
-    """A model that drafts, and who guesses for it what it is going to draft.
+class Staged(DrafterBase):
+    """A model that drafts, and a guesser of what the model is going to draft.
 
     Attributes:
       model: its drafts are the ones the target sees.
@@ -119,7 +136,7 @@ class Staged:
         inner = past.inner if isinstance(past, StagedState) else None
         if self.guesser is not None:
             inner = self.guesser.init(prompts, inner)
-        reading = begin_reading(self.model, prompts, staged_past(past))
+        reading = begin_reading(self.model, prompts, past)
         return StagedState(reading, inner)
 
     def propose(
@@ -136,11 +153,26 @@ class Staged:
         draft, opened = self.begin(state, task.empty(root), task, task.tree.depth)
         return draft, self.end(opened)
 
-    def commit(self, state: StagedState, news: News) -> StagedState:
+    def commit(self, state: StagedState, update: Update) -> StagedState:
         inner = state.inner
         if self.guesser is not None:
-            inner = self.guesser.commit(inner, news)
-        return StagedState(add_news(self.model, state.reading, news), inner)
+            inner = self.guesser.commit(inner, update)
+        return StagedState(add_update(self.model, state.reading, update), inner)
+
+    def reads(self, state: StagedState, menu: Sequence[Topology]) -> list[Reads]:
+        reading = state.reading
+        weights = weights_read(self.model)
+        own = Reads("drafter", reading.passes, weights, state=reading.state)
+        if isinstance(self.guesser, NGrams):
+            (tree,) = menu
+            levels = self.ahead * (1 if self.width == 1 else 2)  # others, apart
+            each = levels * getattr(tree, "inner", 1)
+            table = self.guesser.lookup_bytes
+            return [own, Reads("n-gram", own.passes, table, each)]
+        inner = [] if self.guesser is None else self.guesser.reads(state.inner, menu)
+        models = (r for r in inner if r.state is not None)
+        tables = (r for r in inner if r.state is None)
+        return [own, *(replace(r, stage=f"inner {r.stage}") for r in models), *tables]
 
     def begin(
         self, state: StagedState, draft: Draft, task: Task, ahead: int
@@ -176,7 +208,7 @@ class Staged:
     def _read_text(
         self, reading: Reading, inner: Opened, draft: Draft, task: Task
     ) -> tuple[Open, jax.Array, jax.Array]:
-        """One pass over the unread text, and what was guessed below its end.
+        """Runs one pass over the unread text, and over guesses below its end.
 
         Returns:
           what is known then, and logits [B, Q, V] after the root and guessed slots [Q].
@@ -215,11 +247,11 @@ class Staged:
         return opened, logits, slots
 
     def ahead_rows(self, task: Task) -> int:
-        """Most nodes of a pass that are guessed, (A - 1) I."""
+        """Returns most nodes of a pass that are guessed, (A - 1) I."""
         return (self.levels_read - 1) * task.tree.inner
 
     def _parents(self, draft: Draft) -> jax.Array:
-        """[B, N] int32, the slots above slots; nothing is below others."""
+        """Returns [B, N] int32, the slots above slots; nothing is below others."""
         return jnp.tile(draft.layout.parents, (1, self.width))
 
     def _with_others(
@@ -230,7 +262,7 @@ class Staged:
         guessed: jax.Array,
         task: Task,
     ) -> tuple[jax.Array, jax.Array]:
-        """Slots [Q] to be read, N for none, and their tokens [B, Q].
+        """Returns slots [Q] to be read, N for none, and their tokens [B, Q].
 
         Args:
           nodes: int32, of the tree, T for none.
@@ -267,7 +299,7 @@ class Staged:
         running = (opened.before.unread_length > 0)[:, None]
 
         def needed(right: jax.Array) -> jax.Array:
-            """Nodes [B, T] that have to be read; finished rows need none."""
+            """Returns nodes [B, T] that have to be read; finished rows need none."""
             return (task.inner & (task.depth < until))[None] & ~right & running
 
         def more(carry: tuple) -> jax.Array:
@@ -313,7 +345,8 @@ class Staged:
 
 
 def _text_and_tree(reading: Reading, parents: jax.Array, conv_taps: int) -> Nodes:
-    """The unread text [U], and behind its last token a tree's slots, but its root.
+    """Returns the unread text [U] as nodes, and behind its last token a tree's slots
+    except its root.
 
     Args:
       parents: [B, N] int32, of the slots; -1 for the root.
@@ -331,7 +364,7 @@ def _inside(task: Task) -> Task:
 
 
 def _for_guesser(draft: Draft) -> Draft:
-    """A draft that a guesser may fill; the probabilities are the drafter's alone."""
+    """Returns a draft that a guesser may fill, without the drafter's probabilities."""
     return replace(draft, q=None)
 
 
@@ -340,8 +373,8 @@ def _guessed(draft: Draft, guess: Draft) -> Draft:
 
 
 def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
-    """Those nodes [count] int32, of [B, T] that any row needs, that are nearest to the
-    root; padded with T."""
+    """Returns the nodes [count] int32, of [B, T] that any row needs, that are nearest
+    to the root; padded with T."""
     T = task.tree.size
     node = jnp.arange(T, dtype=jnp.int32)
     far = jnp.where(needed.any(axis=0), task.depth * T + node, T * T)
@@ -351,7 +384,8 @@ def _first_rows(needed: jax.Array, count: int, task: Task) -> jax.Array:
 
 
 def _rightly_read(read: jax.Array, tokens: jax.Array, task: Task) -> jax.Array:
-    """Nodes [B, T] that were read as what they are, as were all above them.
+    """Returns the nodes [B, T] that were read with their present tokens, as were all
+    above them.
 
     Args:
       read: [B, N] int32, the tokens that were read in each slot.
@@ -415,7 +449,8 @@ def _kept(
 def _in_place(
     opened: Open, hit: jax.Array, tokens: jax.Array, first: int, task: Task
 ) -> Open:
-    """What was read of others, where these are what the model draws, as the nodes' own.
+    """Moves what was read of other guesses to the nodes' own slots, where the model
+    draws them.
 
     Args:
       hit: [B, T] bool, the nodes that are.
@@ -435,6 +470,77 @@ def _in_place(
     return replace(opened, records=jax.tree.map(moved, opened.records), read=read)
 
 
-def staged_past(past: DraftState) -> DraftState:
-    """What of a past is the outermost model's."""
-    return past.reading if isinstance(past, StagedState) else past
+@struct.dataclass
+class StagedSource(Source):
+    """A `Staged`, as users make it."""
+
+    value: Staged
+
+    @property
+    def prefers_auto(self) -> bool:  # n-grams guess for tree "auto", too
+        return isinstance(self.value.guesser, NGrams)
+
+    def check(self, target: Model) -> None:
+        staged, guesser = self.value, self.value.guesser
+        integer("ahead", staged.ahead, 1, DEEPEST, f"1..{DEEPEST} guessed levels")
+        integer("width", staged.width, 1, 16, "1..16 guesses of a node")
+        if not isinstance(staged.model, Model):
+            raise not_a_source("drafter", staged.model)
+        if not isinstance(guesser, Model | NGrams | Staged | None):
+            raise ValueError(
+                f"guesser: want NGrams, a model or a Staged, got {type(guesser)}"
+            )
+        if isinstance(guesser, Staged):
+            StagedSource(guesser).check(target)
+        if guesser is not None and staged.width > 1 and not isinstance(guesser, NGrams):
+            raise ValueError("width: only n-grams guess more than one token a node")
+
+    def check_tree(self, tree: Topology) -> None:
+        if not isinstance(tree, Auto):
+            check_fixed(tree)
+
+    def check_past(self, target: Model, past: DraftState, batch: int) -> None:
+        reading = getattr(past, "reading", past)
+        ModelSource(self.value.model).check_past(target, reading, batch)
+        inner, guesser = getattr(past, "inner", None), bare(self.value.guesser)
+        if isinstance(guesser, Staged):
+            StagedSource(guesser).check_past(target, inner, batch)
+
+    def vocabularies(self, name: str) -> Iterator[Vocabulary]:
+        model, guesser = self.value.model, self.value.guesser
+        yield from ModelSource(model).vocabularies(name)
+        if isinstance(guesser, NGrams):
+            if guesser.num_tokens != model.config.num_tokens:
+                yield Vocabulary("n-grams", guesser.num_tokens, None)
+        elif isinstance(guesser, Model):
+            yield from ModelSource(guesser).vocabularies("guesser")
+        elif isinstance(guesser, Staged):
+            yield from StagedSource(guesser).vocabularies("guesser")
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return (self.value.model,)
+
+    def bind(self, target: Model, tree: Topology) -> DrafterBase:
+        staged = self.value
+        if not isinstance(tree, Auto):
+            return bare(staged)
+        model = without_mtp(staged.model)
+        if not isinstance(staged.guesser, NGrams):
+            return ModelLevels(model)
+        ahead = min(staged.ahead, tree.depth)
+        stage = GuessedStage(staged.guesser, ahead, max(staged.width, LEAST_GUESSES))
+        return GuessedLevels(model, stage)
+
+
+def bare(stage: Any) -> Any:
+    """Returns stages without what API models have beside parameters; a model becomes a
+    stage."""
+    match stage:
+        case Staged():
+            model, guesser = base_model(stage.model), bare(stage.guesser)
+            return replace(stage, model=model, guesser=guesser)
+        case Model():
+            return Staged(base_model(stage))
+        case _:
+            return stage

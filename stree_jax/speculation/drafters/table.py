@@ -1,0 +1,80 @@
+"""The table of sources of drafts, and a source from what users pass as `drafter`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from stree_jax.models import Model, ModelConfig
+from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.speculation.drafter import Drafter
+from stree_jax.speculation.drafters.custom import METHODS, Custom
+from stree_jax.speculation.drafters.lookup import LOOKUP
+from stree_jax.speculation.drafters.medusa import HeadsSource
+from stree_jax.speculation.drafters.model import ModelSource
+from stree_jax.speculation.drafters.mtp import MTPSource
+from stree_jax.speculation.drafters.ngrams import NGrams, NGramsSource
+from stree_jax.speculation.drafters.staged import Staged, StagedSource
+from stree_jax.speculation.drafters.text import LookupSource, PlainSource
+from stree_jax.speculation.source import Source, not_a_source
+
+AnyDrafter = Model | Heads | Drafter | str | None  # what users pass as `drafter`
+
+SOURCES: dict[type, Any] = {  # by the type of what users pass
+    Model: ModelSource,
+    Heads: HeadsSource,
+    NGrams: NGramsSource,
+    Staged: StagedSource,
+}
+ABSTRACT: dict[type, Any] = {ModelConfig: ModelSource, HeadsConfig: HeadsSource}
+WITHOUT_MODEL = LookupSource(), PlainSource()  # for any target
+NAMED = {source.value: source for source in (*WITHOUT_MODEL, MTPSource())}
+
+
+def source_of(drafter: Any) -> Source:
+    """Returns the source of drafts that a value stands for.
+
+    Args:
+      drafter: as `generate` takes it, or a source.
+
+    Raises:
+      ValueError: it is not a drafter.
+    """
+    if isinstance(drafter, Source):
+        return drafter
+    if isinstance(drafter, str) and drafter.lower() in ("none", "plain"):
+        raise ValueError(
+            f"drafter: got the string {drafter!r}; give None for plain decoding"
+        )
+    if drafter is None or isinstance(drafter, str):
+        name = LOOKUP if drafter == "auto" else drafter
+        if name in NAMED:
+            return NAMED[name]
+    for kind, source in SOURCES.items():
+        if isinstance(drafter, kind):
+            return source(drafter)
+    is_class = isinstance(drafter, type)
+    if not is_class and all(hasattr(drafter, name) for name in METHODS):
+        return Custom(drafter)
+    raise not_a_source("drafter", drafter)
+
+
+def alternatives(source: Source) -> Iterator[Source]:
+    """Yields a source, also with fewer parts; and prompt lookup and plain decoding,
+    which need no model. Where plain decoding is given, there is nothing else."""
+    lookup, plain = WITHOUT_MODEL
+    if source not in WITHOUT_MODEL:
+        yield from source.narrower()
+    if source != plain:
+        yield lookup
+    yield plain
+
+
+def abstract_source(drafter: Any, dtype: Any) -> Source:
+    """Returns a source of `jax.ShapeDtypeStruct`.
+
+    Args:
+      drafter: the architecture of a draft model or of heads; or as `generate` takes it.
+      dtype: of the weights of a draft model or of heads.
+    """
+    config = getattr(drafter, "config", drafter)
+    kind = ABSTRACT.get(type(config))
+    return source_of(drafter) if kind is None else kind.abstract(config, dtype)
