@@ -31,7 +31,6 @@ from stree_jax.bench.speculation import (
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.default_tree import accuracy_of, tree_for
-from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads
 from stree_jax.options import COUNTED, MEMORY_PARTS, MEMORY_SHAPES
 from stree_jax.sizing.memory import Room, memory_of
@@ -133,7 +132,7 @@ def subject(shape: str, models: Models, options: Options) -> Subject:
     """A shape, or the pair itself with its heads."""
     if shape != PAIR:
         return budgets.subject_of(shape, options.limit)
-    dtype = str(weights_dtype(models.target.params))
+    dtype = str(models.target.weight_format)
     return Subject(models.target, models.heads, dtype, options.small)
 
 

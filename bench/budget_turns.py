@@ -17,7 +17,6 @@ from stree_jax.bench.method import Run, quartiles_of, take_turns
 from stree_jax.bench.speculation import PLAIN, check_ties
 from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts, generate, tune
-from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.result import Generation
 from stree_jax.sizing.plan import Choice, Request, plan
@@ -98,7 +97,7 @@ def plans(
             context=context,
             queries=request.queries,
             max_new_tokens=max_new_tokens,
-            dtypes=[str(weights_dtype(target.params))],
+            dtypes=[str(target.weight_format)],
         ).best
 
     ample = ask(AMPLE)

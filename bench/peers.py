@@ -38,6 +38,7 @@ from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.save import save
 from stree_jax.convert import CheckpointError
 from stree_jax.generation import encode_prompts
+from stree_jax.models import format_named
 from stree_jax.models.memory import size_of
 from stree_jax.parity import Difference
 from stree_jax.scoring import score
@@ -204,14 +205,14 @@ def ready(subject: Subject, dtype: str, options: Options) -> Iterator[Ready]:
     new, config = options.max_new_tokens, target.config
     work = workload(target, drafter, subject.arms, subject.prompts, new)
     strangers = None
-    if transformers_version() is not None and dtype != "int8":
+    if transformers_version() is not None and format_named(dtype).plain:
         import torch
 
         torch.set_num_threads(options.threads)
         strangers = with_transformers(target, new, dtype)
     table_bytes = 0 if config.tie_embeddings else size_of(target.params["embedding"])
-    # llama.cpp has its own way to int8; else its file holds our numbers.
-    source = subject.target if dtype == "int8" else target
+    # llama.cpp rounds to int8 in its own way; else its file holds our numbers.
+    source = target if format_named(dtype).plain else subject.target
     read_bytes = {"ours": size_of(target.params) - table_bytes}
     with ExitStack() as stack:
         ask = None

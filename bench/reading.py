@@ -25,7 +25,13 @@ from stree_jax.bench.widen import sizes_of
 from stree_jax.buckets import bucket
 from stree_jax.checkpoints.load import Model
 from stree_jax.generation import encode_prompts
-from stree_jax.models import State, chain_nodes, forward_tree, read_text
+from stree_jax.models import (
+    State,
+    chain_nodes,
+    format_named,
+    forward_tree,
+    read_text,
+)
 from stree_jax.parity import Difference, quiet
 from stree_jax.speculation.loop import cache_capacity
 
@@ -107,9 +113,9 @@ def _settings(options: Options) -> dict[str, Any]:
 
 
 def _theirs(model: Model, dtype: str) -> Any:
-    """The same weights in transformers; None where it does not run, or not alike."""
-    on_cpu = jax.default_backend() == "cpu"
-    if transformers_version() is None or dtype == "int8" or not on_cpu:
+    """Returns the same weights in transformers; None where it does not run them."""
+    on_cpu, plain = jax.default_backend() == "cpu", format_named(dtype).plain
+    if transformers_version() is None or not (plain and on_cpu):
         return None
     import torch
 

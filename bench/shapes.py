@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.bench.prompts import Prompt
@@ -235,9 +234,7 @@ def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:
     One layer of each kind is compiled, and drawn anew for every layer.
     """
     kinds = tuple(dict.fromkeys(config.kinds))
-    one = partial(
-        init_params, replace(config, layers=blocks(kinds)), dtype=jnp.dtype(dtype)
-    )
+    one = partial(init_params, replace(config, layers=blocks(kinds)), dtype=dtype)
     names = [f"layers_{i}" for i in range(len(kinds))]
     layers = jax.jit(lambda key: [one(key)[name] for name in names])
     rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k not in names})

@@ -21,7 +21,6 @@ from stree_jax.convert.quantized import logical, scheme_names
 from stree_jax.convert.rows import Names, Row
 from stree_jax.convert.source import Source, open_source
 from stree_jax.convert.store import (
-    DTYPES,
     FORMAT,
     SOURCE_CONFIG,
     atomic_directory,
@@ -34,8 +33,10 @@ from stree_jax.convert.store import (
 )
 from stree_jax.convert.tensors import (
     check_tensors,
+    dtype_in_file,
     is_finite,
     odd_tensor,
+    packed_blocks,
     parts_are_read,
     read_param,
     rows_of,
@@ -46,30 +47,26 @@ from stree_jax.convert.tokenizer import (
     read_tokenizer,
     tokenizer_files,
 )
-from stree_jax.models import ModelConfig, nest, param_shapes, stored
-from stree_jax.models.params import Param, is_int8
+from stree_jax.models import Format, ModelConfig, nest, param_shapes
+from stree_jax.models.param_table import param_at
+from stree_jax.models.params import Param, array_dtype, is_stored
 from stree_jax.models.sharding.parts import cut_at
-from stree_jax.models.sharding.placement import (
-    Make,
-    Slices,
-    group_for,
-    part_indices,
-    placed,
-    taken,
-)
+from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
 from stree_jax.models.sharding.shards import WHOLE, Cut
+from stree_jax.models.weights.formats import is_weight
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, take
 
 
 def source_dtype(source: Source) -> np.dtype:
-    """The dtype to load in when none is asked for: bfloat16 stays, all else is float32.
+    """Returns the default dtype: bfloat16 stays, all else is float32.
 
     float16 becomes float32, because its range is too small for the residual stream.
-    Quantized weights become bfloat16, and with them what is beside them.
+    If weights are quantized, all parameters become bfloat16.
     """
     if any(map(source.is_quantized, source.tensors)):
-        return DTYPES["bfloat16"]
+        return BFLOAT16
     matrices = {info.dtype for info in source.tensors.values() if len(info.shape) == 2}
-    return DTYPES["bfloat16" if matrices == {"bfloat16"} else "float32"]
+    return BFLOAT16 if matrices == {"bfloat16"} else FLOAT32
 
 
 @dataclass(frozen=True)
@@ -139,13 +136,13 @@ class Checkpoint:
 
     Attributes:
       rows: one for every parameter.
-      dtype: to load the weights in.
+      weight_format: to keep the weights in.
     """
 
     source: Source
     config: ModelConfig
     rows: list[Row]
-    dtype: np.dtype
+    weight_format: Format
 
     def read(
         self,
@@ -154,25 +151,25 @@ class Checkpoint:
         mesh: Mesh | None = None,
         cut: Cut = WHOLE,
     ) -> Any:
-        """The parameters, of which one at a time is held in the source's dtype too; on
-        a mesh, one part of one.
+        """Reads the parameters. One at a time (on a mesh, one part of one) is held in
+        the source's dtype, too.
 
-        Shard by shard, so that no shard is open beside another. On a mesh each process
-        reads the parts of its devices alone, but for tensors that are quantized or of a
-        GGUF file, which are read whole, one at a time.
+        Shards are read one after another, so that one at a time is open. On a mesh each
+        process reads the parts of its devices alone, except that tensors that are
+        quantized or of a GGUF file are read whole, one at a time.
 
         Args:
           warn: called once, if a weight that was read is not finite.
-          mesh: to put them on; None: they are on one device.
-          cut: of `placement.cut_for`, how they are cut over it.
+          mesh: to put them on. If None, they are on one device.
+          cut: how they are cut over it, from `placement.cut_for`.
         """
         flat, odd, shapes = {}, list[str](), param_shapes(self.config)
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
-        total = sum(_nbytes(self.source, row) for row in rows)
+        sizes = [sum(map(self.source.nbytes, row.sources)) for row in by_shard]
         hidden = None if progress else True  # None: shown on a terminal only
-        with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
-            for row in by_shard:
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar:
+            for row, size in zip(by_shard, sizes, strict=True):
                 param, parts = cut_at(self.config, cut, row.path)
                 seen = None if warn is None or odd else odd
                 make = self._parts(row, shapes[row.path], param, parts, seen)
@@ -181,7 +178,7 @@ class Checkpoint:
                     if mesh is None
                     else placed(make, param, parts, mesh)
                 )
-                bar.update(_nbytes(self.source, row))
+                bar.update(size)
         if warn is not None and odd:
             file = tensors[odd[0]].file
             warn(f"{file}: {odd[0]} holds NaN or infinity; kept as it is")
@@ -195,32 +192,43 @@ class Checkpoint:
         parts: int,
         odd: list[str] | None,
     ) -> Make:
-        """A function: i -> part i of a row's parameter, as the model keeps it.
+        """Returns a function: i -> part i of a row's parameter, as the model keeps it.
 
         Args:
           shape: of all of it.
-          param, parts: of `placement.cut_at`.
-          odd: is given the name of a tensor that is not finite; None: nobody asks.
+          param, parts: from `parts.cut_at`.
+          odd: takes the name of a tensor that is not finite. If None, none is looked
+            for.
         """
+        entry, format = param_at(self.config, row.path), self.weight_format
+        dtype = array_dtype(entry, format.dtype)
+        if is_stored(entry):
+            dtype = format.source_dtype(dtype_in_file(self.source, row))
 
         def read(axis: int = 0, places: Slices = ()) -> np.ndarray:
-            found = read_param(self.source, row, shape, self.dtype, axis, places)
+            found = read_param(self.source, row, shape, dtype, axis, places)
             if odd is not None and not is_finite(found):
                 odd.append(odd_tensor(self.source, row, shape, axis, places))
             return found
 
-        def kept(part: np.ndarray) -> Any:
-            name, group = row.path[-1], group_for(row.path, shape)
-            if not is_int8(name, shape, self.dtype):
-                return part
-            return stored(name, jax.device_put(part), self.dtype, group)
+        def kept(part: Any) -> Any:
+            done = is_weight(part) or not is_stored(entry)
+            return part if done else format.store(part, shape[-1])
+
+        def whole() -> Any:
+            blocks = None
+            if is_stored(entry):
+                blocks = packed_blocks(self.source, row, format.keeps)
+            return read() if blocks is None else format.keep(blocks)
 
         if param is None or parts == 1:
-            return lambda i: kept(read())
+            return lambda i: kept(whole())
         if parts_are_read(self.source, row):
             return lambda i: kept(read(param.axis, part_indices(param, i, parts)))
-        whole = read()
-        return lambda i: kept(taken(whole, param, part_indices(param, i, parts)))
+        all_of_it = jax.tree.map(np.asarray, whole())
+        return lambda i: kept(
+            take(all_of_it, part_indices(param, i, parts), param.axis)
+        )
 
 
 def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
@@ -244,13 +252,8 @@ def checked(opened: Opened, dtype: Any = None) -> Checkpoint:
     return Checkpoint(source, config, rows, kept)
 
 
-def _nbytes(source: Source, row: Row) -> int:
-    """Returns the bytes of a row's tensors, as they are stored."""
-    return sum(map(source.nbytes, row.sources))
-
-
 def _check_layer_count(source: Source, config: ModelConfig) -> None:
-    """A layer has at least one tensor: a config of more layers than that is wrong."""
+    """Refuses a config of more layers than there are tensors."""
     count, where = len(config.layers) + len(config.mtp), source.directory
     if count > len(source.tensors):
         raise CheckpointError(
@@ -267,19 +270,19 @@ def convert_checkpoint(
     dt_floor: bool = False,
     warn: Warn = warnings.warn,
 ) -> None:
-    """Write a checkpoint as one of our directories, self-contained and atomically.
+    """Writes a checkpoint as one of our directories, self-contained and atomically.
 
-    With its MTP layers, if it has some; `load` reads them when it is asked to.
+    MTP layers are written, too; `load` reads them if `mtp` is True.
 
-    In memory are the parameters in the new dtype and one tensor in its old one.
+    Memory holds the parameters in the new dtype and one tensor in its old one.
 
     Args:
       src: a directory in a supported format, or a GGUF file.
-      dst: must not exist; killed at any moment, it is absent or whole.
-      dtype: "float32" or "bfloat16"; None: see `source_dtype`.
+      dst: must not exist. If the process is killed, it is absent or whole.
+      dtype: "float32" or "bfloat16". If None, see `source_dtype`.
       dt_floor: see `configs.read_config`.
-      warn: called with one line for what is odd but kept: a weight that is not finite,
-        a stop token that is none, MTP layers that are left out, a tokenizer of an
+      warn: called with one line for each oddity that is no error: a weight that is not
+        finite, an invalid stop token, MTP layers that are left out, a tokenizer of an
         unknown kind, the remains of a conversion that was killed.
 
     Raises:
@@ -291,7 +294,7 @@ def convert_checkpoint(
         files = CheckpointFiles(src)
         read_tokenizer(files, warn)  # a bad one is refused before the weights are read
         checkpoint = checked(open_local(files, dt_floor, warn, mtp=None), dtype)
-        config, kept = checkpoint.config, checkpoint.dtype
+        config, kept = checkpoint.config, checkpoint.weight_format.dtype
         check_space(dst, config, kept)
         copy_tokenizer(files, temporary)  # before its checksum is taken
         if files.is_gguf:

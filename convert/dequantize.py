@@ -1,9 +1,9 @@
-"""Weights in few bits to numbers: what each stored form and its scales mean.
+"""Converts weights in few bits to floats: the meaning of each scheme and its scales.
 
 In float64 every product of a stored number and its scales is exact: E2M1 has 2 bits,
-E4M3 has 4, int8 less a zero point 9 and a float32 scale 24. One rounding follows, to
-the dtype that is wanted. A global scale is never folded into E4M3 scales, most of which
-would become subnormal.
+E4M3 has 4, int8 less a zero point 9 and a float32 scale 24. One rounding to the wanted
+dtype follows. A global scale is never folded into E4M3 scales, most of which would
+become subnormal.
 
 Sources: NVIDIA Model Optimizer (`nvfp4_tensor.py`), compressed-tensors (`forward.py`,
 `pack_quantized`), transformers (`finegrained_fp8.py`), OCP's E2M1 and E4M3.
@@ -34,10 +34,10 @@ class Scheme:
       name: "fp8", "nvfp4" or "int8".
       stored: dtype of the weight: F8_E4M3; I8; U8, two E2M1 a byte; I32, four int8 plus
         128, the first in the lowest bits.
-      block: (rows, columns) that share a scale; 0: all of them.
-      weight, scale, global_scale, zero_point, shape: last words of the tensors' names;
-        "": there is none.
-      reciprocal: numbers are divided by the global scale, not multiplied.
+      block: (rows, columns) that share a scale; 0 means all of them.
+      weight, scale, global_scale, zero_point, shape: last words of the tensors' names.
+        If empty, there is no such tensor.
+      reciprocal: if True, numbers are divided by the global scale, not multiplied.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Scheme:
     reciprocal: bool = False
 
     def endings(self) -> dict[Part, str]:
-        """The last word of every tensor's name."""
+        """Returns the last word of every tensor's name."""
         named: dict[Part, str] = {
             "weight": self.weight,
             "scale": self.scale,
@@ -62,17 +62,18 @@ class Scheme:
         return {part: word for part, word in named.items() if word}
 
     def matrix(self, stored: tuple[int, ...]) -> tuple[int, int]:
-        """[out, in] of a stored matrix."""
+        """Returns [out, in] of a stored matrix."""
         return stored[0], stored[1] * STORED[self.stored]
 
     def grid(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        """How many scales a matrix has each way; the last block may be cut off."""
+        """Returns the number of scales along each axis; the last block may be shorter
+        than the others."""
         sizes = zip(matrix, self.block, strict=True)
         rows, columns = (-(-n // size) if size else 1 for n, size in sizes)
         return rows, columns
 
     def shapes(self, matrix: tuple[int, int]) -> dict[Part, set[tuple[int, ...]]]:
-        """The shapes that each tensor but the weight may have."""
+        """Returns the shapes that each tensor except the weight may have."""
         rows, columns = self.grid(matrix)
         grids: set[tuple[int, ...]] = {(rows, columns)}
         if self.block[0] > 1:  # Model Optimizer keeps the blocks' axes
@@ -92,9 +93,9 @@ class Scheme:
 def problem(
     scheme: Scheme, arrays: Mapping[Part, np.ndarray]
 ) -> tuple[Part, str] | None:
-    """What is wrong with the numbers of a matrix's scales, and with which of them.
+    """Returns which of a matrix's scales are invalid, and why, or None.
 
-    A scale of 0 is one of a block of zeros; for a whole tensor it is an error.
+    A block of zeros may have the scale 0; for a whole tensor that is an error.
     """
     for part in ("scale", "global_scale"):
         if part not in arrays:
@@ -117,10 +118,11 @@ def problem(
 def dequantize(
     scheme: Scheme, arrays: Mapping[Part, np.ndarray], dtype: np.dtype
 ) -> np.ndarray:
-    """The matrix [out, in] in `dtype`, float32 or bfloat16, each number rounded once.
+    """Returns the matrix [out, in] in a float dtype; each number is rounded once.
 
     Args:
       arrays: in the dtypes and shapes of the scheme.
+      dtype: float32 or bfloat16.
     """
     stored = arrays["weight"]
     matrix = scheme.matrix(stored.shape)
@@ -145,7 +147,7 @@ def dequantize(
 
 
 def _pieces(matrix: tuple[int, int]) -> Iterator[slice]:
-    """Rows of a matrix, some at a time."""
+    """Returns the rows of a matrix, some at a time."""
     step = max(1, PIECE // max(1, matrix[1]))
     return (slice(i, i + step) for i in range(0, matrix[0], step))
 
@@ -153,7 +155,7 @@ def _pieces(matrix: tuple[int, int]) -> Iterator[slice]:
 def _spread(
     values: np.ndarray, block: tuple[int, int], matrix: tuple[int, int], rows: slice
 ) -> np.ndarray:
-    """Those of a grid [out blocks, in blocks] at some rows, broadcast to [rows, in]."""
+    """Returns a grid [out blocks, in blocks] at some rows, broadcast to [rows, in]."""
     if block[0]:
         numbers = np.arange(*rows.indices(matrix[0]))
         values = values[numbers // block[0]]
@@ -163,7 +165,8 @@ def _spread(
 
 
 def decode(stored: str, elements: np.ndarray) -> np.ndarray:
-    """The numbers [n, in] float64 in stored elements [n, packed], without scales."""
+    """Returns the numbers [n, in] float64 of stored elements [n, packed], without
+    scales."""
     match stored:
         case "U8":
             return E2M1_OF_BYTE[elements].reshape(len(elements), -1)
@@ -175,10 +178,10 @@ def decode(stored: str, elements: np.ndarray) -> np.ndarray:
 
 
 def rounded(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Float64 in float32 or bfloat16, to the nearest, ties to even.
+    """Rounds float64 to the nearest float32 or bfloat16, ties to even.
 
-    ml_dtypes goes to bfloat16 by way of float32, and so would round twice. To round to
-    odd on the way makes the second rounding the only one that counts.
+    ml_dtypes converts to bfloat16 through float32, which would round twice. Rounding to
+    odd in between leaves the second rounding as the only one that counts.
     """
     with np.errstate(over="ignore", under="ignore"):
         near = numbers.astype(np.float32)

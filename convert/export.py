@@ -23,7 +23,7 @@ from stree_jax.convert.store import (
 from stree_jax.convert.tensors import rows_of
 from stree_jax.convert.tokenizer import copy_tokenizer
 from stree_jax.convert.whole_texts import for_whole_texts
-from stree_jax.models import ModelConfig, by_path, weights_dtype
+from stree_jax.models import ModelConfig, by_path, format_of
 from stree_jax.models.config_json import MAX_SIZE
 
 SHARD_BYTES = 5 * 10**9
@@ -58,7 +58,7 @@ def export_hf(
       CheckpointError: the model has an option that no Hugging Face class has, or dst
         cannot be written, or its disk has no room.
     """
-    dtype = dtype_named(weights_dtype(params))
+    dtype = dtype_named(format_of(params))
     fields = hf_config(config, dtype.name, _kept_fields(config, source))
     tensors = _tensors(config, params)
     with atomic_directory(dst) as temporary:

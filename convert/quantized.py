@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are quantized, and how: by its config files.
+"""Finds which tensors of a checkpoint are quantized, and how, from its config files.
 
 A source with quantized weights becomes one that lists the matrices themselves, so that
-all else reads it as any other. What a scheme means is in `dequantize.py`.
+other code reads it as any other source. `dequantize.py` says what a scheme means.
 
 Sources of names and shapes: NVIDIA Model Optimizer (`convert_hf_config.py`), vLLM
 (`modelopt.py`), compressed-tensors (`quant_config.py`, `quant_args.py`) and
@@ -21,7 +21,7 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.source import (
     PICKLED,
-    Quantized,
+    PackedInfo,
     Source,
     TensorInfo,
 )
@@ -56,7 +56,7 @@ COMPRESSED = {
     ("nvfp4-pack-quantized", "float", 4): NVFP4_PACKED,
 }
 FORMATS = tuple(dict.fromkeys(format for format, _, _ in COMPRESSED))
-# Of activations and caches, which stay in the model's dtype here.
+# Scales of activations and caches, which here stay in the model's dtype.
 ACTIVATIONS = frozenset(
     "input_scale input_global_scale input_zero_point output_scale output_zero_point "
     "activation_scale q_scale k_scale v_scale k_zero_point v_zero_point".split()
@@ -69,7 +69,8 @@ class Modules:
     """Modules by name, and by pattern of the whole name.
 
     Attributes:
-      below: a name stands for all modules below it, and at the end of others, too.
+      below: if True, a name also stands for all modules below it, and for modules whose
+        names end in it.
     """
 
     names: frozenset[str] = frozenset()
@@ -89,12 +90,12 @@ class Modules:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which scheme a module's weight has, as a config file says.
+    """The schemes of the modules' weights, from a config file.
 
     Attributes:
-      named: schemes of modules and all below them.
-      patterned: of those whose name a pattern fits; looked at after `named`.
-      default: of all others that are quantized; None: there are none.
+      named: schemes of modules and of all modules below them.
+      patterned: schemes of modules whose names match a pattern; `named` goes first.
+      default: scheme of all other quantized modules. If None, there are no others.
       ignored: modules that are not quantized.
     """
 
@@ -108,7 +109,7 @@ class Recipe:
         return bool(self.named or self.patterned or self.default)
 
     def scheme(self, module: str) -> Scheme | None:
-        """Of a quantized module; None: the file knows of none for it."""
+        """Returns the scheme of a quantized module, or None if the file has none."""
         for name in (module, *_above(module)):
             if name in self.named:
                 return self.named[name]
@@ -117,7 +118,7 @@ class Recipe:
 
 
 def _above(module: str) -> Iterator[str]:
-    """Names of the modules that a module is in, the nearest first."""
+    """Yields the names of the modules that contain a module, the nearest first."""
     while "." in module:
         module = module.rpartition(".")[0]
         yield module
@@ -129,8 +130,8 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
     It is unchanged if no config file names quantization. Reads headers only.
 
     Raises:
-      CheckpointError: the method is not known, or a quantized tensor is not as its
-        config and its shape want it; the tensor's name and file are in it.
+      CheckpointError: the method is unknown, or a quantized tensor does not fit its
+        config or its shape; the message names the tensor and its file.
     """
     recipe = _recipe(source, files)
     if recipe is None:
@@ -141,7 +142,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
             f"{pickled[0]}: quantized weights are read from safetensors files only"
         )
     words = {scheme.weight for scheme in COMPRESSED.values()}
-    quantized: dict[str, Quantized] = {}
+    quantized: dict[str, PackedInfo] = {}
     for name, info in stored.items():
         module, _, word = name.rpartition(".")
         if word not in words or (word == "weight" and info.dtype in FLOATS):
@@ -167,17 +168,16 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
 
 
 def scheme_names(source: Source) -> str | None:
-    """The schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or "q4_k"."""
-    names = {q.scheme.name for q in source.quantized.values()}
-    kinds = [t.kind for t in source.tensors.values() if t.kind is not None]
-    names |= {kind.name.lower() for kind in kinds if not kind.plain}
-    return "+".join(sorted(names)) or None
+    """Returns the schemes of a source's weights, such as "nvfp4", "fp8+nvfp4" or
+    "q4_k"; None if all are plain floats."""
+    names = {source.scheme(name) for name in source.tensors} - {None}
+    return "+".join(sorted(filter(None, names))) or None
 
 
 def _quantized(
     recipe: Recipe, stored: Mapping[str, TensorInfo], module: str, name: str
-) -> Quantized:
-    """A quantized tensor with its scales, after a look at names, dtypes and shapes."""
+) -> PackedInfo:
+    """Returns a quantized tensor with its scales; checks names, dtypes and shapes."""
     info, scheme = stored[name], recipe.scheme(module)
     where = f"{info.file}: {name}"
     if recipe.ignored.has(module):
@@ -210,7 +210,7 @@ def _quantized(
         parts[part] = tensor, stored[tensor]
         if part != "weight":
             _check_part(scheme, part, shapes[part], tensor, stored[tensor])
-    return Quantized(scheme, parts)
+    return PackedInfo(scheme, parts)
 
 
 def _check_part(
@@ -220,7 +220,7 @@ def _check_part(
     name: str,
     info: TensorInfo,
 ) -> None:
-    """A scale, zero point or shape has a dtype and a shape that fit its matrix."""
+    """Checks that dtype and shape of a scale, zero point or shape fit its matrix."""
     dtypes: tuple[str, ...] = FLOATS
     if part == "scale" and scheme.global_scale:
         dtypes = ("F8_E4M3",)
@@ -273,7 +273,7 @@ def _recipe(source: Source, files: CheckpointFiles) -> Recipe | None:
 
 
 def _strings(fields: ConfigFields, *names: str) -> list[str]:
-    """A list of strings, from the first of these fields that there is."""
+    """Returns the list of strings in the first of these fields that is present."""
     name = next((n for n in names if fields.get(n, None) is not None), names[0])
     value = fields.get(name, [])
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
@@ -282,7 +282,7 @@ def _strings(fields: ConfigFields, *names: str) -> list[str]:
 
 
 def _modules(fields: ConfigFields, *names: str) -> Modules:
-    """Of a field whose names may hold * and ?."""
+    """Returns the modules of a field whose names may contain * and ?."""
     values = _strings(fields, *names)
     wild = {value for value in values if any(c in value for c in "*?[")}
     patterns = tuple(re.compile(fnmatch.translate(value)) for value in sorted(wild))
@@ -290,7 +290,7 @@ def _modules(fields: ConfigFields, *names: str) -> Modules:
 
 
 def _modelopt(fields: ConfigFields) -> Recipe:
-    """Model Optimizer's: one algorithm for all, or one for each module."""
+    """Reads Model Optimizer's fields: one algorithm for all, or one for each module."""
     if "quantization" in fields.values:
         fields = fields.object("quantization")
     ignored = _modules(fields, "exclude_modules", "ignore")
@@ -305,7 +305,7 @@ def _modelopt(fields: ConfigFields) -> Recipe:
 
 
 def _algorithm(fields: ConfigFields) -> Scheme:
-    """By `quant_algo`, in capitals or not, and `group_size`."""
+    """Returns the scheme of `quant_algo`, in any case, and `group_size`."""
     word = fields.get("quant_algo")
     known = word.upper() if isinstance(word, str) else word
     if known not in tuple(MODELOPT):
@@ -322,7 +322,7 @@ def _algorithm(fields: ConfigFields) -> Scheme:
 
 
 def _fine_grained(fields: ConfigFields) -> Recipe:
-    """FP8 in blocks, as DeepSeek's, or with a scale for a tensor."""
+    """Reads the fields of FP8 in blocks, like DeepSeek's, or with a scale a tensor."""
     fields.choice("fmt", "e4m3", ("e4m3",))
     fields.choice("scale_fmt", "float", ("float",))
     fields.choice("expert_dtype", "fp8", ("fp8",))
@@ -337,7 +337,7 @@ def _fine_grained(fields: ConfigFields) -> Recipe:
 
 
 def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
-    """Rows and columns of a block."""
+    """Returns the rows and columns of a block."""
     value = fields.get(name)
     whole = isinstance(value, list) and len(value) == 2
     if not whole or not all(type(n) is int and 0 < n <= 2**20 for n in value):
@@ -346,7 +346,8 @@ def _block(fields: ConfigFields, name: str) -> tuple[int, int]:
 
 
 def _compressed(fields: ConfigFields) -> Recipe:
-    """compressed-tensors': groups of modules, by name, pattern ("re:...") or class."""
+    """Reads compressed-tensors' groups of modules: by name, pattern ("re:...") or
+    class."""
     if fields.get("transform_config", None):
         raise fields.error("transform_config", "transformed weights are not supported")
     sparsity = fields.object("sparsity_config")
@@ -357,7 +358,7 @@ def _compressed(fields: ConfigFields) -> Recipe:
     default: Scheme | None = None
     for name in groups.values:
         group = groups.object(name)
-        if group.get("weights", None) is None:  # of activations alone
+        if group.get("weights", None) is None:  # only activations are quantized
             continue
         scheme = _weights(group, fields)
         for target in _strings(group, "targets"):
@@ -367,7 +368,7 @@ def _compressed(fields: ConfigFields) -> Recipe:
                 named[target] = scheme
             elif default not in (None, scheme):
                 raise group.error("targets", f"{target}: is in another group, too")
-            else:  # a class, such as Linear: of what else is quantized
+            else:  # a class, such as Linear: all other quantized modules
                 default = scheme
     ignored = _strings(fields, "ignore")
     plain = frozenset(name for name in ignored if not name.startswith("re:"))
@@ -384,7 +385,8 @@ def _pattern(fields: ConfigFields, name: str, target: str) -> re.Pattern[str]:
 
 
 def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
-    """The scheme of a group: its format, else that of all, and its weights."""
+    """Returns the scheme of a group, from its weights and its own or the common
+    format."""
     weights = group.object("weights")
     own = group.get("format", None) is not None
     format = (group if own else fields).choice("format", "", FORMATS)
@@ -403,7 +405,7 @@ def _weights(group: ConfigFields, fields: ConfigFields) -> Scheme:
 
 
 def _shared(weights: ConfigFields, scheme: Scheme) -> tuple[int, int]:
-    """Rows and columns that share a scale, by the strategy of a group's weights."""
+    """Returns the rows and columns that share a scale, by the strategy of a group."""
     size = weights.get("group_size", None)  # -1: all of a row
     if size not in (None, -1):
         size = weights.size("group_size")

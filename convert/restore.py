@@ -1,8 +1,8 @@
-"""The arrays of our own directory, by orbax onto a device, or the devices of a mesh.
+"""Reads the arrays of our own directory with orbax onto a device or a mesh.
 
-A part of a parameter is seldom one run of places: of `in_proj` it is some of z, x, B, C
-and dt each. Orbax reads runs, so such a parameter is cut along another axis as it is
-read, and changes hands on the devices.
+A part of a parameter is seldom one run of places: a part of `in_proj` has some of z, x,
+B, C and dt each. Orbax reads runs, so such a parameter is cut along another axis as it
+is read, and then exchanged between the devices.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stree_jax.models import (
-    INT8,
+    Format,
     ModelConfig,
     abstract_params,
     by_path,
@@ -26,10 +26,11 @@ from stree_jax.models import (
     stored,
 )
 from stree_jax.models.memory import size_of
-from stree_jax.models.params import NORMAL, Param, stored_dtype
+from stree_jax.models.param_table import param_at
+from stree_jax.models.params import NORMAL, Param, array_dtype
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.sharding.parts import cut_at
-from stree_jax.models.sharding.placement import group_for, part_indices, spec_of
+from stree_jax.models.sharding.placement import part_indices, spec_of
 from stree_jax.models.sharding.shards import MODEL, WHOLE, Cut
 
 
@@ -37,42 +38,47 @@ def restored(
     folder: Path,
     config: ModelConfig,
     kept: Mapping[ParamPath, Any],
-    dtype: np.dtype,
+    format: Format,
     mesh: Mesh | None = None,
     cut: Cut = WHOLE,
 ) -> Any:
-    """Those parameters of a folder that the model has; the others are not read.
+    """Reads the parameters of a folder that the model has, and no others.
 
-    On a mesh, and in int8, they come in portions as large as the largest parameter: so
-    much, of a mesh the devices' share of it, is held beside what is done.
+    On a mesh, and in a format that is not plain, they are read in portions as large as
+    the largest parameter: so much (on a mesh a device's share of it) is held beside the
+    finished ones.
 
     Args:
       folder: of orbax.
       kept: what it says of its parameters.
-      dtype: to read them in.
-      mesh: to put them on; None: they are on the default device.
-      cut: of `placement.cut_for`, how they are cut over it.
+      format: to keep them in.
+      mesh: to put them on. If None, they are on the default device.
+      cut: how they are cut over it, from `placement.cut_for`.
     """
-    if mesh is None and dtype != INT8:
-        wanted = jax.tree.map(_on_device, abstract_params(config, dtype))
+    if mesh is None and format.plain:
+        wanted = jax.tree.map(_on_device, abstract_params(config, format))
         return _restore_some(folder, wanted)
-    wanted = {
-        path: _as_read(kept[path], path, cut_at(config, cut, path), dtype, mesh)
+    places = {
+        path: (param_at(config, path), cut_at(config, cut, path)[1])
         for path in param_shapes(config)
+    }
+    wanted = {
+        path: _as_read(kept[path], *place, format, mesh)
+        for path, place in places.items()
     }
     flat: dict[ParamPath, Any] = {}
     for portion in _portions(wanted):
         read = by_path(_restore_some(folder, nest(portion)))
         while read:  # one by one, and gone when it is in its place
             path, leaf = read.popitem()
-            done = _as_kept(leaf, path, cut_at(config, cut, path), dtype, mesh)
+            done = _as_kept(leaf, *places[path], format, mesh)
             flat[path] = jax.block_until_ready(done)
             del leaf, done
     return nest(flat)
 
 
 def _restore_some(folder: Path, wanted: Any) -> Any:
-    """Those parameters of a folder that `wanted` has; the others are not read."""
+    """Reads the parameters of a folder that `wanted` has, and no others."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -82,7 +88,7 @@ def _restore_some(folder: Path, wanted: Any) -> Any:
 
 
 def _portions(wanted: Mapping[ParamPath, Any]) -> Iterator[dict[ParamPath, Any]]:
-    """All of them, of no more bytes at a time than the largest has."""
+    """Yields all parameters, at a time no more bytes than the largest has."""
     most = max(size_of(leaf) for leaf in wanted.values())
     portion: dict[ParamPath, Any] = {}
     for path, leaf in wanted.items():
@@ -94,32 +100,30 @@ def _portions(wanted: Mapping[ParamPath, Any]) -> Iterator[dict[ParamPath, Any]]
 
 
 def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An array of this shape and dtype on the default device."""
+    """Returns an abstract array of this shape and dtype on the default device."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
 
 
 def _as_read(
-    leaf: Any,
-    path: ParamPath,
-    cut: tuple[Param | None, int],
-    dtype: np.dtype,
-    mesh: Mesh | None,
+    leaf: Any, param: Param | None, parts: int, format: Format, mesh: Mesh | None
 ) -> jax.ShapeDtypeStruct:
-    """How orbax is to read a parameter of a folder; what becomes int8, as it is there.
+    """Returns how orbax is to read a parameter of a folder: in its own dtype if the
+    format is not plain.
 
     Args:
-      cut: its entry in its layer's table, and in how many parts it is cut.
+      param: its entry in its layer's table.
+      parts: over how many devices it is cut.
     """
     if mesh is None:
         return _on_device(leaf)
-    kept = leaf.dtype if dtype == INT8 else stored_dtype(path[-1], dtype)
-    sharding = NamedSharding(mesh, _spec_as_read(*cut, leaf.shape))
-    return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=sharding)
+    dtype = array_dtype(param, format.dtype) if format.plain else leaf.dtype
+    sharding = NamedSharding(mesh, _spec_as_read(param, parts, leaf.shape))
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
 def _spec_as_read(param: Param | None, parts: int, shape: tuple[int, ...]) -> P:
-    """Along which axis a parameter is cut as it is read."""
+    """Returns along which axis a parameter is cut as it is read."""
     if not _changes_order(param, parts):
         return spec_of(param, parts, len(shape))
     other = _other_axis(param, parts, shape)
@@ -127,19 +131,19 @@ def _spec_as_read(param: Param | None, parts: int, shape: tuple[int, ...]) -> P:
 
 
 def _other_axis(param: Param | None, parts: int, shape: tuple[int, ...]) -> int | None:
-    """One that divides, beside that of the parts; None: there is none."""
+    """Returns an axis other than the parts' that divides, or None."""
     axes = (axis for axis, size in enumerate(shape) if size % parts == 0)
     return next((axis for axis in axes if param and axis != param.axis), None)
 
 
 def _order(param: Param, parts: int) -> np.ndarray:
-    """The places of an axis that all parts have, part after part."""
+    """Returns the places along the axis that all parts have, part after part."""
     each = (part_indices(param, i, parts) for i in range(parts))
     return np.concatenate([np.r_[places] for places in each])
 
 
 def _changes_order(param: Param | None, parts: int) -> bool:
-    """Whether parts have other places than their share of the axis."""
+    """True if parts have other places than their share of the axis."""
     if param is None or parts == 1:
         return False
     order = _order(param, parts)
@@ -148,25 +152,22 @@ def _changes_order(param: Param | None, parts: int) -> bool:
 
 def _as_kept(
     leaf: jax.Array,
-    path: ParamPath,
-    cut: tuple[Param | None, int],
-    dtype: np.dtype,
+    param: Param | None,
+    parts: int,
+    format: Format,
     mesh: Mesh | None,
 ) -> Any:
-    """A parameter as the model keeps it, from what orbax read."""
-    name, group = path[-1], group_for(path, leaf.shape)
+    """Returns a parameter as the model keeps it, from the array that orbax read."""
     if mesh is None:
-        return stored(name, leaf, dtype, group)
-    param, parts = cut
-    if dtype != INT8 and not _changes_order(param, parts):
+        return stored(param, leaf, format)
+    if format.plain and not _changes_order(param, parts):
         return leaf  # it is where it belongs
     if param is not None:
-        param = param._replace(init=NORMAL)  # no part of the program
-    done = _moved(leaf, name, param, parts, dtype, group, mesh)
+        param = param._replace(init=NORMAL)  # not part of the program
+    done = _moved(leaf, param, parts, format, mesh)
 
-    def as_sharded(
-        x: jax.Array,
-    ) -> jax.Array:  # by the same spec, not one that is alike
+    def as_sharded(x: jax.Array) -> jax.Array:
+        """Gives an array this very sharding, not an equal one of another spec."""
         sharding = NamedSharding(mesh, spec_of(param, parts, x.ndim))
         here = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, here)
@@ -174,19 +175,16 @@ def _as_kept(
     return jax.tree.map(as_sharded, done)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _moved(
-    leaf: jax.Array,
-    name: str,
-    param: Param | None,
-    parts: int,
-    dtype: np.dtype,
-    group: int | None,
-    mesh: Mesh,
+    leaf: jax.Array, param: Param | None, parts: int, format: Format, mesh: Mesh
 ) -> Any:
-    """A parameter on a mesh, each part of it where it belongs."""
+    """Returns a parameter on a mesh, each part of it where it belongs."""
     read = _spec_as_read(param, parts, leaf.shape)
-    other = _other_axis(param, parts, leaf.shape)
+    other, columns = _other_axis(param, parts, leaf.shape), leaf.shape[-1]
+
+    def keep(x: jax.Array) -> Any:
+        return stored(param, x, format, columns)
 
     def local(x: jax.Array) -> Any:
         if param is not None and _changes_order(param, parts):
@@ -198,9 +196,10 @@ def _moved(
                 x = lax.dynamic_slice_in_dim(x, begin, width, axis)
             else:
                 x = lax.all_to_all(x, MODEL, axis, other, tiled=True)
-        return stored(name, x, dtype, group)
+        return keep(x)
 
-    done = spec_of(param, parts, leaf.ndim)
+    whole = jax.eval_shape(keep, leaf)
+    done = jax.tree.map(lambda x: spec_of(param, parts, x.ndim), whole)
     run = jax.shard_map(
         local, mesh=mesh, in_specs=read, out_specs=done, check_vma=False
     )

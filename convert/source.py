@@ -1,4 +1,4 @@
-"""Reading the tensors of a PyTorch or safetensors checkpoint, one at a time."""
+"""Reads the tensors of a PyTorch or safetensors checkpoint, one at a time."""
 
 import json
 import math
@@ -16,8 +16,9 @@ import numpy as np
 from stree_jax.convert.dequantize import Part, Scheme, dequantize, problem
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.files import check_fetched, read_text
-from stree_jax.convert.gguf.blocks import Kind, read_blocks, read_plain
+from stree_jax.convert.gguf.blocks import Kind, packed_blocks, read_blocks, read_plain
 from stree_jax.convert.rows import Index
+from stree_jax.models.weights.weight import Packed
 
 DTYPES = {
     "F32": "float32",
@@ -29,6 +30,8 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"  # behind such a name: which shard has which tensor
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
+# Bytes of a number; 2 for others.
+BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "I64": 8, "float64": 8}
 PIECE = 2**24  # numbers of a tensor that are read at once
 ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
 ADAPTER = "adapter_config.json"
@@ -43,7 +46,7 @@ OWN_FORMAT = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is and what it looks like, without its numbers.
+    """File, shape and dtype of a tensor, without its numbers.
 
     Attributes:
       start: where its bytes begin in the file, if safetensors has no array for them.
@@ -56,9 +59,17 @@ class TensorInfo:
     start: int = 0
     kind: Kind | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        count = math.prod(self.shape)
+        if self.kind is not None:
+            return self.kind.nbytes(count)
+        return count * BYTES.get(self.dtype, 2)
+
 
 @dataclass(frozen=True)
-class Quantized:
+class PackedInfo:
     """The tensors that one matrix is stored in: names and infos."""
 
     scheme: Scheme
@@ -70,53 +81,56 @@ class Source:
     """A checkpoint directory or GGUF file: every tensor's info, by name.
 
     Attributes:
-      directory: or the file.
-      said_by: what the shapes are by, for messages.
-      tensors: those of the model. A quantized matrix is one of them, its scales are
-        not; its shape is [out, in], and its dtype what it is read in by default.
-      opened: the `.bin` file read last and its tensors (memory-mapped), one at most:
-        the pages that were read count as memory for as long as it is open.
-      quantized: how the quantized ones are stored, by their names in `tensors`.
+      directory: of the checkpoint, or the file.
+      said_by: for messages, the file that the shapes come from.
+      tensors: those of the model. A quantized matrix is one of them, without its
+        scales; its shape is [out, in], its dtype that of `read` by default.
+      opened: the `.bin` file that was read last and its tensors (memory-mapped), one at
+        most: the pages that were read count as memory while it is open.
+      quantized: how the quantized tensors are stored, by their names in `tensors`.
     """
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
     opened: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    quantized: Mapping[str, PackedInfo] = field(default_factory=dict)
     said_by: str = "config.json"
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether a tensor's numbers are stored in few bits, with scales."""
+    def scheme(self, name: str) -> str | None:
+        """Returns how a tensor's numbers are stored in few bits, such as "nvfp4" or
+        "q4_k"; None if they are plain floats."""
+        if name in self.quantized:
+            return self.quantized[name].scheme.name
         kind = self.tensors[name].kind
-        return name in self.quantized or (kind is not None and not kind.plain)
+        return None if kind is None or kind.plain else kind.name.lower()
+
+    def is_quantized(self, name: str) -> bool:
+        """True if a tensor's numbers are stored in few bits, with scales."""
+        return self.scheme(name) is not None
 
     def is_plain(self, name: str) -> bool:
-        """Whether some of a tensor's numbers can be read alone."""
+        """True if some of a tensor's numbers can be read alone."""
         return self.tensors[name].kind is None and name not in self.quantized
 
+    def nbytes(self, name: str) -> int:
+        """Returns the bytes of a tensor in its file, scales included."""
+        if name in self.quantized:
+            return sum(info.nbytes for _, info in self.quantized[name].parts.values())
+        return self.tensors[name].nbytes
+
     def is_mapped(self, name: str) -> bool:
-        """Whether what `read` gives may be pages of a file."""
+        """True if the arrays that `read` returns may be pages of a file."""
         return self.tensors[name].file.suffix in PICKLED
 
-    def nbytes(self, name: str) -> int:
-        """Returns the bytes of a tensor in its file, its scales included."""
-        info = self.tensors[name]
-        if info.kind is not None:
-            return info.kind.nbytes(math.prod(info.shape))
-        stored = [info]
-        if name in self.quantized:
-            stored = [info for _, info in self.quantized[name].parts.values()]
-        return sum(math.prod(i.shape) * _itemsize(i.dtype) for i in stored)
-
     def read(self, name: str, dtype: Any = np.float32, index: Index = ()) -> np.ndarray:
-        """The tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
+        """Reads a tensor as a NumPy array in its own dtype (bfloat16 by ml_dtypes).
 
         Args:
           dtype: float32 or bfloat16, in place of a quantized tensor's own.
           index: the places that are wanted; of a tensor that is not plain all are read.
 
         Raises:
-          CheckpointError: it cannot be read, or a scale is none.
+          CheckpointError: it cannot be read, or a scale is invalid.
         """
         info = self.tensors[name]
         if info.kind is not None:
@@ -126,17 +140,39 @@ class Source:
             return read_blocks(*where, dtype)[index]
         if name not in self.quantized:
             return self._stored(name, info, index)
-        stored = self.quantized[name]
+        arrays = self._arrays(self.quantized[name])
+        return dequantize(self.quantized[name].scheme, arrays, np.dtype(dtype))[index]
+
+    def packed(self, name: str) -> Packed:
+        """Reads a matrix that is stored in few bits as it is; `scheme` is not None.
+
+        A GGUF file's blocks are one array "blocks", [m, bytes of a row].
+
+        Raises:
+          CheckpointError: it cannot be read, or a scale is invalid.
+        """
+        info, scheme = self.tensors[name], self.scheme(name)
+        assert scheme is not None, f"{name} is not packed"
+        arrays: dict[str, np.ndarray] = {}
+        if info.kind is None:
+            arrays.update(self._arrays(self.quantized[name]).items())
+        else:
+            where = info.file, name, info.kind, info.start, info.shape
+            arrays["blocks"] = packed_blocks(*where)
+        return Packed(scheme, info.shape, arrays)
+
+    def _arrays(self, stored: PackedInfo) -> dict[Part, np.ndarray]:
+        """Reads the stored numbers and the scales of a matrix."""
         arrays = {part: self._stored(*where) for part, where in stored.parts.items()}
         if (found := problem(stored.scheme, arrays)) is not None:
             part, what = found
             tensor, info = stored.parts[part]
             raise CheckpointError(f"{info.file}: {tensor}: {what}")
-        return dequantize(stored.scheme, arrays, np.dtype(dtype))[index]
+        return arrays
 
     def _stored(self, name: str, info: TensorInfo, index: Index = ()) -> np.ndarray:
-        """A tensor, or some of it, as it is in its file."""
-        if info.dtype == F8:  # which safetensors does not give to NumPy
+        """Reads a tensor, or some of it, as it is in its file."""
+        if info.dtype == F8:  # safetensors makes no NumPy arrays of it
             return _read_bytes(name, info).view(ml_dtypes.float8_e4m3fn)
         if info.file.suffix in PICKLED:
             if info.file not in self.opened:
@@ -151,15 +187,9 @@ class Source:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
 
 
-def _itemsize(dtype: str) -> int:
-    """Returns the bytes of a number of a dtype such as "bfloat16" or "F8_E4M3"."""
-    bits = re.search(r"\d+", dtype)
-    return 1 if bits is None else int(bits[0]) // 8
-
-
 def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
-    """Some of a safetensors file's tensor, piece after piece: the pages that were read
-    count as memory for as long as the file is open."""
+    """Reads some of a tensor from a safetensors file, piece after piece: the pages that
+    were read count as memory while the file is open."""
     from safetensors import safe_open
 
     def read(index: Index) -> np.ndarray:
@@ -183,7 +213,7 @@ def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that begins where a CPU device's do, so that it takes it as it is."""
+    """Makes an array that is aligned as XLA:CPU needs it, so that it is not copied."""
     count = math.prod(shape) * dtype.itemsize
     room = np.empty(count + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT
@@ -191,7 +221,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice]:
-    """Those rows of a tensor, as many at a time as are read at once."""
+    """Yields rows of a tensor, as many at a time as are read at once."""
     start, stop, _ = rows.indices(shape[0] if shape else 0)
     step = max(PIECE // max(math.prod(shape[1:]), 1), 1)
     for i in range(start, stop, step):
@@ -199,7 +229,7 @@ def at_once(shape: tuple[int, ...], rows: slice = slice(None)) -> Iterator[slice
 
 
 def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:
-    """The bytes of a tensor of one byte a number, in its shape."""
+    """Reads the bytes of a tensor with one byte a number, in its shape."""
     count = math.prod(info.shape)
     try:
         read = np.fromfile(info.file, np.uint8, count, offset=info.start)
@@ -211,14 +241,15 @@ def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the file is there; refuses what is no file, as a pipe never ends."""
+    """True if there is such a file. Refuses other things, such as a pipe, which would
+    never end."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     return path.is_file()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; anything else is an error that names the file."""
+    """Reads a JSON object; anything else is an error that names the file."""
     try:
         value = json.loads(read_text(path))
     except CheckpointError:
@@ -233,7 +264,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Any]]:
-    """The files that hold the weights: one, or shards and what their index maps."""
+    """Returns the files that hold the weights: one, or shards and their index's map."""
     found = weights_among(file_names(directory))
     if found is None:
         names = " or ".join(WEIGHT_FILES)
@@ -284,7 +315,7 @@ def _shards(index: Path) -> tuple[list[Path], dict[str, Any]]:
 
 
 def open_source(directory: Path) -> Source:
-    """List the tensors of a checkpoint directory; reads headers only."""
+    """Lists the tensors of a checkpoint directory; reads headers only."""
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: {_without_config(directory)}")
     if is_file(directory / ADAPTER):
@@ -326,7 +357,7 @@ def _without_config(directory: Path) -> str:
 
 
 def open_files(directory: Path, files: Sequence[Path]) -> Source:
-    """List the tensors of weight files; reads headers only."""
+    """Lists the tensors of weight files; reads headers only."""
     tensors: dict[str, TensorInfo] = {}
     opened: dict[Path, dict[str, Any]] = {}
     for file in files:
@@ -366,7 +397,7 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _starts(file: Path) -> dict[str, int]:
-    """Where each tensor begins, by a header that safetensors has found to be whole."""
+    """Returns where each tensor begins, from a header that safetensors has checked."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,10 +28,12 @@ from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.restore import restored
 from stree_jax.convert.tokenizer import end_of_text, end_token, has_tokenizer
 from stree_jax.models import (
-    INT8,
+    FORMATS,
+    Format,
     ModelConfig,
     by_path,
     config_json,
+    format_named,
     param_shapes,
 )
 from stree_jax.models.memory import weight_bytes
@@ -44,49 +45,55 @@ PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
 WRITE_BYTES = 2**27
-CHUNK_BYTES = 2**26  # who wants a part of a parameter reads chunks of it
-SPACE_MARGIN = 2**26  # beside the parameters, with a hundredth of their size
-SOURCE_CONFIG = "source_config.json"  # of what was converted; for export alone
-HASHED = "tokenizer.json"  # beside params/; what else is there may be edited
+CHUNK_BYTES = 2**26  # a part of a parameter is read by chunks
+SPACE_MARGIN = 2**26  # beside 1.01 times the bytes of the parameters
+SOURCE_CONFIG = "source_config.json"  # of the converted checkpoint; for export alone
+HASHED = "tokenizer.json"  # beside params/; other files may be edited
 REMOVALS = 40  # attempts, 0.05 s apart
 THREADS = 8  # that hash; a core does 2 GB/s where it has SHA instructions
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def dtype_named(dtype: Any) -> np.dtype:
-    """Of weights on a disk: float32 or bfloat16, from a name or a dtype."""
-    found = weights_named(dtype, "float32 or bfloat16")
-    if found == INT8:
-        raise CheckpointError(
-            "dtype: int8 is made when a model is loaded, and not written; "
-            "want float32 or bfloat16"
-        )
-    return found
+    """Returns the dtype of weights on a disk, from a name, a dtype or a format.
+
+    Raises:
+      CheckpointError: the format is unknown, or not a plain one.
+    """
+    return weights_named(dtype, on_disk=True).dtype
 
 
-def weights_named(dtype: Any, wanted: str = "float32, bfloat16 or int8") -> np.dtype:
-    """Of weights in memory, from a name or a dtype."""
-    name = ""
-    if isinstance(dtype, str):
-        name = dtype
-    elif isinstance(dtype, type | np.dtype):  # no array, of which NumPy has a dtype too
+def weights_named(dtype: Any, on_disk: bool = False) -> Format:
+    """Returns the format of weights, from a name, a dtype or a format.
+
+    Raises:
+      CheckpointError: it is unknown; or it is for a disk, and not a plain one.
+    """
+    names = [name for name, format in FORMATS.items() if format.plain or not on_disk]
+    wanted = " or ".join(", ".join(names).rsplit(", ", 1))
+    name = dtype if isinstance(dtype, str) else ""
+    if isinstance(dtype, type | np.dtype):  # an array has a NumPy dtype, too
         with suppress(TypeError):
             name = np.dtype(dtype).name
-    found = (DTYPES | {INT8.name: INT8}).get(name)
-    if found is None:
+    found = dtype if isinstance(dtype, Format) else FORMATS.get(name)
+    if found is None or found.name not in FORMATS:
         raise CheckpointError(f"dtype: want {wanted}, got {shown(dtype)}")
+    if on_disk and not found.plain:
+        raise CheckpointError(
+            f"dtype: {found} is made when a model is loaded, and not written; "
+            f"want {wanted}"
+        )
     return found
 
 
 @contextmanager
 def atomic_directory(dst: Path, warn: Warn = warnings.warn) -> Iterator[Path]:
-    """A temporary sibling of dst that becomes dst when the block ends well.
+    """Makes a temporary sibling of dst that becomes dst if the block does not raise.
 
-    Killed at any moment, dst is absent or whole, and the next one that writes it
-    removes what is left.
+    If the process is killed at any moment, dst is absent or whole, and the next process
+    that writes it removes the remains.
 
     Args:
-      warn: called with one line if something was.
+      warn: called with one line if there were remains.
 
     Raises:
       CheckpointError: dst exists, or its parent does not.
@@ -163,9 +170,9 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
-    """A new sibling of dst and its lock, after those of processes that ended.
+    """Makes a sibling of dst and locks it; removes those of processes that ended.
 
-    A lock is the kernel's: it goes with its process, however that ends.
+    The kernel holds the lock: it goes when its process ends in any way.
     """
     prefix = f".{dst.name[:50]}.tmp-"  # a name has at most 255 bytes
     for left in sorted(dst.parent.iterdir()):
@@ -185,7 +192,7 @@ def _temporary(dst: Path, warn: Warn) -> tuple[Path, int | None]:
 
 
 def _lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory for this process; None: another does.
+    """Returns a descriptor that locks the directory, or None if another process does.
 
     Raises:
       OSError: it cannot be locked.
@@ -208,10 +215,10 @@ def _lock(directory: Path) -> int | None:
 
 @contextmanager
 def _plain(directory: Path) -> Iterator[Path]:
-    """The directory by a path that the array store does not take for a pattern.
+    """Yields a path of the directory that the array store does not read as a pattern.
 
     Raises:
-      CheckpointError: there is none, because that of temporary files is odd as well.
+      CheckpointError: the path of temporary files has such characters, too.
     """
     if PLAIN.fullmatch(str(directory)):
         yield directory
@@ -228,10 +235,10 @@ def _plain(directory: Path) -> Iterator[Path]:
 
 
 def check_space(dst: Path, config: ModelConfig, dtype: np.dtype) -> None:
-    """The disk of dst has room for a model; tells before anything is written.
+    """Checks, before anything is written, that the disk of dst has room for a model.
 
     Raises:
-      CheckpointError: it has not.
+      CheckpointError: the disk has too little room.
     """
     need = int(1.01 * weight_bytes(config, dtype)) + SPACE_MARGIN
     free = shutil.disk_usage(dst.absolute().parent).free
@@ -260,8 +267,7 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
     """Returns the architecture and dtype of one of our directories.
 
     Raises:
-      CheckpointError: a field is unknown, missing or of no use; the checksum is not
-        looked at (see `check_config`).
+      CheckpointError: a field is unknown, missing or invalid.
     """
     values, file = files.json(), files.config_file
     if unknown := values.keys() - FIELDS:
@@ -272,7 +278,7 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
         )
     try:
         config = config_json.from_json(values.get("model"))
-        param_shapes(config)  # sizes that fit no parameter are found here
+        param_shapes(config)  # raises for sizes that fit no parameter
         dtype = dtype_named(values.get("dtype"))
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -296,10 +302,10 @@ def _ends_by_later_tokenizer(
 def check_config(files: CheckpointFiles) -> None:
     """Checks that the fields of a valid config.json are those that it was written with.
 
-    A flipped digit of a size or scale is a valid model too, but another one.
+    With a flipped digit of a size or scale it may still be valid, for another model.
 
     Raises:
-      CheckpointError: they are not. An edit by hand takes the checksum away with it.
+      CheckpointError: they are not. Who edits the file by hand removes the checksum.
     """
     values, file = files.json(), files.config_file
     try:
@@ -314,7 +320,7 @@ def check_config(files: CheckpointFiles) -> None:
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
-    """SHA-256 of all other fields, however they are spaced and ordered."""
+    """Returns the SHA-256 of all other fields, whatever their order and spaces."""
     rest = {name: value for name, value in values.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -322,10 +328,9 @@ def _checksum(values: Mapping[str, Any]) -> str:
 def write_directory(
     directory: Path, config: ModelConfig, dtype: np.dtype, params: Any
 ) -> None:
-    """Write params/, and then config.json with the checksums of what is there.
+    """Writes params/, and then config.json with the checksums of all files.
 
-    What was written is opened again, so that an end without an error means that it can
-    be loaded.
+    Opens the directory again, so that it can be loaded if there is no error.
 
     Args:
       directory: exists, and is empty but for the tokenizer's files.
@@ -350,7 +355,7 @@ def write_directory(
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds
         if os_problem(error) is not None:
-            raise  # `atomic_directory` words it
+            raise  # `atomic_directory` makes a message of it
         raise CheckpointError(f"{folder}: cannot be written ({error!r})") from error
     values = config_to_json(config, dtype)
     found, beside = _files(folder), directory / HASHED
@@ -364,13 +369,14 @@ def write_directory(
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every regular file below a folder, by relative path."""
+    """Returns every regular file below a folder, by relative path."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """What config.json keeps of files: bytes and SHA-256, as `sha256sum` prints it."""
+    """Returns the entries of files in config.json: bytes, and SHA-256 as `sha256sum`
+    prints it."""
 
     def entry(file: Path) -> dict[str, Any]:
         try:
@@ -387,7 +393,7 @@ def _entries(files: Iterable[Path]) -> list[dict[str, Any]]:
 def _check_files(checkpoint: CheckpointFiles, hashed: bool = True) -> None:
     """Checks that each file of params/ and the tokenizer are those that were written.
 
-    Sizes go first, because they cost nothing. Orbax would take most flipped bytes for
+    Sizes go first, because they cost nothing. Orbax would read most flipped bytes as
     weights, and print tracebacks about others.
     """
     directory, config = checkpoint.path, checkpoint.config_file
@@ -416,7 +422,7 @@ def _check_files(checkpoint: CheckpointFiles, hashed: bool = True) -> None:
 
 
 def _size(config: Path, file: Path, entry: Any) -> int:
-    """Bytes by an entry of config.json, which is one of `_entries`."""
+    """Returns the bytes in an entry of config.json, which `_entries` made."""
     known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
     if not known or type(entry["bytes"]) is not int:  # True is not one either
         raise CheckpointError(f"{config}: entry of {file.name}: want bytes and sha256")
@@ -426,19 +432,20 @@ def _size(config: Path, file: Path, entry: Any) -> int:
 def read_params(
     files: CheckpointFiles,
     config: ModelConfig,
-    dtype: np.dtype | None,
+    dtype: Any,
     mtp: bool = True,
     mesh: Mesh | None = None,
     cut: Cut = WHOLE,
 ) -> Any:
-    """The parameters of one of our directories.
+    """Reads the parameters of one of our directories.
 
     Every process checks all files, and reads what its devices need.
 
     Args:
       config: of the directory.
-      dtype: to read them in; None: all is checked but their numbers, and none is read.
-      mtp: whether to read those of MTP layers as well.
+      dtype: to keep them in, or a weight format. If None, everything but their numbers
+        is checked, and nothing is read.
+      mtp: if True, reads those of MTP layers, too.
       mesh, cut: see `restore.restored`.
 
     Raises:
@@ -464,7 +471,8 @@ def read_params(
             if dtype is None:
                 return None
             config = config if mtp else replace(config, mtp=())
-            return restored(plain / "params", config, by_path(kept), dtype, mesh, cut)
+            found, format = by_path(kept), format_named(dtype)
+            return restored(plain / "params", config, found, format, mesh, cut)
     except CheckpointError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds

@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint against the parameters that a model wants."""
+"""Matches the tensors of a checkpoint with a model's parameters, and reads them."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from stree_jax.convert.rows import (
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
 from stree_jax.models.config import given
-from stree_jax.models.params import is_int8, stored_dtype
+from stree_jax.models.weights.weight import Packed
 
 HEAD = "lm_head.weight"  # in every family that has one beside the embedding
 FLOATS = ("float32", "float16", "bfloat16")
@@ -37,7 +38,7 @@ _SHARED_TENSOR = re.compile(
 
 
 def rows_of(names: Names, config: ModelConfig) -> list[Row]:
-    """The table of a checkpoint with these names: a row for every parameter."""
+    """Returns the table of a checkpoint with these names: a row for every parameter."""
     shapes = param_shapes(config)
     rows = [row for row in candidates(names, config) if row.path in shapes]
     assert {row.path for row in rows} == shapes.keys(), "a parameter without a row"
@@ -45,10 +46,11 @@ def rows_of(names: Names, config: ModelConfig) -> list[Row]:
 
 
 def check_tensors(source: Source, rows: list[Row], config: ModelConfig) -> None:
-    """Every tensor is there, has its shape and a float dtype, and none is left over.
+    """Checks that every tensor is present with its shape and a float dtype, and that
+    there are no others.
 
     Args:
-      config: of `settle_names`, so that a tied head is a copy.
+      config: from `settle_names`, so that a tied head is a copy.
     """
     shapes, where = param_shapes(config), source.directory
     expected: dict[str, tuple[int, ...]] = {}
@@ -177,19 +179,15 @@ def read_param(
     axis: int = 0,
     places: tuple[slice, ...] = (),
 ) -> np.ndarray:
-    """A row's parameter for a model in `dtype`; what is to become int8 as it is in the
-    file, or in float32.
+    """Reads a row's parameter in a float dtype.
 
     Args:
       shape: of all of it.
-      axis, places: of a part, which can be read alone, its places along this axis.
+      axis, places: for a part that can be read alone, its places along this axis. If
+        empty, all of it is read.
     """
-    name = row.path[-1]
-    kept = stored_dtype(name, dtype)
-    if is_int8(name, shape, dtype) and not _all_bfloat16(source, row):
-        kept = np.float32
     read = [
-        _read_piece(source, piece, kept) for piece in pieces(row, shape, axis, places)
+        _read_piece(source, piece, dtype) for piece in pieces(row, shape, axis, places)
     ]
     return read[0] if len(read) == 1 else np.concatenate(read, axis=axis)
 
@@ -209,12 +207,13 @@ def _read_piece(source: Source, piece: Piece, kept: Any) -> np.ndarray:
 
 
 def parts_are_read(source: Source, row: Row) -> bool:
-    """Whether a part of a row's parameter can be read without the rest."""
+    """True if a part of a row's parameter can be read without the rest."""
     return can_be_cut(row) and all(map(source.is_plain, row.sources))
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Neither NaN nor infinity; in pieces, for the memory of the answers."""
+    """True if there is neither NaN nor infinity. Looks at some numbers at a time, since
+    the answers need memory, too."""
     flat = array.reshape(-1)
     some = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
     return all(np.isfinite(piece).all() for piece in some)
@@ -227,8 +226,8 @@ def odd_tensor(
     axis: int = 0,
     places: tuple[slice, ...] = (),
 ) -> str:
-    """The first tensor of what `read_param` reads that is not finite; of a cast's
-    overflow, the first."""
+    """Returns the first tensor that `read_param` reads that is not finite; if it is the
+    cast that overflows, the first of all."""
     each = (
         named
         for piece in pieces(row, shape, axis, places)
@@ -238,8 +237,27 @@ def odd_tensor(
     return next(odd, row.sources[0])
 
 
-def _all_bfloat16(source: Source, row: Row) -> bool:
-    return not any(
-        source.is_quantized(name) or source.tensors[name].dtype != "bfloat16"
-        for name in row.sources
-    )
+def dtype_in_file(source: Source, row: Row) -> str:
+    """Returns "bfloat16" if all of a row's tensors hold that, else "float32"."""
+    plain = not any(map(source.is_quantized, row.sources))
+    found = {source.tensors[name].dtype for name in row.sources}
+    return "bfloat16" if plain and found == {"bfloat16"} else "float32"
+
+
+def packed_blocks(
+    source: Source, row: Row, keeps: Callable[[str], bool]
+) -> list[Packed] | None:
+    """Reads a row's matrix as it is packed in the file: blocks to stack by rows.
+
+    Args:
+      keeps: see `Format.keeps`.
+
+    Returns:
+      None if some block is not packed or not to be kept, or rows change their order.
+    """
+    if row.how not in ("copy", "concat") or any(row.heads):
+        return None
+    schemes = [source.scheme(name) for name in row.sources]
+    if not all(scheme is not None and keeps(scheme) for scheme in schemes):
+        return None
+    return [source.packed(name) for name in row.sources]

@@ -1,12 +1,12 @@
-"""Medusa heads: what comes after the next token, from the model's own last state (Cai
-et al. 2024, section 2.1).
+"""Medusa heads: they predict the tokens after the next one from the model's last hidden
+state (Cai et al. 2024, section 2.1).
 
-With h the state behind the last norm that the next token is chosen by, head k = 1 .. K
-says what follows that token at a distance of k:
+With h the state after the last norm, which the next token is chosen by, head k = 1 .. K
+predicts the token at a distance of k from that one:
 
-    softmax(W_k r_k(h)),    r_k(h) = h + silu(A_k h + b_k), as often as it has blocks
+    softmax(W_k r_k(h)),    r_k(h) = h + silu(A_k h + b_k), once for each block
 
-W_k is its own, or the model's head for all of them.
+W_k is the head's own output matrix, or the model's head for all of them.
 
 Letters: K heads, d width of the hidden states, V rows of the vocabulary.
 """
@@ -16,23 +16,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import struct
 
-from stree_jax.models.keys import key_of
 from stree_jax.models.model import Model, derived, logits_of
 from stree_jax.models.params import (
     ZEROS,
     Param,
     Params,
-    Table,
+    Path,
     by_path,
-    cast_params,
-    declare,
+    nest,
     parameter_count,
+    stored,
 )
-from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.formats import as_weight, format_named
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.weight import Format
 
 MOST_HEADS, MOST_BLOCKS = 64, 16
 
@@ -42,14 +41,15 @@ class HeadsConfig:
     """Architecture of Medusa heads.
 
     Attributes:
-      d_model, vocab_size: d and V, of the model they belong to.
+      d_model, vocab_size: d and V of the model they belong to.
       heads: K.
       blocks: residual blocks of each.
-      own_output: whether each has an output matrix of its own; else the model's head
-        is everyone's.
-      bias: whether blocks have one.
-      accuracy: [K][R], how often the token at a head's distance is the one of rank r
-        among its guesses, given that those before it were tried; (): not measured.
+      own_output: True if each has an output matrix of its own; else all use the model's
+        head.
+      bias: True if blocks have one.
+      accuracy: [K][R]. How often the token at a head's distance is the one of rank r
+        among its guesses, given that those before it were tried. If empty, it was not
+        measured.
     """
 
     d_model: int
@@ -87,6 +87,12 @@ class Heads:
     params: Params
     config: HeadsConfig = struct.field(pytree_node=False)
 
+    @property
+    def weight_format(self) -> Format:
+        """The format that the weights are stored in."""
+        first, *_ = self.params["head_0"].values()
+        return as_weight(first["weight"]).format
+
     def __repr__(self) -> str:
         count = parameter_count(self.params)
         c = self.config
@@ -95,100 +101,78 @@ class Heads:
 
 
 def first_heads(heads: Heads, count: int) -> Heads:
-    """The first `count` alone, for trees that are no deeper; arrays are not copied."""
+    """Returns the first `count` heads, for trees of that depth; copies no arrays."""
     c = heads.config
     params = {f"head_{k}": heads.params[f"head_{k}"] for k in range(count)}
     return Heads(params, replace(c, heads=count, accuracy=c.accuracy[:count]))
 
 
-def block_params(c: HeadsConfig) -> Table:
-    """Zeros: a head begins as what the model itself says next."""
-    table = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
-    return table | ({"bias": Param((c.d_model,), ZEROS)} if c.bias else {})
-
-
-def output_params(c: HeadsConfig) -> Table:
-    return {"weight": Param((c.vocab_size, c.d_model), quantizable=True)}
-
-
-class _Part(nn.Module):
-    """A product with what a table declares."""
-
-    table: Any
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        p = declare(self, self.table, self.dtype)
-        return linear(x, p["weight"], p.get("bias"))
-
-
-class Head(nn.Module):
-    """One head up to its output, or with its own."""
-
-    config: HeadsConfig
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        c = self.config
-        for i in range(c.blocks):
-            block = _Part(nn.FrozenDict(block_params(c)), self.dtype, name=f"block_{i}")
-            hidden = hidden + jax.nn.silu(block(hidden))
-        if not c.own_output:
-            return hidden
-        return _Part(nn.FrozenDict(output_params(c)), self.dtype, name="output")(hidden)
-
-
-class MedusaHeads(nn.Module):
-    """The first heads, of one hidden state."""
-
-    config: HeadsConfig
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, hidden: jax.Array, count: int) -> jax.Array:
-        """[..., count, V], or [..., count, d] for the model's head, of [..., d]."""
-        c, dtype = self.config, self.dtype
-        every = (Head(c, dtype, name=f"head_{k}") for k in range(count))
-        return jnp.stack([head(hidden) for head in every], axis=-2)
-
-
-def heads_dtype(params: Params) -> Any:
-    """Of all weights."""
-    first, *_ = params["head_0"].values()
-    return first["weight"].dtype
+def head_table(c: HeadsConfig) -> dict[Path, Param]:
+    """Returns the entries of all parameters by path."""
+    # Zeros: a new head predicts what the model itself predicts.
+    block = {"weight": Param((c.d_model, c.d_model), ZEROS, quantizable=True)}
+    if c.bias:
+        block["bias"] = Param((c.d_model,), ZEROS)
+    parts = {f"block_{i}": block for i in range(c.blocks)}
+    if c.own_output:
+        weight = Param((c.vocab_size, c.d_model), quantizable=True)
+        parts["output"] = {"weight": weight}
+    return {
+        (f"head_{k}", part, name): param
+        for k in range(c.heads)
+        for part, params in parts.items()
+        for name, param in params.items()
+    }
 
 
 def init_heads(config: HeadsConfig, key: jax.Array, dtype: Any) -> Params:
-    """Fresh parameters; `jax.eval_shape` of this is the table of names and shapes."""
-    if dtype == INT8:
-        return cast_params(init_heads(config, key, jnp.float32), dtype)
-    hidden = jnp.zeros((1, config.d_model), jnp.float32)
-    return MedusaHeads(config, dtype).init(key, hidden, config.heads)["params"]
+    """Initialises parameters.
+
+    Args:
+      dtype: of the weights: a name such as "int8", a dtype, or a format.
+    """
+    format, table = format_named(dtype), head_table(config)
+    keys = jax.random.split(key, len(table))
+    made = {
+        path: stored(p, p.init(one, p.shape, jnp.float32), format)
+        for one, (path, p) in zip(keys, table.items(), strict=True)
+    }
+    return nest(made)
 
 
-def head_shapes(config: HeadsConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Shape of every parameter, by path."""
-    made = jax.eval_shape(lambda: init_heads(config, key_of(0), jnp.float32))
-    return {path: leaf.shape for path, leaf in by_path(made).items()}
+def cast_heads(config: HeadsConfig, params: Params, dtype: Any) -> Params:
+    """Returns the parameters of the same heads in another dtype or weight format."""
+    format, table = format_named(dtype), head_table(config)
+    flat = by_path(params)
+    return nest({path: stored(table[path], x, format) for path, x in flat.items()})
 
 
 def head_logits(heads: Heads, model: Model, hidden: jax.Array, count: int) -> jax.Array:
-    """Logits [..., count, V] float32 of the first `count` heads.
+    """Returns the logits [..., count, V] float32 of the first `count` heads.
 
     Args:
-      model: whose hidden states [..., d] float32 they are, behind the last norm.
+      model: the model that the heads belong to.
+      hidden: [..., d] float32. Its hidden states after the last norm.
     """
     if not 1 <= count <= heads.config.heads:
         raise ValueError(f"{count} heads asked, there are {heads.config.heads}")
-    module = MedusaHeads(heads.config, heads_dtype(heads.params))
-    out: Any = module.apply({"params": heads.params}, hidden, count)
+    each = (heads.params[f"head_{k}"] for k in range(count))
+    out = jnp.stack([_head(heads.config, p, hidden) for p in each], axis=-2)
     return out if heads.config.own_output else logits_of(model, out)
 
 
+def _head(c: HeadsConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Returns one head's logits [..., V], or [..., d] for the model's head to multiply,
+    from hidden states [..., d]."""
+    for i in range(c.blocks):
+        block = params[f"block_{i}"]
+        y = linear(hidden, block["weight"], block.get("bias"))
+        hidden = hidden + jax.nn.silu(y)
+    return linear(hidden, params["output"]["weight"]) if c.own_output else hidden
+
+
 def head_of(model: Model) -> Model:
-    """The model without its layers: what `logits_of` needs."""
+    """Returns the model without its layers, which is enough for `logits_of`."""
     names = ("embedding", "lm_head")
     params = {name: model.params[name] for name in names if name in model.params}
     return derived(model, params, model.config)

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import struct
 
 from stree_jax.models.params import Table
-from stree_jax.models.weights.linear import SKINNY
+from stree_jax.models.weights.plain import SKINNY
 
 Record = TypeVar("Record")
 C = TypeVar("C")

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from stree_jax.cpu_kernels import table_rows
 from stree_jax.models.config import Block, ModelConfig, given
 from stree_jax.models.mixers import mixer_of
 from stree_jax.models.nodes import Nodes, Pass
 from stree_jax.models.norm import Norm
 from stree_jax.models.params import (
     Params,
-    array_dtype,
     declare,
     model_params,
     mtp_params,
@@ -45,8 +43,9 @@ from stree_jax.models.state import (
     init_state,
 )
 from stree_jax.models.tracing import traced_once
-from stree_jax.models.weights.int8 import Quantized
+from stree_jax.models.weights.formats import as_weight, format_of
 from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.weight import Format
 
 
 @struct.dataclass
@@ -79,6 +78,11 @@ class Model:
                 "model: on a mesh it runs by generate, generate_tokens and score alone"
             )
         return LanguageModel(self.config, param_dtype(self.params), self.cut)
+
+    @property
+    def weight_format(self) -> Format:
+        """The format that the weights are stored in."""
+        return format_of(self.params)
 
     def __repr__(self) -> str:
         count = parameter_count(self.params)
@@ -291,10 +295,7 @@ class LanguageModel(nn.Module):
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))
         n = self.cut.of(VOCAB)
         ids, here = own_rows(tokens, table.shape[0], n)
-        if isinstance(table, Quantized):
-            h = table.rows(ids)
-        else:
-            h = table_rows(table, ids, definition=_looked_up)
+        h = as_weight(table).rows(ids)
         if n > 1:
             h = total(jnp.where(here[..., None], h, 0.0), n)
         return h * self.config.embedding_multiplier
@@ -342,19 +343,10 @@ class LanguageModel(nn.Module):
         return self.head(hidden)
 
 
-def _looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return table[ids].astype(jnp.float32)
-
-
 def param_dtype(params: Params) -> Any:
-    """The dtype of caches, records, and all parameters that are arrays (SSM state is
-    float32 always): that of the weights, or bfloat16 beside int8."""
-    return array_dtype(weights_dtype(params))
-
-
-def weights_dtype(params: Params) -> Any:
-    """The dtype that a model was loaded in: float32, bfloat16, or int8."""
-    return params["embedding"].dtype
+    """Returns the dtype of caches, records, and parameters that are plain arrays (SSM
+    states are float32 always)."""
+    return format_of(params).dtype
 
 
 def forward_hidden(

@@ -7,7 +7,6 @@ A model's parameters are a nested dictionary of arrays, `layers_0 / mamba / in_p
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,22 +15,11 @@ from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 
 from stree_jax.models.sharding.shards import Run, run_width
-from stree_jax.models.weights.int8 import INT8, Quantized, quantize
-
-# Small numbers that decide how fast a state forgets, or which expert is taken.
-FLOAT32_PARAMS = ("A_log", "dt_bias", "D", "router_bias")  # whatever the dtype
-
-# What `linear` reads as a whole; in a model of int8 these are, where they are matrices.
-# (Experts are not: their names are here, but they have three axes.)
-PRODUCTS = frozenset(
-    ("embedding", "lm_head", "in_proj", "out_proj", "qkv", "out", "gate_up", "up")
-    + ("down", "linear", "latent_in", "latent_out", "eh_proj", "weight")
-)
-# Columns of an int8 weight that share a scale: bench/RESULTS.md, "int8 weights".
-GROUP = 128
+from stree_jax.models.weights.formats import is_weight
+from stree_jax.models.weights.weight import Format
 
 Path = tuple[str, ...]
-Params = Any  # nested dict of arrays, as `LanguageModel.init` makes it
+Params = Any  # nested dict of arrays and weights
 Init = Callable[..., jax.Array]
 
 NORMAL = nn.initializers.normal(0.02)
@@ -107,88 +95,69 @@ def model_params(vocab_size: int, d_model: int, tied: bool) -> Table:
     return {name: Param(shape, runs=ids, quantizable=True) for name in names}
 
 
-def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, jax.Array]:
-    """Declares a module's own parameters: in `dtype`, or float32 if they stay that.
+def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, Any]:
+    """Returns a module's own parameters by name: those that the module is applied to,
+    or new ones in `dtype` or float32.
 
     Tables inside belong to modules inside, which declare them.
+
+    Raises:
+      ValueError: a parameter does not have the shape of its entry.
     """
+
+    def param(name: str, entry: Param) -> Any:
+        if not module.has_variable("params", name):
+            dtype_of = array_dtype(entry, dtype)
+            return module.param(name, entry.init, entry.shape, dtype_of)
+        found: Any = module.get_variable("params", name)
+        if found.shape != entry.shape:
+            where = "/".join((*module.path, name))
+            raise ValueError(f"{where}: want shape {entry.shape}, got {found.shape}")
+        return found
+
     return {
-        name: module.param(name, p.init, p.shape, stored_dtype(name, dtype))
-        for name, p in table.items()
-        if isinstance(p, Param)
+        n: param(n, entry) for n, entry in table.items() if isinstance(entry, Param)
     }
 
 
-def array_dtype(dtype: Any) -> Any:
-    """Of caches, records, and all parameters but products, in a model of `dtype`."""
-    return jnp.dtype(jnp.bfloat16) if dtype == INT8 else dtype
+def is_stored(param: Param | None) -> bool:
+    """True if a weight format stores this parameter in its own way."""
+    return param is not None and param.quantizable
 
 
-def stored_dtype(name: str, dtype: Any) -> Any:
-    """Of an array of this name, which is no int8 weight, in a model of `dtype`."""
-    return jnp.float32 if name in FLOAT32_PARAMS else array_dtype(dtype)
-
-
-def is_int8(name: str, shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether a model of `dtype` keeps this parameter in int8."""
-    return dtype == INT8 and name in PRODUCTS and len(shape) == 2
-
-
-def group_of(columns: int, group: int = GROUP) -> int | None:
-    """The largest divisor of the columns that is half to all of a group, or None: no
-    such divisor, and a scale for the whole row."""
-    sizes = range(min(group, columns), group // 2 - 1, -1)
-    return next((n for n in sizes if n and columns % n == 0), None)
-
-
-@partial(jax.jit, static_argnums=1)  # or each step of it would be an array
-def _int8(weight: jax.Array, group: int | None) -> Quantized:
-    return quantize(weight, group)
+def array_dtype(param: Param | None, dtype: Any) -> Any:
+    """Returns the dtype of a parameter that is an array: `dtype`, or float32 where its
+    entry says so. A norm has no entry."""
+    return jnp.float32 if param is not None and param.float32 else dtype
 
 
 def stored(
-    name: str, weight: jax.Array, dtype: Any, group: int | None = GROUP
-) -> jax.Array | Quantized:
-    """A parameter as a model of `dtype` keeps it.
+    param: Param | None, array: Any, format: Format, columns: int | None = None
+) -> Any:
+    """Returns a parameter as a model of this format keeps it.
 
     Args:
-      weight: of any float dtype.
-      group: of int8, columns that share a scale, about; None: a scale for each row.
+      param: its entry.
+      array: of any float dtype.
+      columns: see `Format.store`.
     """
-    if is_int8(name, weight.shape, dtype):
-        size = None if group is None else group_of(weight.shape[1], group)
-        return _int8(weight, size)
-    return weight.astype(stored_dtype(name, dtype))
-
-
-def cast_params(params: Params, dtype: Any, group: int | None = GROUP) -> Params:
-    """The parameters of the same model, which is none of int8, in `dtype`.
-
-    FLOAT32_PARAMS stay float32; group as of `stored`.
-    """
-
-    def cast(path: tuple, leaf: jax.Array) -> jax.Array | Quantized:
-        return stored(path[-1].key, leaf, dtype, group)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
-
-
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, Quantized)
+    if is_stored(param):
+        return format.store(array, columns)
+    return array.astype(array_dtype(param, format.dtype), copy=False)
 
 
 def by_path(params: Params) -> dict[Path, Any]:
-    """The parameters in nested dictionaries by the names that lead to them."""
-    flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
+    """Returns the parameters in nested dictionaries by the names that lead to them."""
+    flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)[0]
     return {tuple(key.key for key in path): leaf for path, leaf in flat}
 
 
 def parameter_count(params: Params) -> int:
-    """Of the numbers that a model has; scales are none."""
-    leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
+    """Counts the numbers of a model's matrices and vectors, without scales."""
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def nest(flat: dict[Path, Any]) -> dict[str, Any]:
-    """The nested dictionary of which these are the leaves, the inverse of `by_path`."""
+    """Returns the nested dictionary that has these leaves: the inverse of `by_path`."""
     return unflatten_dict(flat)

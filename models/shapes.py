@@ -1,6 +1,5 @@
 """Fresh parameters of a model, and their shapes in a format."""
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -9,19 +8,32 @@ import jax.numpy as jnp
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import LanguageModel
 from stree_jax.models.nodes import chain_nodes
-from stree_jax.models.param_table import param_shapes
-from stree_jax.models.params import Params, cast_params, nest, stored
+from stree_jax.models.param_table import param_at, param_shapes
+from stree_jax.models.params import (
+    Params,
+    Path,
+    array_dtype,
+    by_path,
+    is_stored,
+    nest,
+    stored,
+)
 from stree_jax.models.state import init_state
-from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.formats import format_named
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
-    """Freshly initialised parameters.
+    """Initialises parameters.
 
     `jax.eval_shape` of this is the table of every parameter's name, shape and dtype.
+
+    Args:
+      dtype: of the weights: a name such as "int8", a dtype, or a format.
     """
-    if dtype == INT8:
-        return cast_params(init_params(config, key, jnp.float32), dtype)
+    format = format_named(dtype)
+    if not format.plain:
+        return cast_params(config, init_params(config, key, jnp.float32), format)
+    dtype = format.dtype
     tokens = jnp.zeros((1, 1), jnp.int32)
     nodes = chain_nodes(1, 1, config.conv_taps)
     state = init_state(config, 1, 1, dtype)
@@ -29,16 +41,28 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     return model.init(key, tokens, nodes, state, method="init_all")["params"]
 
 
+def cast_params(config: ModelConfig, params: Params, dtype: Any) -> Params:
+    """Returns the parameters of the same model in another dtype or weight format.
+
+    Args:
+      params: arrays, all of the model's or some.
+      dtype: as for `init_params`. What decides how fast a state decays or which expert
+        is chosen stays float32 (`Param.float32`).
+    """
+    format = format_named(dtype)
+    flat = by_path(params)
+    return nest({p: stored(param_at(config, p), x, format) for p, x in flat.items()})
+
+
 def abstract_params(config: ModelConfig, dtype: Any) -> Params:
-    """`jax.ShapeDtypeStruct` of every parameter in `dtype`, int8 weights too."""
-    flat = {
-        path: _abstract(path[-1], shape, dtype)
-        for path, shape in param_shapes(config).items()
-    }
-    return nest(flat)
+    """Returns `jax.ShapeDtypeStruct`s for all parameters in a dtype or format."""
+    format = format_named(dtype)
 
+    def abstract(path: Path, shape: tuple[int, ...]) -> Any:
+        param = param_at(config, path)
+        if is_stored(param):
+            return format.abstract(shape)
+        return jax.ShapeDtypeStruct(shape, array_dtype(param, format.dtype))
 
-@cache
-def _abstract(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    weight = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.eval_shape(lambda weight: stored(name, weight, dtype), weight)
+    shapes = param_shapes(config)
+    return nest({path: abstract(path, shape) for path, shape in shapes.items()})

@@ -17,7 +17,6 @@ from stree_jax.convert.configs import hf_config
 from stree_jax.convert.errors import CheckpointError
 from stree_jax.convert.gguf.checkpoint import architecture_of
 from stree_jax.convert.gguf.header import is_gguf, read_header
-from stree_jax.models import FLOAT32_PARAMS
 from stree_jax.scoring import score
 
 LIMIT = 1e-4  # of the difference of two logits in float32; see `Difference`
@@ -26,7 +25,8 @@ GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures, by transformers 5.23
 # Fields that transformers 5.23 does not take from a GGUF file, and neither the scaling
 # of frequencies.
 NOT_READ = ("head_dim", "attention_bias", "mlp_bias")
-UNROUNDED = (*FLOAT32_PARAMS, "e_score_correction_bias")  # as transformers names them
+# Parameters that stay float32, by their names in transformers.
+UNROUNDED = ("A_log", "dt_bias", "D", "e_score_correction_bias")
 
 
 class Difference(NamedTuple):

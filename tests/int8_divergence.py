@@ -20,24 +20,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import jax
 import numpy as np
 
 import stree_jax
 from stree_jax.bench.prompts import read_prompts
 from stree_jax.generation import encode_prompts
-from stree_jax.models import INT8, cast_params
+from stree_jax.models import cast_params
+from stree_jax.models.weights.int8 import Int8Format
 
 GROUPS = {"by channel": None, "groups of 128": 128, "of 64": 64, "of 32": 32}
 
 
 def models_of(target: stree_jax.Model) -> dict[str, stree_jax.Model]:
-    """Of a float32 model, the same in fewer bits."""
-    low = {"bfloat16": cast_params(target.params, jax.numpy.bfloat16)}
+    """Returns a float32 model in fewer bits, by name."""
+    low: dict[str, Any] = {"bfloat16": "bfloat16"}
     for name, group in GROUPS.items():
-        low[f"int8 {name}"] = cast_params(target.params, INT8, group)
-    return {name: replace(target, params=params) for name, params in low.items()}
+        low[f"int8 {name}"] = Int8Format(group=group)
+    config, params = target.config, target.params
+    return {
+        name: replace(target, params=cast_params(config, params, format))
+        for name, format in low.items()
+    }
 
 
 def compared(logits: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.models import INT8, cast_params
+from stree_jax.models import cast_params
 from tests.support.chains import logits_of_chain
 from tests.support.tiny import REAL, tiny
 
@@ -26,8 +26,9 @@ def main():
     print(jax.devices()[0].device_kind)
     for kind, layers in KINDS.items():
         model = tiny(1, layers=layers)
-        for dtype in (jnp.float32, jnp.bfloat16, INT8):
-            cast, most = model.replace(params=cast_params(model.params, dtype)), []
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+            params = cast_params(model.config, model.params, dtype)
+            cast, most = model.replace(params=params), []
             for seed in range(2):
                 text = np.random.default_rng(seed).integers(8, REAL, 48)
                 one, many = (logits_of_chain(cast, text, T) for T in (1, 16))

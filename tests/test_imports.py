@@ -156,6 +156,13 @@ def test_imports_run_one_way(room):
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_the_table_of_weight_formats_names_one():
+    """The library asks a weight or its format; a bench may time one format."""
+    table, one = "stree_jax.models.weights.formats", "stree_jax.models.weights.int8"
+    modules = {m for m, file in FILES.items() if one in dict(imports_of(file)).values()}
+    assert {m for m in modules if room_of(m) != "stree_jax.bench"} == {table}
+
+
 def test_no_module_imports_itself_in_the_end():
     """No circle among the imports that run when a module is loaded."""
     graph = {

@@ -10,16 +10,14 @@ from stree_jax.checkpoints.heads import save_heads
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from stree_jax.convert.export import export_hf
 from stree_jax.models import (
-    INT8,
-    Quantized,
     by_path,
     cast_params,
     init_params,
     param_dtype,
-    weights_dtype,
 )
 from stree_jax.models.heads import Heads, HeadsConfig, init_heads
-from stree_jax.models.params import FLOAT32_PARAMS, group_of
+from stree_jax.models.param_table import param_at
+from stree_jax.models.weights.int8 import INT8, Quantized, group_of
 from stree_jax.sizing.memory import Room, abstract_model, compiled_bytes, memory_of
 from tests.models.configs import CONFIGS
 from tests.support.checkpoints import HF_CASES
@@ -35,7 +33,12 @@ KERNELS = ["off"] if INSTRUCTIONS is None else ["off", INSTRUCTIONS[0]]
 
 
 def in_int8(model):
-    return model.replace(params=cast_params(model.params, INT8))
+    return model.replace(params=cast_params(model.config, model.params, INT8))
+
+
+def in_float32(model, path):
+    param = param_at(model.config, path)
+    return param is not None and param.float32
 
 
 # Text
@@ -73,7 +76,10 @@ def exact(weight):
 def test_what_is_rounded_and_how_far():
     """Products to within half a step of their group; all else as with bfloat16."""
     model = tiny(1)
-    plain, beside = by_path(model.params), cast_params(model.params, jnp.bfloat16)
+    plain, beside = (
+        by_path(model.params),
+        cast_params(model.config, model.params, jnp.bfloat16),
+    )
     found = by_path(in_int8(model).params)
     assert found.keys() == plain.keys()
     for path, leaf in found.items():
@@ -81,15 +87,15 @@ def test_what_is_rounded_and_how_far():
             other = by_path(beside)[path]
             assert leaf.ndim == 1 or path[-1] == "conv_weight", path
             assert leaf.dtype == other.dtype and (leaf == other).all()
-            assert (leaf.dtype == jnp.float32) == (path[-1] in FLOAT32_PARAMS)
+            assert (leaf.dtype == jnp.float32) == in_float32(model, path)
             continue
         weight = np.asarray(plain[path], np.float64)
         groups = leaf.scale.shape[1]
         most = np.abs(weight).reshape(len(weight), groups, -1).max(axis=-1)
         step = np.repeat(most / 127, weight.shape[1] // groups, axis=1)
         assert (np.abs(exact(leaf) - weight) <= 0.5001 * step).all(), path
-    params = in_int8(model).params
-    assert (weights_dtype(params), param_dtype(params)) == (INT8, jnp.bfloat16)
+    low = in_int8(model)
+    assert (low.weight_format, param_dtype(low.params)) == (INT8, jnp.bfloat16)
     assert repr(in_int8(model)) == repr(model), "scales are no parameters"
 
 
@@ -127,7 +133,7 @@ def folders(tmp_path_factory):
 def test_loaded_is_cast(folders):
     """From shards and from our directory: what a whole float32 model would become."""
     plain = stree_jax.load(folders / "shards", dtype="float32")
-    wanted = cast_params(plain.params, INT8)
+    wanted = cast_params(plain.config, plain.params, INT8)
     for name in ("shards", "ours"):
         found = stree_jax.load(folders / name, dtype="int8").params
         assert jax.tree.structure(found) == jax.tree.structure(wanted)

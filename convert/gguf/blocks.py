@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file as NumPy arrays: plain numbers, or ggml's blocks of few bits.
+"""Reads tensors of a GGUF file as NumPy arrays: plain floats, or blocks of few bits.
 
-What the bits of a block mean is the `gguf` package's to say; plain numbers need no
-package. Sizes of blocks: ggml.h.
+The `gguf` package decodes the blocks; plain floats need no package. Sizes of blocks:
+ggml.h.
 """
 
 import math
@@ -21,7 +21,7 @@ NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are stored: `block` of them in `size` bytes."""
+    """How numbers are stored: a block of so many numbers in `size` bytes."""
 
     number: int
     name: str
@@ -36,8 +36,8 @@ class Kind:
         return numbers // self.block * self.size
 
 
-# By ggml's number of the type. Types that are integers, or that ggml uses for
-# activations alone, are no weights.
+# By ggml's number of the type, without types that are integers or that ggml uses for
+# activations alone.
 KINDS = {
     kind.number: kind
     for kind in (
@@ -71,13 +71,13 @@ KINDS = {
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without leading axes of 1, which ggml does not tell from none."""
+    """Returns a shape without leading axes of 1, which a GGUF file does not store."""
     first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
     return shape[first:]
 
 
 def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.ndarray:
-    """A tensor of plain numbers in its own dtype."""
+    """Reads a tensor of plain numbers in its own dtype."""
     count = math.prod(shape)
     return (
         _bytes(file, name, start, kind.nbytes(count))
@@ -86,10 +86,18 @@ def read_plain(file: Path, name: str, kind: Kind, start: int, shape: Any) -> np.
     )
 
 
+def packed_blocks(
+    file: Path, name: str, kind: Kind, start: int, shape: Any
+) -> np.ndarray:
+    """Reads the blocks of a tensor as they are: [rows, bytes of a row] uint8."""
+    rows, row_bytes = math.prod(shape[:-1]), kind.nbytes(shape[-1])
+    return _bytes(file, name, start, rows * row_bytes).reshape(rows, row_bytes)
+
+
 def read_blocks(
     file: Path, name: str, kind: Kind, start: int, shape: Any, dtype: Any
 ) -> np.ndarray:
-    """A tensor of blocks as float32, rounded to `dtype`; some rows at a time.
+    """Reads a tensor of blocks as float32, rounded to `dtype`, some rows at a time.
 
     Raises:
       CheckpointError: the file is shorter than it was, or the package is missing.

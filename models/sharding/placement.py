@@ -1,4 +1,4 @@
-"""Parameters on the devices of a mesh: each device has its own part of them."""
+"""Puts parameters on the devices of a mesh: each device has its own part of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,18 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from stree_jax.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.model import Model, weights_dtype
+from stree_jax.models.model import Model
 from stree_jax.models.param_table import param_shapes
-from stree_jax.models.params import (
-    GROUP,
-    Param,
-    Params,
-    Path,
-    by_path,
-    group_of,
-    is_int8,
-    nest,
-)
+from stree_jax.models.params import Param, Params, Path, by_path, is_stored, nest
 from stree_jax.models.shapes import abstract_params
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
@@ -35,7 +26,8 @@ from stree_jax.models.sharding.shards import (
     part_width,
     run_width,
 )
-from stree_jax.models.weights.int8 import Quantized
+from stree_jax.models.weights.formats import format_named
+from stree_jax.models.weights.weight import Format, take, unit
 
 AnyModel = TypeVar("AnyModel", bound=Model)  # with a tokenizer or without
 Slices = tuple[slice, ...]
@@ -43,7 +35,7 @@ Make = Callable[[int], Any]  # part i of a parameter: host arrays, a pytree of o
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
-    """Devices along an axis; 1 if the mesh does not have it."""
+    """Returns the number of devices along an axis; 1 if the mesh does not have it."""
     return mesh.shape.get(axis, 1)
 
 
@@ -57,14 +49,15 @@ def automatic(mesh: Mesh) -> Mesh:
 
 
 def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) -> Cut:
-    """How a model of `dtype` is cut over a mesh.
+    """Returns how a model is cut over a mesh.
 
     Args:
-      whole: it is not, every device has all of it.
+      dtype: of the weights, or their format.
+      whole: if True, the model is not cut: every device has all of it.
 
     Raises:
-      ValueError: other axes than "data" and "model"; nothing of the model divides by
-        the devices of "model"; scales of int8 weights do not.
+      ValueError: the mesh has other axes than "data" and "model"; nothing of the model
+        divides by the devices of "model"; the weight format cannot be cut so.
     """
     if unknown := set(mesh.axis_names) - {DATA, MODEL}:
         raise ValueError(
@@ -81,35 +74,38 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) ->
             f"mesh: no layer of this model divides by {MODEL}={n}; "
             f"these sizes work: {works or '1 alone'}"
         )
+    format = format_named(dtype)
     for path, shape in param_shapes(config).items():
         param, parts = cut_at(config, cut, path)
-        if param is None or parts == 1 or param.axis != 1:
-            continue
-        if is_int8(path[-1], shape, dtype):
-            _check_groups(path, param, shape[1], parts)
+        if param is not None and is_stored(param) and parts > 1:
+            _check_units(path, shape, param, parts, format)
     return cut
 
 
-def _check_groups(path: Path, param: Param, columns: int, parts: int) -> None:
-    size = group_of(columns)
+def _check_units(
+    path: Path, shape: tuple[int, ...], param: Param, parts: int, format: Format
+) -> None:
+    """Raises ValueError if a part of a weight would end within a unit of its arrays."""
+    size = unit(format.abstract(shape), param.axis)
     runs = [run for i in range(parts) for run in part_indices(param, i, parts)]
-    if size is None or any(run.start % size or run.stop % size for run in runs):
-        what = "one scale a row" if size is None else f"scales of {size} columns"
+    if any(run.start % size or run.stop % size for run in runs):
+        what = ("rows", "columns")[param.axis]
         raise ValueError(
-            f"mesh: {'/'.join(path)}: {columns} columns with {what} do not divide by "
-            f"{MODEL}={parts} in int8; load in bfloat16, or take fewer devices"
+            f"mesh: {'/'.join(path)}: {shape[param.axis]} {what} in units of {size} do "
+            f"not divide by {MODEL}={parts} in {format}; load in bfloat16, or take "
+            "fewer devices"
         )
 
 
 def spec_of(param: Param | None, parts: int, ndim: int) -> P:
-    """Along which axis of a mesh a parameter's axes are cut."""
+    """Returns along which axis of a mesh an array of a parameter is cut."""
     if param is None or parts == 1:
         return P()
     return P(*(MODEL if axis == param.axis else None for axis in range(ndim)))
 
 
 def param_specs(model: Model) -> Params:
-    """`spec_of` every parameter, of a model or of some of its parameters."""
+    """Returns `spec_of` every parameter that a model has."""
     flat = {}
     for path, leaf in by_path(model.params).items():
         param, parts = cut_at(model.config, model.cut, path)
@@ -120,27 +116,22 @@ def param_specs(model: Model) -> Params:
 
 
 def part_of(model: Model) -> Model:
-    """A device's part of a model, whose parameters are its own already."""
+    """Returns a device's part of a model; its parameters are that part already."""
     config = part_config(model.config, model.cut)
     return Model(model.params, config, cut=model.cut)
 
 
-def group_for(path: Path, shape: tuple[int, ...]) -> int | None:
-    """Columns that share a scale of the whole int8 weight, for `params.stored`."""
-    return group_of(shape[1]) if len(shape) == 2 else GROUP
-
-
 def part_indices(param: Param, i: int, parts: int) -> Slices:
-    """The places, along `param.axis`, of part i."""
+    """Returns the places of part i along `param.axis`."""
     return tuple(part_slices(param.runs, i, parts))
 
 
 def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
-    """A parameter as arrays on a mesh.
+    """Puts a parameter on a mesh.
 
     Args:
-      make: is asked for the parts of this process's devices alone, one after another.
-      param: its entry in the layer's table; None: every part has it all.
+      make: called for the parts of this process's devices alone, one after another.
+      param: its entry in the layer's table. If None, every device has all of it.
     """
     once = lru_cache(1)(make)  # a part at a time is held beside those on devices
     leaves: list[list[jax.Array]] = []
@@ -157,7 +148,7 @@ def placed(make: Make, param: Param | None, parts: int, mesh: Mesh) -> Any:
 
 
 def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
-    """This process's devices, and their places along "model"; part after part."""
+    """Returns this process's devices and their places along "model", in that order."""
     here = jax.process_index()
     axis = mesh.axis_names.index(MODEL) if MODEL in mesh.axis_names else None
     found = [
@@ -171,30 +162,31 @@ def _own_devices(mesh: Mesh) -> list[tuple[Any, int]]:
 def _assembled(
     pieces: Sequence[jax.Array], param: Param | None, parts: int, mesh: Mesh
 ) -> jax.Array:
-    """The array of which these are the pieces of this process's devices."""
+    """Returns the array whose parts on this process's devices are these pieces."""
     shape, spec = list(pieces[0].shape), spec_of(param, parts, pieces[0].ndim)
-    if param is not None and parts > 1:
-        shape[param.axis] *= parts
+    if MODEL in spec:
+        shape[spec.index(MODEL)] *= parts
     sharding = NamedSharding(mesh, spec)
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
 @with_hints
 def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
-    """The same model on the devices of a mesh.
+    """Returns the same model on the devices of a mesh.
 
-    Along the mesh's axis "model" each device has a part of every layer, along "data"
-    each has the same, and rows of a batch of its own. Layers whose heads or channels do
+    Along the mesh's axis "model" each device has a part of every layer. Along "data"
+    each has the same part, and other rows of a batch. Layers whose heads or channels do
     not divide are on every device.
 
     Args:
       model: on one device.
       mesh: of `jax.make_mesh` or `stree_jax.make_mesh`, with axes "data" and "model",
         or one of them. The model's own mesh has its axes made automatic.
-      whole: whether every device has all of it: for a drafter that is small.
+      whole: if True, every device has the whole model, as for a small drafter.
 
     Raises:
-      ValueError: other axes; nothing of the model divides; it is on a mesh already.
+      ValueError: the mesh has other axes; nothing of the model divides, or its weight
+        format cannot be cut so; it is on a mesh already.
     """
     if not isinstance(model, Model):
         raise ValueError(
@@ -205,8 +197,7 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     if model.mesh is not None:
         raise ValueError("model: it is on a mesh already; load it again")
     whole, mesh = flag("whole", whole), automatic(mesh)
-    dtype = weights_dtype(model.params)
-    cut = cut_for(model.config, mesh, dtype, whole)
+    cut = cut_for(model.config, mesh, model.weight_format, whole)
 
     def on_mesh(path: Path, leaf: Any) -> Any:
         param, parts = cut_at(model.config, cut, path)
@@ -215,7 +206,7 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
         def make(i: int) -> Any:
             if param is None or parts == 1:
                 return host
-            return taken(host, param, part_indices(param, i, parts))
+            return take(host, part_indices(param, i, parts), param.axis)
 
         return placed(make, param, parts, mesh)
 
@@ -223,21 +214,8 @@ def shard(model: AnyModel, mesh: Mesh, *, whole: bool = False) -> AnyModel:
     return replace(model, params=nest(flat), mesh=mesh, cut=cut)
 
 
-def taken(leaf: Any, param: Param, places: Slices) -> Any:
-    """Some places, along `param.axis`, of a parameter on the host."""
-    if isinstance(leaf, Quantized):
-        size, scales = leaf.q.shape[1] // leaf.scale.shape[1], places
-        if param.axis == 1:
-            scales = tuple(slice(s.start // size, s.stop // size) for s in places)
-        q = taken(leaf.q, param, places)
-        return Quantized(q, taken(leaf.scale, param, scales))
-    before = (slice(None),) * param.axis
-    pieces = [leaf[(*before, place)] for place in places]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=param.axis)
-
-
 def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
-    """What `shard` would make of a model of `dtype`: shapes and shardings, no arrays.
+    """Returns what `shard` would make of a model: shapes and shardings, no arrays.
 
     Raises:
       ValueError: as `shard`.
@@ -246,11 +224,11 @@ def abstract_model(config: ModelConfig, dtype: Any, mesh: Mesh) -> Model:
 
     def placing(path: Path, leaf: Any) -> Any:
         param, n = cut_at(config, cut, path)
-        shape = list(leaf.shape)
-        if param is not None and n > 1:  # what repeats is there more than once
+        shape, spec = list(leaf.shape), spec_of(param, n, leaf.ndim)
+        if param is not None and MODEL in spec:  # what repeats is there more than once
             every = n * part_width(param.runs, n)
             shape[param.axis] = shape[param.axis] * every // run_width(param.runs)
-        sharding = NamedSharding(mesh, spec_of(param, n, leaf.ndim))
+        sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
 
     whole = by_path(abstract_params(config, dtype))

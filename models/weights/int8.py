@@ -2,9 +2,11 @@
 
 A weight [m, k] is q * scale, in groups of k / G columns: q [m, k] int8, scale [m, G]
 float32. A product rounds its rows in the same way, by row and group, and adds up exact
-integers within a group; `models.linear` runs it by a kernel where there is one.
+integers within a group, by a kernel where there is one.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,15 +15,53 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-INT8 = np.dtype(np.int8)  # a dtype of weights, not of arrays: see `params.stored`
+from stree_jax.cpu_kernels import (
+    by_platform,
+    counts,
+    skinny_product_int8,
+    unsupported,
+)
+from stree_jax.models.serialization import register_for_export
+from stree_jax.models.weights.plain import GPU_LEAST
+from stree_jax.models.weights.weight import BFLOAT16, Format, Weight
+
 LARGEST = 127  # of q, either sign
-GPU_LEAST = 16  # rows of a product of 8 or 16 bits on a GPU, where there are few
 LEAST = 1e-30  # a group whose largest number is below is 0; src/int8_body.h has it too
+# Columns of a weight that share a scale: bench/RESULTS.md, "int8 weights".
+GROUP = 128
+
+
+@dataclass(frozen=True)
+class Int8Format(Format):
+    """Matrices in int8, all else in bfloat16.
+
+    Attributes:
+      group: about how many columns share a scale. If None, a row has one scale.
+    """
+
+    name: str = "int8"
+    dtype: np.dtype = BFLOAT16
+    group: int | None = GROUP
+
+    def store(self, matrix: Any, columns: int | None = None) -> "Quantized":
+        whole = matrix.shape[1] if columns is None else columns
+        size = None if self.group is None else group_of(whole, self.group)
+        return _quantized(matrix, size)
+
+
+INT8 = Int8Format()
+
+
+def group_of(columns: int, group: int = GROUP) -> int | None:
+    """Returns the largest divisor of the columns that is half to all of a group, or
+    None if there is no such divisor, so that the whole row has one scale."""
+    sizes = range(min(group, columns), group // 2 - 1, -1)
+    return next((n for n in sizes if n and columns % n == 0), None)
 
 
 @struct.dataclass
-class Quantized:
-    """A weight [m, k] or a table of m rows; a pytree, whose leaves keep axis m first.
+class Quantized(Weight):
+    """A weight in int8.
 
     Attributes:
       q: [m, k] int8.
@@ -32,26 +72,59 @@ class Quantized:
     scale: jax.Array
 
     @property
+    def format(self) -> Int8Format:
+        return INT8
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.q.shape
 
-    @property
-    def dtype(self) -> Any:
-        return self.q.dtype
+    def unsupported(self, rows: jax.Array, valid_count: jax.Array | None) -> str | None:
+        return unsupported(rows, self.q, valid_count)
+
+    def product(
+        self, rows: jax.Array, valid_count: jax.Array | None, native: bool
+    ) -> jax.Array:
+        """Rounds the rows to int8, too; sums within a group are exact."""
+        return by_platform(
+            *(rows.astype(jnp.float32), self.q, self.scale, counts(valid_count)),
+            cpu=_native if native else _definition,
+            cuda=_cuda,
+            default=_definition,
+        )
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        """Rows [..., k] float32 of a table, as an embedding is looked up."""
         q, scale = self.q[ids], self.scale[ids]
         parts = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
         return parts.reshape(q.shape)
 
 
+register_for_export(Quantized)
+
+
+@partial(jax.jit, static_argnums=1)  # or each step of it would be an array
+def _quantized(weight: jax.Array, group: int | None) -> Quantized:
+    return quantize(weight, group)
+
+
+def _native(*arrays: jax.Array) -> jax.Array:
+    return skinny_product_int8(*arrays, definition=_definition)
+
+
+def _definition(*arrays: jax.Array) -> jax.Array:
+    return int8_product(*arrays[:3])
+
+
+def _cuda(*arrays: jax.Array) -> jax.Array:
+    return int8_product_cuda(*arrays[:3])
+
+
 def quantize(weight: jax.Array, group: int | None = None) -> Quantized:
-    """To the nearest, by output channel, or by `group` columns of one.
+    """Rounds a matrix to the nearest int8 numbers.
 
     Args:
       weight: [m, k] of any float dtype.
-      group: columns that share a scale; None for all k.
+      group: columns of a row that share a scale. If None, all k share one.
 
     Raises:
       ValueError: groups of this size do not fill k columns.
@@ -64,9 +137,9 @@ def quantize(weight: jax.Array, group: int | None = None) -> Quantized:
 
 
 def rounded(x: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-    """q [n, k] int8 and scale [n, G] float32 of x [n, k], ties to even.
+    """Rounds x [n, k] to q [n, k] int8 with scale [n, G] float32, ties to even.
 
-    A group with a number that is none has the scale NaN.
+    A group that contains NaN or infinity gets scale NaN, so the fault stays visible.
     """
     parts = x.astype(jnp.float32).reshape(x.shape[0], groups, -1)
     most = jnp.abs(parts).max(axis=-1, keepdims=True)
@@ -79,7 +152,7 @@ def rounded(x: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
 
 
 def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """rows @ (weight * scale).T in plain JAX, the rows rounded to int8.
+    """Computes rows @ (weight * scale).T in plain JAX, the rows rounded to int8.
 
     Args:
       rows: [t, k] float32.
@@ -113,9 +186,10 @@ def int8_product(rows: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Ar
 def int8_product_cuda(
     rows: jax.Array, weight: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """`int8_product` for a GPU: bfloat16 holds every int8, and float32 their sums.
+    """Computes `int8_product` on a GPU: bfloat16 holds every int8, and float32 their
+    sums.
 
-    Of int8 factors with two rows XLA gives wrong sums there (jax 0.11.2, an H200), and
+    For int8 factors with two rows XLA gives wrong sums there (jax 0.11.2, an H200), and
     group by group it takes 176 us where all groups at once take 23 (10576 x 2560).
     Sums are exact up to 1,040 columns a group.
     """

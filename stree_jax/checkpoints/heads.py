@@ -31,7 +31,7 @@ from stree_jax.convert.source import (
     read_json,
 )
 from stree_jax.convert.store import atomic_directory, dtype_named, weights_named
-from stree_jax.models.heads import Heads, HeadsConfig, head_shapes, heads_dtype
+from stree_jax.models.heads import Heads, HeadsConfig, head_table
 from stree_jax.models.params import by_path, nest, stored
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -63,7 +63,7 @@ def is_heads(path_or_hub_id: str | Path) -> bool:
 
 @with_hints
 def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
-    """Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
+    """Loads Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
     Args:
       dtype: "float32", "bfloat16" or "int8"; None keeps bfloat16 and makes float32 of
@@ -76,8 +76,9 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
         weights_named(dtype)
     source, names, config = _opened(path_or_hub_id)
     kept = weights_named(_usual(source) if dtype is None else dtype)
+    table = head_table(config)
     params = {
-        path: stored(path[-1], jnp.asarray(source.read(n)), kept)
+        path: stored(table[path], jnp.asarray(source.read(n)), kept)
         for path, n in names.items()
     }
     return Heads(nest(params), config)
@@ -167,8 +168,8 @@ def _config(
         )
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    shapes = head_shapes(config)
-    for path, shape in shapes.items():
+    table = head_table(config)
+    for path, (shape, *_) in table.items():
         if path not in tensors:
             raise CheckpointError(f"{file}: {'.'.join(path)} is missing")
         if tensors[path].shape != shape:
@@ -176,7 +177,7 @@ def _config(
             raise CheckpointError(
                 f"{file}: {'.'.join(path)}: want shape {list(shape)}, got {got}"
             )
-    if odd := tensors.keys() - shapes.keys():
+    if odd := tensors.keys() - table.keys():
         raise CheckpointError(f"{file}: {'.'.join(min(odd))} belongs to no head")
     return config
 
@@ -225,7 +226,7 @@ def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
         raise CheckpointError(f"base: want a text, got {type(base).__name__}")
     path = valid_path("dst", dst)
     c = heads.config
-    dtype_named(heads_dtype(heads.params))
+    dtype_named(heads.weight_format)
     tensors = {
         public_name(path, c.blocks): np.ascontiguousarray(jax.device_get(leaf))
         for path, leaf in by_path(heads.params).items()

@@ -17,7 +17,6 @@ from stree_jax.convert.store import (
     write_directory,
 )
 from stree_jax.convert.whole_texts import for_whole_texts
-from stree_jax.models import weights_dtype
 
 
 @with_hints
@@ -37,7 +36,7 @@ def save(model: models.Model, dst: str | PathLike[str]) -> None:
     if model.mesh is not None:
         raise CheckpointError("save: the model is cut over a mesh; load it without one")
     path = valid_path("save: dst", dst)
-    dtype = dtype_named(weights_dtype(model.params))
+    dtype = dtype_named(model.weight_format)
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
         check_space(path, model.config, dtype)

@@ -31,7 +31,6 @@ from stree_jax.generation import (
     generate,
     stream,
 )
-from stree_jax.models import weights_dtype
 from stree_jax.models.heads import Heads, first_heads
 from stree_jax.pair import load_pair, pair_configs
 from stree_jax.result import Generation, runs_by_origin
@@ -345,7 +344,7 @@ def figures(
         "prefill_s": result.prefill_s,
         "decode_s": result.decode_s,
         "promise": result.promise,
-        "dtype": str(weights_dtype(target.params)),
+        "dtype": str(target.weight_format),
         "device": str(jax.devices()[0].device_kind),
     }
 

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from stree_jax import models
 from stree_jax.arguments import MOST_TOKENS, check_model
 from stree_jax.buckets import bucket
 from stree_jax.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hints
 from stree_jax.convert.store import weights_named
-from stree_jax.models import ModelConfig
+from stree_jax.models import Format, ModelConfig
 from stree_jax.models.config import blocks
 from stree_jax.models.heads import Heads, HeadsConfig
 from stree_jax.sizing.candidates import Candidate, by_speed, way
@@ -293,7 +291,7 @@ class _PlanTask(Task[_Wish, Candidate]):
 def _wish(
     config: ModelConfig,
     drafter: Drafting,
-    dtype: np.dtype,
+    dtype: Format,
     request: Request,
     acceptance: Acceptance | None,
 ) -> _Wish:

@@ -24,8 +24,7 @@ import numpy as np
 from stree_jax import cpu_kernels
 from stree_jax.cache_folder import cache_folder
 from stree_jax.convert.files import read_text
-from stree_jax.models import Model, ModelConfig, weights_dtype
-from stree_jax.models.heads import heads_dtype
+from stree_jax.models import Model, ModelConfig
 from stree_jax.models.memory import size_of
 from stree_jax.speculation.adaptive.drafter import AdaptiveDrafter
 from stree_jax.speculation.adaptive.guessed_levels import Stage
@@ -277,15 +276,15 @@ def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
         *([] if drafter.stage is None else [_stage(drafter.stage)]),
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    shape = f"{facts[6]}, {facts[7]}, {weights_dtype(target.params)}"
+    shape = f"{facts[6]}, {facts[7]}, {target.weight_format}"
     return f"{shape}, {digest}"
 
 
 def _model(model: Model | MedusaDrafter) -> str:
     if isinstance(model, MedusaDrafter):
         c = replace(model.heads.config, accuracy=())
-        return f"{c} {heads_dtype(model.heads.params)}"
-    return f"{_config(model.config)} {weights_dtype(model.params)}"
+        return f"{c} {model.heads.weight_format}"
+    return f"{_config(model.config)} {model.weight_format}"
 
 
 def _stage(stage: Stage) -> str:

@@ -22,7 +22,6 @@ from stree_jax.models import (
     abstract_params,
     by_path,
     nest,
-    weights_dtype,
 )
 from stree_jax.models.mixer import Leaf, map_leaves
 from stree_jax.models.sharding.placement import axis_size, param_specs, part_of
@@ -208,7 +207,7 @@ def _whole(tree: Any) -> Any:
     def whole(x: Any) -> Any:
         if not _is_model(x) or x.mesh is None:
             return x
-        every = by_path(abstract_params(x.config, weights_dtype(x.params)))
+        every = by_path(abstract_params(x.config, x.weight_format))
         return Model(nest({path: every[path] for path in by_path(x.params)}), x.config)
 
     return jax.tree.map(whole, tree, is_leaf=_is_model)

@@ -23,7 +23,14 @@ import numpy as np
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.models import Model as BareModel
 from stree_jax.models import base_model, logits_of
-from stree_jax.models.heads import Heads, HeadsConfig, head_logits, head_of, init_heads
+from stree_jax.models.heads import (
+    Heads,
+    HeadsConfig,
+    cast_heads,
+    head_logits,
+    head_of,
+    init_heads,
+)
 from stree_jax.sampling.ranks import rank_of
 from stree_jax.training.kept import (
     PROMPT,
@@ -49,6 +56,9 @@ class HeadsSubject:
 
     def init(self, key: jax.Array) -> Params:
         return init_heads(self.config, key, jnp.float32)
+
+    def cast(self, params: Params, dtype: Any) -> Params:
+        return cast_heads(self.config, params, dtype)
 
     def loss(self, params: Params, batch: Batch, teacher: BareModel) -> jax.Array:
         """Mean KL in nats, over heads and places, of states [B, P, d]."""

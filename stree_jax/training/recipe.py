@@ -255,5 +255,5 @@ def prepare_for(job: Job, target: Model, name: str) -> TrainingData:
 def finish(job: Job, data: TrainingData, config: ModelConfig, params: Params) -> None:
     """Write a bfloat16 Hugging Face directory."""
     print(f"stree-jax: writing {job.out}", file=sys.stderr)
-    rounded = jax.tree.map(jnp.asarray, cast_params(params, jnp.bfloat16))
+    rounded = jax.tree.map(jnp.asarray, cast_params(config, params, jnp.bfloat16))
     export_hf(config, rounded, data.tokenizer, job.out)

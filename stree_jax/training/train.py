@@ -29,6 +29,7 @@ from stree_jax.models import (
     init_params,
     init_state,
     logits_of,
+    param_dtype,
 )
 from stree_jax.models.keys import default_numbers, key_of
 from stree_jax.training.corpus import sample_batches
@@ -102,7 +103,11 @@ class Subject(Protocol):
     """What is trained; hashable, as programs are compiled for it."""
 
     def init(self, key: jax.Array) -> Params:
-        """The first parameters, float32."""
+        """Returns the first parameters, float32."""
+        ...
+
+    def cast(self, params: Params, dtype: Any) -> Params:
+        """Returns the parameters in the dtype that is computed in."""
         ...
 
     def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
@@ -125,6 +130,9 @@ class Text:
     def init(self, key: jax.Array) -> Params:
         params = init_params(self.config, key, jnp.float32)
         return {name: p for name, p in params.items() if name not in self.borrowed}
+
+    def cast(self, params: Params, dtype: Any) -> Params:
+        return cast_params(self.config, params, dtype)
 
     def loss(self, params: Params, batch: Batch, teacher: Any) -> jax.Array:
         whole = self.whole(params, teacher)
@@ -156,7 +164,7 @@ def sequence_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """Logits [B, T, V] float32 of whole sequences [B, T], each from an empty state."""
     batch, T = tokens.shape
     config = model.config
-    state = init_state(config, batch, 1, model.params["embedding"].dtype)
+    state = init_state(config, batch, 1, param_dtype(model.params))
     nodes = chain_nodes(batch, T, config.conv_taps)
     hidden, _, _ = forward_hidden(model, state, tokens, nodes)
     return logits_of(model, hidden)
@@ -204,8 +212,7 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
 def _rounded_loss(
     subject: Subject, train: TrainConfig, params: Params, batch: Batch, teacher: Any
 ) -> jax.Array:
-    rounded = cast_params(params, train.compute_dtype)
-    return subject.loss(rounded, batch, teacher)
+    return subject.loss(subject.cast(params, train.compute_dtype), batch, teacher)
 
 
 _evaluate = jax.jit(_rounded_loss, static_argnums=(0, 1))

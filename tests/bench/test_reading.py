@@ -16,7 +16,6 @@ from stree_jax.models import (
     MambaConfig,
     MLPConfig,
     init_params,
-    weights_dtype,
 )
 from stree_jax.scoring import score
 from tests.support.tiny import perturbed, tiny
@@ -207,4 +206,4 @@ def test_a_text_without_room_is_refused(wrong, words):
 def test_weights_of_a_shape_are_random(monkeypatch, dtype):
     monkeypatch.setattr(capacity, "config_of", {"mamba2-130m": HYBRID}.__getitem__)
     model = capacity.model_named("mamba2-130m", dtype)
-    assert model.config == HYBRID and weights_dtype(model.params) == dtype
+    assert model.config == HYBRID and str(model.weight_format) == dtype

@@ -49,7 +49,7 @@ def test_a_drafter_of_a_given_size_in_given_minutes(prepared, capsys):
     assert f"writing {prepared / 'out'}" in said.err
     assert said.out.startswith("step 1: train ")
     drafter = stree_jax.load(prepared / "out")
-    assert drafter.config.layers == ("mamba",) and drafter.config.d_model == 64
+    assert drafter.config.kinds == ("mamba",) and drafter.config.d_model == 64
     assert cli.main(args) == 2, "before anything is trained"
     assert "out: exists already" in capsys.readouterr().err
 

@@ -218,7 +218,10 @@ class Cases:
                 ):
                     refused(words, path, "float32", mesh=mesh)
             refused(
-                "48 columns with one scale a row", theirs, "int8", mesh=mesh_of(model=3)
+                "48 columns in units of 48 do not",
+                theirs,
+                "int8",
+                mesh=mesh_of(model=3),
             )
             refused("unknown axis", theirs, None, mesh=mesh_of(rows=2), whole=True)
         finally:
@@ -238,7 +241,7 @@ class Cases:
             checkpoint = stree_jax.convert.checked(opened, "float32")
             mesh = mesh_of(model=4)
             cut = stree_jax.models.sharding.placement.cut_for(
-                checkpoint.config, mesh, checkpoint.dtype
+                checkpoint.config, mesh, checkpoint.weight_format
             )
             told = []
             checkpoint.read(warn=told.append, mesh=mesh, cut=cut)

@@ -66,7 +66,7 @@ def adapter_of_another(name, layers):
     """An adapter that untied blocks of transformers have and never use."""
     if "_adapter_list." not in name:
         return False
-    shared = [i for i, kind in enumerate(layers) if kind == "mamba+shared"]
+    shared = [i for i, block in enumerate(layers) if block.shared]
     layer, call = name.split(".")[2], name.split("_adapter_list.")[1].split(".")[0]
     return shared[int(call)] != int(layer)
 
@@ -305,7 +305,10 @@ def peak():  # getrusage would count what the parent process had at the fork
 
 config = ModelConfig(
     vocab_size=64, num_tokens=64, d_model=768, layers=("attention", "mlp") * 6,
-    attention=AttentionConfig(12, 12, 64, rope=Rope(1e4, 64)), mlp=MLPConfig(3072),
+    mixers={
+        "attention": AttentionConfig(12, 12, 64, rope=Rope(1e4, 64)),
+        "mlp": MLPConfig(3072),
+    },
 )
 shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
 params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) + 1, shapes)
@@ -353,7 +356,9 @@ def whole(**options):
 
 def part(name, **options):
     def change(config):
-        return replace(config, **{name: replace(getattr(config, name), **options)})
+        if name == "shared":
+            return replace(config, shared=replace(config.shared, **options))
+        return config.with_mixers(**{name: replace(config.mixers[name], **options)})
 
     return change
 

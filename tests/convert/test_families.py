@@ -76,6 +76,9 @@ def others(name, value):
 
 def changes(config):
     """Configs that differ from it in one option, with its name."""
+    for mixer, value in getattr(config, "mixers", {}).items():
+        for name, changed in changes(value):
+            yield f"{mixer}.{name}", config.with_mixers(**{mixer: changed})
     for option in fields(config):
         value = getattr(config, option.name)
         if is_dataclass(value):

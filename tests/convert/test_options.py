@@ -22,8 +22,11 @@ def whole(**options):
 
 def part(name, **options):
     def change(model):
-        changed = replace(getattr(model.config, name), **options)
-        return whole(**{name: changed})(model)
+        config = model.config
+        if name == "shared":
+            return whole(shared=replace(config.shared, **options))(model)
+        changed = replace(config.mixers[name], **options)
+        return model.replace(config=config.with_mixers(**{name: changed}))
 
     return change
 

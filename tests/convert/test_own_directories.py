@@ -29,8 +29,8 @@ OWN_DAMAGE = {
     "type": (lambda v: v["model"].update(d_model="24"), "model.d_model"),
     "negative": (lambda v: v["model"].update(d_model=-24), "model.d_model"),
     "huge": (lambda v: v["model"].update(vocab_size=1 << 60), "model.vocab_size"),
-    "taps": (lambda v: v["model"]["mamba"].update(d_conv=1 << 20), "d_conv"),
-    "kind": (lambda v: v["model"].update(layers=["rwkv"]), r"model.layers\[0\]"),
+    "taps": (lambda v: v["model"]["mixers"]["mamba"].update(d_conv=1 << 20), "d_conv"),
+    "kind": (lambda v: v["model"].update(layers=["rwkv"]), "unknown mixer 'rwkv'"),
     "mismatch": (
         lambda v: v["model"].update(vocab_size=60, num_tokens=60),
         "embedding.*shape",

@@ -82,7 +82,7 @@ def test_need_follows_the_dtype(source, tmp_path, monkeypatch, dtype):
     model = stree_jax.load(source("mamba2"), dtype=dtype)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     need = int(1.01 * size) + store.SPACE_MARGIN
-    arguments = (tmp_path / "new", model.config, store.DTYPES[dtype])
+    arguments = (tmp_path / "new", model.config, dtype)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need))
     store.check_space(*arguments)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need - 1))

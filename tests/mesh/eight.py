@@ -128,7 +128,7 @@ def refusals():
     past = stree_jax.generate(
         model, [[1, 2]], max_new_tokens=1, keep_past=True, drafter=None
     ).past
-    int8 = model.replace(params=cast_params(model.params, np.dtype(np.int8)))
+    int8 = model.replace(params=cast_params(model.config, model.params, np.int8))
     generate = partial(
         refused, partial(stree_jax.generate, max_new_tokens=1, drafter=None)
     )

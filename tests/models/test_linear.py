@@ -10,7 +10,8 @@ from stree_jax.models.weights.int8 import (
     int8_product_cuda,
     quantize,
 )
-from stree_jax.models.weights.linear import _product, _skinny_gpu, linear
+from stree_jax.models.weights.linear import linear
+from stree_jax.models.weights.plain import _product, _skinny_gpu
 from tests.support.lowering import lowered
 from tests.support.native import INSTRUCTIONS, use
 

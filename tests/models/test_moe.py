@@ -41,6 +41,8 @@ def test_bfloat16_is_near_float32(latent, tokens):
         nodes, state = chain_nodes(1, tokens, 1), init_state(config, 1, 1, jnp.float32)
         return forward_hidden(Model(params, config), state, text, nodes)[0]
 
-    rounded = cast_params(wide, jnp.bfloat16)
-    again = cast_params(rounded, jnp.float32)  # the same weights, other products
+    rounded = cast_params(config, wide, jnp.bfloat16)
+    again = cast_params(
+        config, rounded, jnp.float32
+    )  # the same weights, other products
     np.testing.assert_allclose(hidden(rounded), hidden(again), atol=0.05)

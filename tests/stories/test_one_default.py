@@ -72,7 +72,7 @@ def report(capsys, *args):
 def test_the_stored_dtype(model, capsys, stored, kept):
     folder = model(stored)
     loaded = stree_jax.load(folder)
-    assert str(stree_jax.models.weights_dtype(loaded.params)) == kept
+    assert str(loaded.weight_format) == kept
     assert report(capsys, "info", folder, "--json")["dtype"] == kept
     plainly = "--drafter", "none", "--max-new-tokens", 2, "--json"
     words = "generate", "ab", "--model", folder
@@ -85,7 +85,7 @@ def test_the_stored_dtype(model, capsys, stored, kept):
         ["serve", "--model", str(folder), "--drafter", "none"]
     )
     served, *_ = serve.loaded(args)
-    assert str(stree_jax.models.weights_dtype(served.params)) == kept
+    assert str(served.weight_format) == kept
 
 
 def test_a_named_dtype(model, capsys):

@@ -230,8 +230,8 @@ def test_warm_up_is_a_tenth_and_at_most_the_bundled_pairs(steps, warmup):
 )
 def test_attention_is_spread_evenly(size, mixers):
     config = target_config(300, size)
-    assert " ".join(config.layers[::2]) == mixers
-    assert set(config.layers[1::2]) == {"mlp"} and config.d_model == size.width
+    assert " ".join(config.kinds[::2]) == mixers
+    assert set(config.kinds[1::2]) == {"mlp"} and config.d_model == size.width
 
 
 @pytest.mark.parametrize("size", [(100, 4, 1), (128, 2, 3), (128, 0, 0), (0, 1, 0)])
@@ -243,9 +243,9 @@ def test_sizes_that_cannot_be(size):
 def test_sizes_of_drafters():
     target = target_config(300, TargetSize())
     bundled = drafter_config(target)
-    assert (bundled.d_model, bundled.layers) == (192, ("mamba", "mamba"))
+    assert (bundled.d_model, bundled.kinds) == (192, ("mamba", "mamba"))
     wide = drafter_config(target, 320, 3)
-    assert (wide.d_model, wide.layers) == (320, ("mamba",) * 3)
+    assert (wide.d_model, wide.kinds) == (320, ("mamba",) * 3)
     odd = dataclasses.replace(target, d_model=100)
     assert drafter_config(odd).d_model == 64, "heads of 64"
     for width, layers in ((100, 2), (0, 2), (64, 0)):

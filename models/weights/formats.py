@@ -1,0 +1,38 @@
+"""The table of weight formats, and which of them a weight is stored in."""
+
+from typing import Any
+
+import numpy as np
+
+from stree_jax.models.weights.int8 import INT8
+from stree_jax.models.weights.plain import PlainWeight, plain_format
+from stree_jax.models.weights.weight import BFLOAT16, FLOAT32, Format, Weight
+
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (plain_format(FLOAT32), plain_format(BFLOAT16), INT8)
+}
+
+
+def format_named(dtype: Any) -> Format:
+    """Returns the format of a `dtype=` argument: a format, its name, or a dtype."""
+    if isinstance(dtype, Format):
+        return dtype
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    return FORMATS.get(name) or plain_format(dtype)
+
+
+def is_weight(leaf: Any) -> bool:
+    """True if a parameter is a weight that is not a plain array."""
+    return isinstance(leaf, Weight)
+
+
+def as_weight(leaf: Any) -> Weight:
+    """Returns a parameter as a weight: itself, or a plain array with the methods of
+    one."""
+    return leaf if isinstance(leaf, Weight) else PlainWeight(leaf)
+
+
+def format_of(params: Any) -> Format:
+    """Returns the format of a model's weights, which is that of its embedding."""
+    return as_weight(params["embedding"]).format
