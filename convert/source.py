@@ -30,7 +30,8 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"  # behind such a name: which shard has which tensor
 PICKLED = (".bin", ".pt")
 F8 = "F8_E4M3"
-BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "float64": 8}  # others: 2
+# Bytes of a number; 2 for others.
+BYTES = {F8: 1, "I8": 1, "U8": 1, "float32": 4, "I32": 4, "I64": 8, "float64": 8}
 PIECE = 2**24  # numbers of a tensor that are read at once
 ALIGNMENT = 64  # bytes, of arrays that XLA:CPU does not copy
 ADAPTER = "adapter_config.json"
@@ -184,12 +185,6 @@ class Source:
             return _read_slices(name, info, index)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: {name}: {error}") from error
-
-
-def _itemsize(dtype: str) -> int:
-    """Returns the bytes of a number of a dtype such as "bfloat16" or "F8_E4M3"."""
-    bits = re.search(r"\d+", dtype)
-    return 1 if bits is None else int(bits[0]) // 8
 
 
 def _read_slices(name: str, info: TensorInfo, index: Index) -> np.ndarray:

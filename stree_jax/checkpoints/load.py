@@ -62,7 +62,7 @@ def load(
       dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
         always float32). If None, bfloat16 weights stay, quantized ones become bfloat16,
         and all others float32. With int8, the weights of products are rounded by groups
-        of columns as they are read, and all others are bfloat16 (`models.params`).
+        of columns as they are read (`models.weights.int8`); others are bfloat16.
       dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
         `time_step_min`, as transformers 5.23 does; their authors' code does not.
       mtp: whether to read the layers that predict further tokens, for drafter "mtp".
