@@ -40,7 +40,8 @@ from stree_jax.models.memory import weight_bytes
 from stree_jax.models.params import Path as ParamPath
 from stree_jax.models.sharding.shards import WHOLE, Cut
 
-FORMAT, VERSION = "stree-jax", 1
+FORMAT, VERSION = "stree-jax", 2
+READABLE = (1, VERSION)  # 1 has one config for each kind of mixer
 PARAMS = "params"  # folder of the weights
 FIELDS = {"format", "version", "dtype", "model", "files", "tokenizer", "checksum"}
 PLAIN = re.compile(r"[\w/.,:+=@~ -]*")  # a path that means itself to tensorstore
@@ -272,9 +273,9 @@ def config_from_json(files: CheckpointFiles) -> tuple[ModelConfig, np.dtype]:
     values, file = files.json(), files.config_file
     if unknown := values.keys() - FIELDS:
         raise CheckpointError(f"{file}: {min(unknown)}: unknown field")
-    if values.get("version") != VERSION:
+    if values.get("version") not in READABLE:
         raise CheckpointError(
-            f"{file}: version: want {VERSION}, got {values.get('version')!r}"
+            f"{file}: version: want {VERSION} or before, got {values.get('version')!r}"
         )
     try:
         config = config_json.from_json(values.get("model"))

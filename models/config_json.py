@@ -59,7 +59,7 @@ def from_json(values: Any) -> ModelConfig:
     return config
 
 
-# What versions before 0.7 wrote: one config for each kind, and kinds of layers that
+# What version 1 of the format has: one config for each kind, and kinds of layers that
 # stand for two mixers or for a shared block.
 EARLIER_KINDS = {
     "mamba": "mamba2",

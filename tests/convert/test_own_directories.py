@@ -1,5 +1,6 @@
 """Our own directories: damaged ones are refused, killed writers leave none."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import stree_jax
 from stree_jax.convert import CheckpointError, convert_checkpoint
 from tests.support.checkpoints import assert_same, edit_json, sources
+from tests.support.families import FAMILIES, random_model
 
 convert = partial(convert_checkpoint, progress=False)
 
@@ -22,7 +24,7 @@ def source(tmp_path_factory):
 
 
 OWN_DAMAGE = {
-    "version": (lambda v: v.update(version=2), "version"),
+    "version": (lambda v: v.update(version=3), "version"),
     "dtype": (lambda v: v.update(dtype="int4"), "dtype"),
     "no model": (lambda v: v.pop("model"), "model"),
     "unknown field": (lambda v: v["model"].update(extra=1), "model.extra"),
@@ -48,6 +50,24 @@ def test_damaged_config_of_ours(source, tmp_path, case):
     with pytest.raises(CheckpointError, match=where) as caught:
         stree_jax.load(tmp_path / "model")
     assert "\n" not in str(caught.value)
+
+
+EARLIER = Path(__file__).parents[1] / "support" / "earlier_configs.jsonl"
+
+
+@pytest.mark.parametrize("line", EARLIER.read_text().splitlines(), ids=lambda s: s[:24])
+def test_directories_of_earlier_versions_are_read(tmp_path, line):
+    """`earlier_configs.jsonl` holds what version 1 wrote for `FAMILIES`."""
+    case = json.loads(line)
+    model = random_model(FAMILIES[case["family"]], 0)
+    stree_jax.save(model, tmp_path / "model")
+
+    def earlier(values):
+        values.pop("checksum")
+        values.update(version=1, model=case["model"])
+
+    edit_json(tmp_path / "model" / "config.json", earlier)
+    assert_same(stree_jax.load(tmp_path / "model", mtp=bool(model.config.mtp)), model)
 
 
 def test_every_missing_or_cut_file_of_ours(source, tmp_path):
