@@ -138,7 +138,7 @@ def _usual_attention(config: ModelConfig) -> bool:
 
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
-    """What llama.cpp asks for beside the tensors, by key without the architecture."""
+    """Returns the metadata that llama.cpp wants, by key without the architecture."""
     arch, m, a = (
         arch_of(config),
         config.mixers.get("mamba"),

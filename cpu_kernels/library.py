@@ -69,8 +69,10 @@ def level() -> int | None:
 
 
 def at_hand() -> bool:
-    """Whether programs that are made here are likely to run the kernels: an export, or
-    one for another device, may not. What goes by it costs time at most."""
+    """True if programs made here are likely to run the kernels.
+
+    An export, or a program for another device, may not. A wrong answer costs time only.
+    """
     return level() is not None and jax.default_backend() == "cpu"
 
 

@@ -156,7 +156,7 @@ class ModelConfig:
 
     @property
     def conv_taps(self) -> int:
-        """K of the longest convolution; 1 if there is none."""
+        """Returns K of the longest convolution; 1 if there is none."""
         taps = (mixer_of(c).conv_taps(c) for c in self.mixers.values())
         return max(taps, default=1)
 

@@ -296,7 +296,7 @@ class LanguageModel(nn.Module):
             self.mtp = MTPLayers(c, self.dtype, self.cut)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """What the layers read of tokens [B, T]: [B, T, d] float32."""
+        """Looks up the embeddings [B, T, d] float32 of tokens [B, T]."""
         # XLA:CPU looks nothing up in 16 bits. It makes the rows float32; where it may,
         # the whole table, before a loop, and keeps that.
         table, tokens = jax.lax.optimization_barrier((self.embedding, tokens))

@@ -238,7 +238,7 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
 
 
 def _way_on(name: str, known: list[str]) -> str:
-    """What to write in place of an unknown keyword."""
+    """Returns the hint for an unknown keyword: what to write instead."""
     for option, hint in HINTS.get(name.lower(), ()):
         if option in known:
             return hint if hint.startswith("leave") else f"use {hint}"

@@ -380,7 +380,7 @@ def tune(
     context: int = 2048,
     sampled: bool = False,
 ) -> Measured:
-    """What steps of tree "auto" take on this machine: measured now, and kept.
+    """Measures the steps of tree "auto" on this machine, and keeps the times.
 
     `generate` does this by itself when it first needs to; a jitted pipeline hands
     `tune(...).on_device()` to `generate_tokens`. Of a `Staged` the times are those with

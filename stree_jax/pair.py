@@ -140,7 +140,7 @@ def _drafter_config(drafter: str) -> ModelConfig | HeadsConfig | NGrams | str | 
 
 
 def _check_drafter(name: str) -> None:
-    """Raises ValueError for a name that is none, such as a misspelt one."""
+    """Raises ValueError for an unknown name, such as a misspelt one."""
     known = (LOOKUP, MTP, NO_DRAFTER, DEMO, "demo-heads", "demo-drafter")
     if name not in known and "/" not in name and not Path(name).exists():
         raise ValueError(

@@ -501,8 +501,7 @@ def prompt_of(value: Any, where: str) -> str:
 
 
 def turns_of(value: Any, where: str) -> list[str]:
-    """Returns what the user says in a conversation, turn by turn; empty for a record
-    that is none."""
+    """Returns the user's turns of a conversation; empty for any other record."""
     found = _conversation(_fields(value) if isinstance(value, dict) else {}, where)
     return [] if found is None else found.user_turns()
 

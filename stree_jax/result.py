@@ -187,7 +187,8 @@ def runs_by_origin(
 
 
 def promise_of(rule: Rule, sampled: bool) -> Promise:
-    """What of a text is plain decoding's; all of it, unless tokens are drawn."""
+    """Returns which part of a text is exactly plain decoding's; greedy text is, all of
+    it."""
     return rule.promise if sampled else "tokens"
 
 

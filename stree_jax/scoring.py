@@ -74,7 +74,7 @@ def score(model: Model, tokens: Any) -> jax.Array:
 def first_difference(
     model: Model, prompt: Sequence[int], tokens: Sequence[int], others: Sequence[int]
 ) -> tuple[int, float] | None:
-    """Where two continuations part, and how decided the model was there.
+    """Finds where two continuations differ, and how close the model's choice was there.
 
     A gap within rounding (about 1e-5 in float32) means that the two tokens tie: which
     one is the argmax depends on the order of additions. A larger one means a defect.

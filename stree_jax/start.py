@@ -128,7 +128,7 @@ class Start:
             return read(spec, *self._abstract_texts(spec), self.requests)
 
     def shapes(self, spec: Spec) -> Decoding:
-        """Of what `begun` returns; nothing is run."""
+        """Returns the shapes of the result of `begun`; nothing is run."""
         sizes = self._sizes(spec)
 
         def begin(spec: Spec, texts: Any, requests: Any, past: Any) -> Decoding:
@@ -160,7 +160,7 @@ class Start:
         return resume_decoding_jit
 
     def _sizes(self, spec: Spec) -> dict[str, Any]:
-        """Of the program, which is one for all texts."""
+        """Returns the sizes of the program, which is the same for all texts."""
         return {
             "max_new_tokens": self.room,
             "capacity": self.caches(deepest(spec.policy)),

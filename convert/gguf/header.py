@@ -98,7 +98,7 @@ class _Cursor:
         return read.item()
 
     def count(self, what: str) -> int:
-        """How many of something with a name come later."""
+        """Reads how many of the named items follow."""
         count: int = self.number(what)
         if count > MAX_COUNT:
             raise self.error(f"{what}: {count}, want at most {MAX_COUNT}")
@@ -162,7 +162,8 @@ def first_shards(names: Iterable[str]) -> list[str]:
 
 
 def read_header(file: Path) -> Header:
-    """Of a file and, if it is the first of several shards, of the others.
+    """Reads the header of a file and, if it is the first of several shards, of the
+    others.
 
     Raises:
       CheckpointError: one line saying what is wrong with which file.
@@ -225,7 +226,8 @@ def _alignment(cursor: _Cursor, values: Mapping[str, Any]) -> int:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
-    """Where every tensor is, none of them outside the file or within another."""
+    """Finds every tensor, and checks that none is outside the file or within
+    another."""
     read: list[tuple[int, str, tuple[int, ...], Kind]] = []
     names = set()
     for i in range(count):
@@ -253,7 +255,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
 
 
 def _shape(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], Kind]:
-    """Of a tensor: its axes, slowest first, and how its numbers are stored."""
+    """Reads a tensor's axes, slowest first, and how its numbers are stored."""
     dims = cursor.number(name, "<u4")
     if not 0 < dims <= MAX_DIMS:
         raise cursor.error(f"{name}: {dims} axes, want 1 to {MAX_DIMS}")

@@ -162,7 +162,7 @@ def stop_tokens(header: Header) -> tuple[int, ...]:
 
 
 def settings(header: Header) -> dict[str, Any]:
-    """What a tokenizer_config.json would say: special tokens, chat template."""
+    """Returns the fields of a tokenizer_config.json: special tokens, chat template."""
     fields = _fields(header)
     said: dict[str, Any] = {}
     for name, theirs in SPECIAL.items():

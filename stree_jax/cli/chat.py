@@ -142,7 +142,7 @@ def _template_problem(error: Exception) -> str:
 
 
 def plain_turn(text: str) -> str:
-    """What a model without a chat template is fed for a turn."""
+    """Returns the text of one turn for a model without a chat template."""
     return text + "\n"
 
 
@@ -208,7 +208,8 @@ def _compiled(template: str) -> "Template":
 
 
 def _environment() -> "Environment":
-    """What templates written for Hugging Face's tokenizers expect to run in."""
+    """Returns the Jinja environment that templates for Hugging Face's tokenizers
+    expect."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser

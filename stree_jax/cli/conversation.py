@@ -187,7 +187,8 @@ def next_line() -> str:
 
 
 def speaker_of(args: argparse.Namespace) -> Speaker:
-    """Who answers, and with --memory for how long."""
+    """Returns the speaker of the command's options, with --memory for a whole
+    conversation."""
     if args.context < 1:
         raise ValueError(f"--context: want at least 1 token, got {args.context}")
     options, request = options_of(args), None

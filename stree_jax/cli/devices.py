@@ -24,7 +24,7 @@ def add_mesh_option(p: argparse.ArgumentParser) -> None:
 
 
 def add_process_options(p: argparse.ArgumentParser) -> None:
-    """Where the devices of a mesh are in several processes."""
+    """Adds the options of a mesh over several processes."""
     option(p, "--coordinator", str, None, "HOST:PORT of process 0; with --mesh")
     option(p, "--processes", int, None, "how many there are, each started with --mesh")
     option(p, "--process-id", int, None, "which of them this is, from 0; 0 prints")

@@ -92,7 +92,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
 
 
 def report(found: "Planned") -> str:
-    """What to run, where the bytes go, and what else fits."""
+    """Returns the report: what to run, where the bytes go, and what else fits."""
     from stree_jax.sizing.units import shown_bytes
 
     best, asked = found.best, found.request

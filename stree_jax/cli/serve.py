@@ -265,7 +265,7 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
 
 
 def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
-    """What is wished for, and which of it was named."""
+    """Returns the requested sizes and the names of those that the user gave."""
     from stree_jax.server.batch import Sizes
 
     usual = {"rows": ROWS, "context": CONTEXT, "prefixes": PREFIXES}

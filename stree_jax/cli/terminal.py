@@ -92,7 +92,8 @@ def planned(args: argparse.Namespace, request: Request) -> Planned:
 
 
 def request_of(args: argparse.Namespace, prompt: str) -> Request | None:
-    """What `generate` is to serve within --memory, if that is given."""
+    """Returns the request that `generate` plans for within --memory; None without
+    it."""
     if args.memory is None:
         return None
     tokenizer = read_tokenizer(CheckpointFiles(resolve(args.model)))
@@ -203,7 +204,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def working() -> str:
-    """What a first pass may be waiting for."""
+    """Returns the message for the wait before the first result."""
     folder = kept_programs()
     once = "first" if folder is None else f"once, keeps programs in {folder}"
     return f"working (compiles {once})"
@@ -350,7 +351,8 @@ def figures(
 
 
 def drafting_of(result: Generation, row: int) -> dict[str, Any]:
-    """Who drafted a row's tokens, and with trees of which sizes; for a report."""
+    """Returns, for a report, the origins of a row's tokens and the sizes of its
+    trees."""
     counts = np.bincount(result.origins[row], minlength=len(ORIGINS)).tolist()
     sizes = zip(result.tree_sizes, result.calls_by_size[row].tolist(), strict=True)
     expected = result.expected_tokens
@@ -403,7 +405,8 @@ def closing_line(report: dict[str, Any]) -> str:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Whether the text is plain decoding's, and if not, where it parts."""
+    """Returns whether the text equals plain decoding's, or the first place where it
+    differs."""
     if report["equal_to_plain"]:
         return "text equal to plain decoding"
     return (
@@ -414,7 +417,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def drafting_line(rows: Sequence[dict[str, Any]]) -> str:
-    """Who drafted how much, the trees' sizes, and what they were expected to gain."""
+    """Returns a line with origins of tokens, sizes of trees and expected gains."""
 
     def total(name: str) -> dict[str, int]:
         return {key: sum(row[name][key] for row in rows) for key in rows[0][name]}

@@ -116,7 +116,7 @@ def add_training_options(
     batch: int = 8,
     length: int = 256,
 ) -> None:
-    """What to train on, how, and when to save."""
+    """Adds the options of training: text, optimiser, when to save."""
     p.epilog = f"{TEXT_NOTES}\n{TRAINING_NOTES}"
     p.add_argument(
         "--text",

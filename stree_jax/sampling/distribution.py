@@ -70,7 +70,7 @@ class Distribution:
         *,
         normalised: bool = True,
     ) -> jax.Array:
-        """What the token after each of Q nodes is chosen by.
+        """Computes the scores that the token after each of Q nodes is chosen by.
 
         Log-probabilities of the processed distribution; in a greedy batch just the
         logits that are allowed, whose argmax is the same.
@@ -138,7 +138,8 @@ class Distribution:
         )
 
     def draw(self, logits: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the target says after a node [B, >= V] of a depth [] int32.
+        """Draws the target's token after a node of depth [] int32 from its logits [B,
+        >= V].
 
         Returns:
           token [B] int32, and by how much scores would have to change for another one

@@ -94,7 +94,7 @@ def opening(answer: Answer) -> list[bytes]:
 
 
 def chunks(answer: Answer, index: int, piece: Piece) -> list[bytes]:
-    """What a stream says of a piece, which `answer` has."""
+    """Returns the events of a stream for one piece of an answer."""
     chat, made = answer.request.kind == "chat", []
     before = len(answer.logprobs[index]) - len(piece.logprobs)
     offset = sum(len(_text(c.token)) for c in answer.logprobs[index][:before])

@@ -159,7 +159,7 @@ class Layout:
 
 
 def requests_of(asked: Asked, stops: jax.Array, key: jax.Array) -> Requests:
-    """Of one row.
+    """Returns the requests of one row.
 
     Args:
       stops: [1, n] stop tokens.
@@ -369,7 +369,7 @@ _KINDS = [
 
 
 def _news(host: dict[str, Any], i: int, row: Row) -> News:
-    """What is new of row i; `row` is told."""
+    """Returns the new tokens of row i, and records them in `row`."""
     length, calls = int(host["length"][i]), int(host["used"][i].sum())
     new = slice(row.length, length)
     lists: tuple = (None, None, None)

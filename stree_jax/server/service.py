@@ -75,10 +75,10 @@ def reader_of(model: Model) -> Reader:
 
 
 def prompt_ids(service: Service, request: Request) -> list[list[int]]:
-    """The prompts' tokens; it may take a while, and touches no device.
+    """Encodes the prompts; it may take a while, and touches no device.
 
     Raises:
-      ApiError: a text that is none, ids outside the vocabulary, no chat template.
+      ApiError: invalid text, ids outside the vocabulary, no chat template.
     """
     chat = request.kind == "chat"
     if chat and service.spell is None:

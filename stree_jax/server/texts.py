@@ -111,7 +111,8 @@ class Writer:
         return Piece(new, count, self._choices(news, count), ended)
 
     def _kept(self, news: News) -> tuple[int, int]:
-        """How many of the new tokens count, and how the text stands after them."""
+        """Returns the number of new tokens to keep, and why the text ended, if it
+        did."""
         if self.steps is None:
             return len(news.tokens), news.finish
         pieces = self.reader.pieces

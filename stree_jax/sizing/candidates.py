@@ -140,7 +140,7 @@ def _trees(
 
 
 def _best_trees(acceptance: Acceptance) -> dict[str, Tree]:
-    """Of each size, the one that is expected to gain most."""
+    """Returns the tree of each size with the largest expected gain."""
     depth, width = acceptance.p.shape
     most = sum(width**d for d in range(min(depth, 8) + 1))
     found = {}

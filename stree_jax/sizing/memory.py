@@ -102,24 +102,25 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """What the loop is given alone, on every platform."""
+        """Bytes of the loop's arguments alone, the same on every platform."""
         most = max(self.temporaries.phases.values())
         return self.total - max(most, self.reading)
 
     @property
     def total(self) -> int:
-        """Of the steps, or of reading the prompts, whichever takes more."""
+        """Bytes of the steps or of prefill, whichever takes more."""
         return sum(self.parts.values())
 
     @property
     def promised(self) -> int:
-        """What surely suffices: `total`, and a part of what is not weights."""
+        """Bytes that suffice for certain: `total`, and a margin on all but the
+        weights."""
         weights = self.weights + self.drafter_weights
         return weights + int(UNFORESEEN * (self.total - weights))
 
     @property
     def steps_total(self) -> int:
-        """Of the steps alone: what `compiled_bytes` says of them."""
+        """Bytes of the steps alone, to compare with `compiled_bytes`."""
         more = self.reading - self.temporaries.phases[self.temporaries.largest]
         return self.total - max(more, 0)
 
@@ -136,7 +137,7 @@ def abstract_program(
     room: Room,
     rule: Rule | str = NAIVE,
 ) -> tuple[Spec, Decoding]:
-    """What `loop.advance` is given, as `jax.ShapeDtypeStruct`.
+    """Returns the arguments of `loop.advance` as `jax.ShapeDtypeStruct`.
 
     Args:
       target, drafter, tree, rule: as of `specs.make_spec`; models may be abstract.
@@ -184,7 +185,7 @@ def memory_of(
 
 
 def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
-    """Of a generation as it is begun; arrays may be abstract."""
+    """Counts the bytes of a generation at its start; arrays may be abstract."""
     caches = caches_of(decoding.state)
     state, records = size_of(decoding.state), size_of(decoding.pending)
     drafting, weights = size_of(decoding.drafting), size_of(spec.target)
@@ -235,7 +236,7 @@ def compiled_bytes(
     rule: Rule | str = NAIVE,
     reads: int = 0,
 ) -> CompiledBytes:
-    """What the compiler says of a greedy generation's loop; nothing is allocated.
+    """Compiles a greedy generation's loop and returns its bytes; nothing is allocated.
 
     It takes as long as compiling does: seconds to a minute. Weights that target and
     drafter share count once, those that a tree has no use for not at all.
@@ -260,7 +261,7 @@ def lowered_steps(spec: Spec, decoding: Decoding) -> Any:
 
 
 def analysed(lowered: Any) -> CompiledBytes:
-    """What the compiler says of a program.
+    """Compiles a program and returns its bytes.
 
     A program that runs later with the same shapes is not compiled again.
     """

@@ -83,7 +83,7 @@ class Measured:
     level: float
 
     def on_device(self) -> StepTimes:
-        """What `generate_tokens` and `generate` take as `times`."""
+        """Returns the `times` argument of `generate_tokens` and `generate`."""
         return self._on_device
 
     @cached_property
@@ -189,8 +189,11 @@ def known(spec: Spec, decoding: Decoding) -> Measured | None:
 def doubt(
     spec: Spec, decoding: Decoding, calls: np.ndarray, passes: int, seconds: float
 ) -> bool:
-    """Whether a decoding took less time than its steps were measured to take; then they
-    are measured again when they are needed next, and the shorter times are kept.
+    """Compares the time of a decoding with its measured step times; True if it took
+    less.
+
+    The times are then measured again when they are needed next, and the shorter ones
+    are kept.
 
     Of a batch plain steps are: as its rows have trees of their own, what each step took
     is not known, but it was a plain one's time until the first row had ended.
@@ -255,7 +258,8 @@ def _facts(decoding: Decoding) -> tuple[int, int, bool]:
 
 
 def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
-    """What the times depend on, in a few words and a hash."""
+    """Returns the key of measured times: a few words, and a hash of what they depend
+    on."""
     assert isinstance(spec.policy, AdaptivePolicy)
     drafter, target = spec.drafter, spec.target
     assert isinstance(drafter, AdaptiveDrafter)
@@ -338,7 +342,7 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
 
 
 def _steps_of_segment(about: float) -> int:
-    """How many steps of about so many seconds are timed together."""
+    """Returns the number of steps to time together, from the seconds of one."""
     least = LEAST_STEPS if about < SLOW_S else 1
     return int(np.clip(SEGMENT_S / about, least, MOST_STEPS))
 
@@ -404,7 +408,7 @@ def _file() -> Path | None:
 
 
 def _read() -> dict[str, Measured]:
-    """What is kept; nothing where that cannot be read, or is not of this form."""
+    """Reads the kept times; empty if the file cannot be read or has another form."""
     file = _file()
     try:
         if file is None:
@@ -420,7 +424,7 @@ def _read() -> dict[str, Measured]:
 
 
 def _parsed(entry: dict[str, Any]) -> Measured:
-    """Raises ValueError, TypeError or KeyError for what is no entry."""
+    """Parses one entry; raises ValueError, TypeError or KeyError if it is malformed."""
     by_size = {int(size): float(t) for size, t in entry["by_size"].items()}
     found = Measured(by_size, float(entry["draft"]), float(entry["level"]))
     if not all(0 < t < 1e6 for t in by_size.values()) or not (
@@ -431,7 +435,7 @@ def _parsed(entry: dict[str, Any]) -> Measured:
 
 
 def is_kept(times: Measured) -> bool:
-    """Whether other processes find them."""
+    """True if other processes find these times."""
     return times in _read().values()
 
 

@@ -54,7 +54,7 @@ class Temporaries:
 
 
 def temporaries_of(spec: Spec, batch: int) -> Temporaries:
-    """Of a generation's steps, whichever tree of the menu takes most.
+    """Predicts the temporaries of a generation's steps, for the tree that takes most.
 
     Args:
       spec: of arrays, or of `jax.ShapeDtypeStruct`.
@@ -68,8 +68,11 @@ def temporaries_of(spec: Spec, batch: int) -> Temporaries:
 
 
 def reading_at_most(spec: Spec, batch: int, width: int) -> int:
-    """What reading texts padded to `width` holds besides what it makes: a pass over a
-    chunk, its records, and what they add to the SSM states, if not in place."""
+    """Predicts the temporaries of prefill for texts padded to `width`.
+
+    They are a pass over a chunk, its records, and the new SSM states if they are not
+    written in place.
+    """
     most = 0
     for model in (spec.target, *spec.drafter.models):
         dtype, chunk = param_dtype(model.params), reading_chunk(model.config, width)
@@ -101,8 +104,8 @@ def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
 
 
 def _in_place(nodes: int) -> bool:
-    """Whether a compiled kernel replays a path into the state as it lies, and goes
-    through the nodes in the same go."""
+    """True if a compiled kernel replays the path into the state in place, and runs the
+    nodes in the same call."""
     return cpu_kernels.level() is not None and nodes <= MOST_NODES
 
 

@@ -49,7 +49,7 @@ def state_and_caches(state: State | None) -> tuple[int, int]:
 def of_passes(
     stage: str, model: Model, state: State, passes: int, commits: int
 ) -> Traffic:
-    """What so many passes and commits of a model take."""
+    """Counts the bytes that a model's passes and commits read and write."""
     own, caches = state_and_caches(state)
     return Traffic(
         stage,

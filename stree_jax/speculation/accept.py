@@ -135,17 +135,18 @@ class Rule:
 
     @property
     def promise(self) -> Promise:
-        """What of a sampled text is plain decoding's; a greedy one is whole."""
+        """Which part of a sampled text is exactly plain decoding's; a greedy one is,
+        all of it."""
         return ACCEPTANCES[self.acceptance].promise
 
     @property
     def needs_q(self) -> bool:
-        """Whether sampled drafts have to come with their probabilities."""
+        """True if sampled drafts have to come with their probabilities."""
         return ACCEPTANCES[self.acceptance].needs_q
 
     @property
     def uses_up(self) -> bool:
-        """Whether a rejected draft is taken out of q."""
+        """True if a rejected draft is removed from q."""
         return ACCEPTANCES[self.acceptance].uses_up
 
     def accept(self, draft: Draft, logits: jax.Array, dist: Distribution) -> "Accepted":
@@ -211,7 +212,7 @@ def resolve_rule(rule: "Rule | str", tree: Topology) -> Rule:
 
 
 def _known(name: Any, names: Iterable[str]) -> str:
-    """What to write in place of an unknown name."""
+    """Returns the hint for an unknown name: what to write instead."""
     known = f"known: {', '.join(names)}"
     close = difflib.get_close_matches(str(name).strip().casefold(), names, 1)
     return f"{known}; did you mean {close[0]!r}?" if close else known
@@ -345,7 +346,7 @@ def accept_typical(
 
 
 def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """Whether drafts of probabilities p and q pass, u uniform in [0, 1).
+    """True where drafts with probabilities p and q are accepted, u uniform in [0, 1).
 
     u q < p is u < p / q without the division; never at p = 0, always at p >= q.
     """

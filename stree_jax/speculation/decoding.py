@@ -80,7 +80,7 @@ class Decoding:
         return self.used.sum(axis=1, dtype=jnp.int32)
 
     def distribution(self, num_tokens: int) -> Distribution:
-        """What the tokens below the root are chosen by."""
+        """Returns the distribution that the tokens below the root are chosen from."""
         return Distribution(self.requests, self.length, self.seen, num_tokens)
 
 

@@ -71,7 +71,7 @@ class Update:
 
     @property
     def last(self) -> jax.Array:
-        """[B, 1] int32, the place of the last valid token; 0 where there is none."""
+        """[B, 1] int32, the index of the last valid token; 0 if a row has no token."""
         return jnp.maximum(self.length - 1, 0)[:, None]
 
     def last_of(self, table: jax.Array, before: jax.Array) -> jax.Array:

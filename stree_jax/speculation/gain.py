@@ -318,7 +318,8 @@ def staged_gain(
     width: int = 1,
     lookup_s: float = 0.0,
 ) -> float:
-    """How much faster steps are when n-grams guess for the drafter; below 1: slower.
+    """Predicts the speedup of steps if n-grams guess for the drafter; below 1 is
+    slower.
 
     Alone, a drafter takes a pass of I rows for each of a tree's M - 1 levels below the
     first; with guesses, `passes` - 1 of R = (1 + (A - 1) m) I rows, and the pass that

@@ -45,7 +45,8 @@ class Levels:
 
 
 def _count_before(same: jax.Array) -> jax.Array:
-    """How many earlier nodes s each node t has with same[..., t, s]: int32 [..., T]."""
+    """Counts, for each node t, the earlier nodes s with same[..., t, s]: int32 [...,
+    T]."""
     node = jnp.arange(same.shape[-1], dtype=jnp.int32)
     return (same & (node[:, None] > node[None])).sum(axis=-1, dtype=jnp.int32)
 

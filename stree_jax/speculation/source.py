@@ -97,7 +97,7 @@ class Source:
 
     @property
     def prefers_auto(self) -> bool:
-        """Whether tree "auto" is the default tree."""
+        """True if tree "auto" is the default tree."""
         return False
 
     @property

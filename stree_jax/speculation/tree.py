@@ -524,7 +524,7 @@ def _named(tree: str) -> Topology:
 
 
 def _known_names(tree: str) -> str:
-    """What to write in place of an unknown name of a tree."""
+    """Returns the hint for an unknown name of a tree: what to write instead."""
     forms = ["chain:N", "binary:L", "beam:WxD"]
     forms += ["cartesian:4x2x2", "pruned:4x4x32", "parents:0,0,1"]
     plain = [*NAMED_TREES, "auto"]

@@ -215,7 +215,7 @@ def train_heads(
     config = HeadsConfig(c.d_model, c.vocab_size, heads, blocks, own_output)
 
     def sources(name: str, stream: np.ndarray, read: int, own: int) -> list[Any]:
-        """What is learnt from, and the target's own texts."""
+        """Returns the training text, and the text that the target wrote itself."""
         texts = spread_windows(stream, window, read)
         kept = [keep_hidden(bare, texts, job.work / f"{name}.text")]
         if own == 0:

@@ -175,7 +175,7 @@ def _padded(rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _facts(target: Model, windows: np.ndarray) -> dict[str, Any]:
-    """What tells one target, and one text, from another."""
+    """Returns what identifies a target and its text."""
     weights = hashlib.sha256()
     for leaf in jax.tree.leaves(target.params):
         some = leaf.reshape(-1)[:: max(leaf.size // SAMPLED, 1)]

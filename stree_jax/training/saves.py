@@ -70,7 +70,7 @@ class Saves:
         self.manager.save(run.step, args=both)
 
     def newest(self, like: TrainState) -> Progress | None:
-        """What the newest save holds, or None."""
+        """Returns the newest save, or None."""
         import orbax.checkpoint as ocp
 
         step, settings = self.manager.latest_step(), self.settings

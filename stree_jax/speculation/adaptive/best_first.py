@@ -129,13 +129,13 @@ class Ahead:
 
 @struct.dataclass
 class Frontier:
-    """Nodes that children are sought for: the last level, or the root, once.
+    """The nodes to find children for: the last level, or at first the root.
 
     Attributes:
       rows: [W] int32 among the candidates; -1 is the root.
       mask: [B, W, C] bool, candidates on the path to each, itself included.
       window: [B, W, K] int32, see `Nodes`.
-      value: [B, W] float32, 0 for what is no node.
+      value: [B, W] float32, 0 for padding.
       path: [B, W] uint32.
     """
 

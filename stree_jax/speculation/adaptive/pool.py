@@ -40,10 +40,10 @@ class Pool:
     Attributes:
       tokens: [B, C] int32.
       parents: [B, C] int32, 0 for the root, c + 1 for candidate c.
-      value: [B, C] float32, 0 for what is no candidate; at most the parent's.
+      value: [B, C] float32, 0 for padding; at most the parent's.
       kind: [B, C] int32, below `KINDS`.
       path: [B, C] uint32, the path's number.
-      guessed: [B, C] bool, whether a model's node was guessed by a stage before.
+      guessed: [B, C] bool, True if a stage guessed a model's node before.
     """
 
     tokens: jax.Array
