@@ -43,8 +43,9 @@ def chunk_of(width: int) -> int:
 def reading_chunk(config: ModelConfig, width: int) -> int:
     """Returns `chunk_of(width)`, or PREFILL_CHUNK if a mixer gains nothing from longer
     passes, as scans do, whose temporaries grow with the tokens of a pass."""
-    mixers = (mixer_of(c) for c in config.mixers.values())
-    return chunk_of(width) if all(m.long_chunks for m in mixers) else PREFILL_CHUNK
+    names = {name for block in config.layers for name in config.mixer_names(block)}
+    long = all(mixer_of(config.mixers[name]).long_chunks for name in names)
+    return chunk_of(width) if long else PREFILL_CHUNK
 
 
 class Observer(NamedTuple):

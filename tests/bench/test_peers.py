@@ -179,7 +179,7 @@ def test_what_llama_cpp_has_not_is_refused(config):
 
 def test_rows_of_broken_blocks_are_refused(tmp_path):
     pytest.importorskip("gguf")
-    mamba = replace(MAMBA2.mamba, num_heads=6, head_dim=8)
+    mamba = replace(MAMBA2.mixers["mamba"], num_heads=6, head_dim=8)
     config = replace(MAMBA2.with_mixers(mamba=mamba), d_model=24)
     with pytest.raises(ValueError, match="rows of 24 are no whole blocks of 32"):
         write_gguf(config, params_of(config), "int8", tmp_path / "m.gguf")

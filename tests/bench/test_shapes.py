@@ -63,7 +63,8 @@ def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):
     }
     read = configs(tmp_path, teacher, tensors, mixer)
     assert read == shapes.config_of("mambainllama-8b")
-    assert read.mamba.d_in_proj == 10272 and read.mamba.d_xBC == 6144
+    mamba = read.mixers["mamba"]
+    assert mamba.d_in_proj == 10272 and mamba.d_xBC == 6144
 
 
 def test_llama_135m_is_what_its_checkpoint_is_read_as(tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -201,7 +202,7 @@ def test_a_long_wait_for_the_first_word_is_told_on_stderr_alone(monkeypatch, cap
     monkeypatch.setattr(terminal, "stream", slow)
     monkeypatch.setattr(terminal, "PATIENCE_S", 0.1)
     monkeypatch.setattr(terminal, "load_pair", lambda *names: (model, None))
-    model = type("Model", (), {"tokenizer": "one", "params": {"embedding": np.ones(1)}})
+    model = SimpleNamespace(tokenizer="one", weight_format="float32")
     stderr = Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
     assert cli.main(["generate", "x"]) == 0
