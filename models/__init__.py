@@ -33,7 +33,6 @@ from stree_jax.models.nodes import Nodes as Nodes
 from stree_jax.models.nodes import chain_nodes as chain_nodes
 from stree_jax.models.nodes import tree_nodes as tree_nodes
 from stree_jax.models.param_table import param_at as param_at
-from stree_jax.models.param_table import param_shapes as param_shapes
 from stree_jax.models.params import by_path as by_path
 from stree_jax.models.params import nest as nest
 from stree_jax.models.params import parameter_count as parameter_count
@@ -50,6 +49,7 @@ from stree_jax.models.rope import Rope as Rope
 from stree_jax.models.shapes import abstract_params as abstract_params
 from stree_jax.models.shapes import cast_params as cast_params
 from stree_jax.models.shapes import init_params as init_params
+from stree_jax.models.shapes import param_shapes as param_shapes
 from stree_jax.models.state import Pending as Pending
 from stree_jax.models.state import Records as Records
 from stree_jax.models.state import State as State

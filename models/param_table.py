@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stree_jax.models.config import Block, ModelConfig, given
 from stree_jax.models.mixers import mixer_of
@@ -103,19 +103,3 @@ def param_at(c: ModelConfig, path: Path) -> Param:
       KeyError: the model has none there.
     """
     return param_table(c)[path].param
-
-
-def param_shapes(c: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
-    """Returns the shape of every parameter, by path: what `init_params` would make.
-
-    Raises:
-      ValueError: as `param_table`.
-    """
-    return _shapes(c)
-
-
-@cache
-def _shapes(c: ModelConfig) -> Any:
-    return MappingProxyType(
-        {path: param.shape for path, (param, _) in param_table(c).items()}
-    )

@@ -1,14 +1,19 @@
 """Fresh parameters of a model, and their shapes in a format."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.keys import key_of
 from stree_jax.models.model import LanguageModel
 from stree_jax.models.nodes import chain_nodes
-from stree_jax.models.param_table import param_at, param_shapes
+from stree_jax.models.param_table import param_at, param_table
 from stree_jax.models.params import (
     Params,
     Path,
@@ -39,6 +44,21 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any) -> Params:
     state = init_state(config, 1, 1, dtype)
     model = LanguageModel(config, dtype)
     return model.init(key, tokens, nodes, state, method="init_all")["params"]
+
+
+@cache
+def param_shapes(config: ModelConfig) -> Mapping[Path, tuple[int, ...]]:
+    """Returns the shape of every parameter, by path: what `init_params` would make.
+
+    Raises:
+      ValueError, TypeError, ArithmeticError: sizes that do not fit each other, found by
+        tracing one layer of each kind; or a parameter wider than any real model's.
+    """
+    table = param_table(config)
+    layers, mtp = (tuple(dict.fromkeys(z)) for z in (config.layers, config.mtp))
+    one = replace(config, layers=layers, mtp=mtp)
+    jax.eval_shape(lambda: init_params(one, key_of(0), jnp.float32))
+    return MappingProxyType({path: param.shape for path, (param, _) in table.items()})
 
 
 def cast_params(config: ModelConfig, params: Params, dtype: Any) -> Params:

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from stree_jax.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model
-from stree_jax.models.param_table import param_shapes
 from stree_jax.models.params import Param, Params, Path, by_path, is_stored, nest
-from stree_jax.models.shapes import abstract_params
+from stree_jax.models.shapes import abstract_params, param_shapes
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
     DATA,

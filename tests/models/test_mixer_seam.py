@@ -113,16 +113,19 @@ import jax
 import stree_jax
 from stree_jax.models.mixers import MIXERS
 from tests.support.toy_mixer import TOY
-from tests.support.toy_models import PROMPTS, model_of, text
+from tests.support.toy_models import NEW, PROMPTS, model_of, text
 
 MIXERS[TOY.kind] = TOY
 target, drafter = model_of(0), model_of(0, noise=0.01)
 mesh = stree_jax.make_mesh("data=2,model=4")
 cut = stree_jax.shard(target, mesh)
-prompts = PROMPTS + PROMPTS[:1]
+prompts, near = PROMPTS + PROMPTS[:1], stree_jax.shard(drafter, mesh)
+options = {"max_new_tokens": NEW, "stop_tokens": ()}
+*_, last = stree_jax.stream(cut, prompts, steps=2, drafter=near, tree="E", **options)
 print(json.dumps({
     "plain": text(target, prompts, drafter=None),
-    "mesh": text(cut, prompts, drafter=stree_jax.shard(drafter, mesh), tree="E"),
+    "mesh": text(cut, prompts, drafter=near, tree="E"),
+    "stream": last.tokens,
     "parts": dict(cut.cut.parts),
 }))
 """
@@ -135,4 +138,5 @@ def test_eight_devices_share_it():
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["mesh"] == found["plain"]
+    assert found["stream"] == found["plain"]  # records go from call to call
     assert found["parts"]["toy"] == found["parts"]["small_toy"] == 4
