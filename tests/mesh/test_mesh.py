@@ -14,6 +14,7 @@ from stree_jax.cli.main import main
 from stree_jax.devices import axes_named, make_mesh
 from stree_jax.models import AttentionConfig, MambaConfig, param_shapes
 from stree_jax.models.mixers.mamba2 import mamba_params
+from stree_jax.models.param_table import param_table
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
     VOCAB,
@@ -48,7 +49,8 @@ def test_the_tables_are_the_parameters(family, n):
     """Runs fill the axis of the whole parameter, and parts of them a part's."""
     config = FAMILIES[family]
     cut = cut_of(config, n)
-    parts = param_shapes(part_config(config, cut))
+    table = param_table(part_config(config, cut))
+    parts = {path: entry.param.shape for path, entry in table.items()}
     for path, shape in param_shapes(config).items():
         param, times = cut_at(config, cut, path)
         if param is None:
