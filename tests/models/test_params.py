@@ -14,6 +14,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.param_table import param_at
 from tests.models.configs import CONFIGS
+from tests.support.families import FAMILIES
 
 MOE = CONFIGS["two mixers a layer"]
 
@@ -27,10 +28,10 @@ def arrays(config, dtype):
     return init_params(config, jax.random.key(0), dtype)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | FAMILIES)
 def test_shapes_are_those_of_the_parameters(name):
-    """Also of layers that were not traced, since another of their kind was."""
-    config = CONFIGS[name]
+    """The table lists what the modules declare, layer by layer."""
+    config = (CONFIGS | FAMILIES)[name]
     made = jax.eval_shape(lambda: arrays(config, jnp.float32))
     assert param_shapes(config) == {k: v.shape for k, v in by_path(made).items()}
 
