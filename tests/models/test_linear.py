@@ -57,3 +57,13 @@ def test_a_named_kernel_runs_or_says_why_not(monkeypatch):
             linear(x, weight, implementation="native")
         assert "stree_product" in lowered(linear, (x[:64], weight), "cpu")
     assert "stree_product" not in lowered(linear, (x, weight), "cpu")
+
+
+def test_rows_of_an_int8_table_have_the_scales_of_their_groups():
+    table = np.random.default_rng(0).standard_normal((5, 24)).astype(np.float32)
+    table *= np.repeat([1.0, 10.0, 0.1], 8).astype(np.float32)
+    ids = jnp.asarray([[3, 0], [4, 4]])
+    rows = quantize(jnp.asarray(table), 8).rows(ids)
+    largest = np.abs(table.reshape(5, 3, 8)).max(axis=-1, keepdims=True)
+    off = np.abs(np.asarray(rows) - table[np.asarray(ids)]).reshape(2, 2, 3, 8)
+    assert (off <= 0.51 * largest[np.asarray(ids)] / 127).all()
