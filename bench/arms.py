@@ -100,7 +100,7 @@ def parse_arm(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the arms decode.
+    """The prompts and models that the arms decode.
 
     Attributes:
       target, drafter: models.
@@ -248,7 +248,7 @@ def record_of(
     """Returns the record of an arm's turns.
 
     Args:
-      same: the generation whose tokens the arm should give. If None, there is none.
+      same: the generation whose tokens the arm should give, or None.
       first_call_s: None if the arm had been called before.
     """
     last = turns[-1]

@@ -1,6 +1,6 @@
 """One pass against the capacity of its caches, and against the length of its text.
 
-Attention should cost what the text's length costs, whatever the capacity of the caches.
+The cost of attention should grow with the text, not with the capacity of the caches.
 So time and temporaries stand beside the bytes that a pass has to read.
 """
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.figure is not None:  # refused before anything is measured
         if not hasattr(module, "figures"):
-            raise ValueError(f"--figure: there is none of bench {args.benchmark}")
+            raise ValueError(f"--figure: bench {args.benchmark} has no figure")
         check_matplotlib()
     report = measure(args)
     if args.json is not None:

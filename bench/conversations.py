@@ -194,7 +194,7 @@ def check_turns(target: Model, results: dict[str, list[Generation]]) -> dict[str
 
 
 def rows(talk: Talk, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the choice for each budget, and every way to answer beside its plan.
+    """Returns the choice for each budget, and each measured setup with its plan.
 
     Args:
       records: of the conversations.

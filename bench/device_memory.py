@@ -1,4 +1,4 @@
-"""What models and programs hold in memory, and how fast memory is read."""
+"""Measures the memory of models and programs, and the bandwidth of memory."""
 
 import resource
 import time

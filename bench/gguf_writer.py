@@ -41,7 +41,6 @@ from stree_jax.models import (
     by_path,
 )
 from stree_jax.models.param_table import param_at
-from stree_jax.models.params import is_stored
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # by dtype of ours
 BLOCK = 32  # numbers that share a scale in Q8_0
@@ -74,7 +73,7 @@ def write_gguf(config: ModelConfig, params: Any, dtype: str, path: Path) -> int:
     read_bytes = 0
     for row, name, tensor in gguf_tensors(config, params):
         # What else there is stays in float32, as llama.cpp wants it.
-        product = is_stored(param_at(config, row.path))
+        product = param_at(config, row.path).quantizable
         stored = kind if product else gguf.GGMLQuantizationType.F32
         if stored == gguf.GGMLQuantizationType.Q8_0 and tensor.shape[-1] % BLOCK:
             rows = tensor.shape[-1]

@@ -1,4 +1,4 @@
-"""How the benchmarks measure.
+"""The method of all benchmarks: turns, repeats, resuming.
 
 The arms of a comparison take turns in one process, so that a busy machine disturbs all
 of them alike, after a first call of each that compiles and is reported apart. A unit (a

@@ -1,4 +1,4 @@
-"""Options that several benchmarks share; each benchmark adds its own beside them."""
+"""Command-line options that several benchmarks share."""
 
 import argparse
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ from stree_jax.convert.tokenizer import (
 )
 from stree_jax.models import Format, ModelConfig, nest, param_shapes
 from stree_jax.models.param_table import param_at
-from stree_jax.models.params import Param, array_dtype, is_stored
+from stree_jax.models.params import Param, array_dtype
 from stree_jax.models.sharding.parts import cut_at
 from stree_jax.models.sharding.placement import Make, Slices, part_indices, placed
 from stree_jax.models.sharding.shards import WHOLE, Cut
@@ -202,7 +202,7 @@ class Checkpoint:
         """
         entry, format = param_at(self.config, row.path), self.weight_format
         dtype = array_dtype(entry, format.dtype)
-        if is_stored(entry):
+        if entry.quantizable:
             dtype = format.source_dtype(dtype_in_file(self.source, row))
 
         def read(axis: int = 0, places: Slices = ()) -> np.ndarray:
@@ -212,12 +212,12 @@ class Checkpoint:
             return found
 
         def kept(part: Any) -> Any:
-            done = is_weight(part) or not is_stored(entry)
+            done = is_weight(part) or not entry.quantizable
             return part if done else format.store(part, shape[-1])
 
         def whole() -> Any:
             blocks = None
-            if is_stored(entry):
+            if entry.quantizable:
                 blocks = packed_blocks(self.source, row, format.keeps)
             return read() if blocks is None else format.keep(blocks)
 

@@ -1,4 +1,4 @@
-"""The files of a local checkpoint, of which each is parsed at most once."""
+"""The files of a local checkpoint, each parsed at most once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

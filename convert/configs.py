@@ -151,7 +151,7 @@ def export_format(config: ModelConfig) -> str:
     All others have mixers and gated MLPs in turns:
     qwen3, qwen2, llama: attention alone and no multipliers; with norms of q and k, with
       biases of q, k and v alone, and all else.
-    bamba: biases in the MLP, or heads of which a part rotates.
+    bamba: biases in the MLP, or rotary embeddings for part of each head.
     granitemoe: attention, and experts without an MLP beside them.
     granitemoehybrid: the rest.
 

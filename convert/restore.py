@@ -106,7 +106,7 @@ def _on_device(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_read(
-    leaf: Any, param: Param | None, parts: int, format: Format, mesh: Mesh | None
+    leaf: Any, param: Param, parts: int, format: Format, mesh: Mesh | None
 ) -> jax.ShapeDtypeStruct:
     """Returns how orbax is to read a parameter of a folder: in its own dtype if the
     format is not plain.
@@ -122,7 +122,7 @@ def _as_read(
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
-def _spec_as_read(param: Param | None, parts: int, shape: tuple[int, ...]) -> P:
+def _spec_as_read(param: Param, parts: int, shape: tuple[int, ...]) -> P:
     """Returns along which axis a parameter is cut as it is read."""
     if not _changes_order(param, parts):
         return spec_of(param, parts, len(shape))
@@ -130,7 +130,7 @@ def _spec_as_read(param: Param | None, parts: int, shape: tuple[int, ...]) -> P:
     return P(*(MODEL if axis == other else None for axis in range(len(shape))))
 
 
-def _other_axis(param: Param | None, parts: int, shape: tuple[int, ...]) -> int | None:
+def _other_axis(param: Param, parts: int, shape: tuple[int, ...]) -> int | None:
     """Returns an axis other than the parts' that divides, or None."""
     axes = (axis for axis, size in enumerate(shape) if size % parts == 0)
     return next((axis for axis in axes if param and axis != param.axis), None)
@@ -142,9 +142,9 @@ def _order(param: Param, parts: int) -> np.ndarray:
     return np.concatenate([np.r_[places] for places in each])
 
 
-def _changes_order(param: Param | None, parts: int) -> bool:
+def _changes_order(param: Param, parts: int) -> bool:
     """True if parts have other places than their share of the axis."""
-    if param is None or parts == 1:
+    if parts == 1:
         return False
     order = _order(param, parts)
     return not np.array_equal(order, np.arange(param.shape[param.axis]))
@@ -152,7 +152,7 @@ def _changes_order(param: Param | None, parts: int) -> bool:
 
 def _as_kept(
     leaf: jax.Array,
-    param: Param | None,
+    param: Param,
     parts: int,
     format: Format,
     mesh: Mesh | None,
@@ -162,8 +162,7 @@ def _as_kept(
         return stored(param, leaf, format)
     if format.plain and not _changes_order(param, parts):
         return leaf  # it is where it belongs
-    if param is not None:
-        param = param._replace(init=NORMAL)  # not part of the program
+    param = param._replace(init=NORMAL)  # not part of the program
     done = _moved(leaf, param, parts, format, mesh)
 
     def as_sharded(x: jax.Array) -> jax.Array:
@@ -177,7 +176,7 @@ def _as_kept(
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _moved(
-    leaf: jax.Array, param: Param | None, parts: int, format: Format, mesh: Mesh
+    leaf: jax.Array, param: Param, parts: int, format: Format, mesh: Mesh
 ) -> Any:
     """Returns a parameter on a mesh, each part of it where it belongs."""
     read = _spec_as_read(param, parts, leaf.shape)
@@ -187,7 +186,7 @@ def _moved(
         return stored(param, x, format, columns)
 
     def local(x: jax.Array) -> Any:
-        if param is not None and _changes_order(param, parts):
+        if _changes_order(param, parts):
             axis = param.axis
             x = x.take(_order(param, parts), axis, mode="clip")
             if other is None:

@@ -120,20 +120,13 @@ def declare(module: nn.Module, table: Table, dtype: Any) -> dict[str, Any]:
     }
 
 
-def is_stored(param: Param | None) -> bool:
-    """True if a weight format stores this parameter in its own way."""
-    return param is not None and param.quantizable
-
-
-def array_dtype(param: Param | None, dtype: Any) -> Any:
+def array_dtype(param: Param, dtype: Any) -> Any:
     """Returns the dtype of a parameter that is an array: `dtype`, or float32 where its
-    entry says so. A norm has no entry."""
-    return jnp.float32 if param is not None and param.float32 else dtype
+    entry says so."""
+    return jnp.float32 if param.float32 else dtype
 
 
-def stored(
-    param: Param | None, array: Any, format: Format, columns: int | None = None
-) -> Any:
+def stored(param: Param, array: Any, format: Format, columns: int | None = None) -> Any:
     """Returns a parameter as a model of this format keeps it.
 
     Args:
@@ -141,7 +134,7 @@ def stored(
       array: of any float dtype.
       columns: see `Format.store`.
     """
-    if is_stored(param):
+    if param.quantizable:
         return format.store(array, columns)
     return array.astype(array_dtype(param, format.dtype), copy=False)
 

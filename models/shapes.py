@@ -19,7 +19,6 @@ from stree_jax.models.params import (
     Path,
     array_dtype,
     by_path,
-    is_stored,
     nest,
     stored,
 )
@@ -80,7 +79,7 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
 
     def abstract(path: Path, shape: tuple[int, ...]) -> Any:
         param = param_at(config, path)
-        if is_stored(param):
+        if param.quantizable:
             return format.abstract(shape)
         return jax.ShapeDtypeStruct(shape, array_dtype(param, format.dtype))
 

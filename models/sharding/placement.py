@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from stree_jax.checks import flag, shown, with_hints
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.model import Model
-from stree_jax.models.params import Param, Params, Path, by_path, is_stored, nest
+from stree_jax.models.params import Param, Params, Path, by_path, nest
 from stree_jax.models.shapes import abstract_params, param_shapes
 from stree_jax.models.sharding.parts import cut_at, cut_of, part_config
 from stree_jax.models.sharding.shards import (
@@ -76,7 +76,7 @@ def cut_for(config: ModelConfig, mesh: Mesh, dtype: Any, whole: bool = False) ->
     format = format_named(dtype)
     for path, shape in param_shapes(config).items():
         param, parts = cut_at(config, cut, path)
-        if param is not None and is_stored(param) and parts > 1:
+        if param is not None and param.quantizable and parts > 1:
             _check_units(path, shape, param, parts, format)
     return cut
 

@@ -458,7 +458,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
             ["--json", "/nowhere/r.json"],
             "--json: /nowhere: no such directory",
         ),
-        ("profile", ["--figure", "f"], "--figure: there is none of bench profile"),
+        ("profile", ["--figure", "f"], "--figure: bench profile has no figure"),
         ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
         ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),

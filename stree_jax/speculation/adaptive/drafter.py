@@ -82,6 +82,7 @@ class AdaptiveDrafter(DrafterBase):
     depth: int = struct.field(pytree_node=False, default=8)
     largest: Budget = struct.field(pytree_node=False, default=Budget(16, 15))
 
+    # A property where the base class has a constant, which mypy does not allow.
     @property
     def taps(self) -> Taps:  # type: ignore[override]
         return () if self.searcher is None else self.searcher.taps

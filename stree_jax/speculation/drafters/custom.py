@@ -31,6 +31,7 @@ class Custom(Searcher, Source):
     value: Any
     needs_trace = True
 
+    # A property where the base class has a constant, which mypy does not allow.
     @property
     def taps(self) -> Taps:  # type: ignore[override]
         return getattr(self.value, "taps", ())
