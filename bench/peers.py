@@ -414,16 +414,20 @@ def _arms_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def figures(report: dict[str, Any]) -> "dict[str, Figure]":
-    """Draws tokens a second by dtype, a panel a model and set, with the floor."""
-    groups = tables.by(report["results"], "subject", "set")
-    figure, axes = panels(len(groups), report, "Greedy decoding beside other programs")
+    """Draws tokens per second by prompt set, a panel for each model and dtype.
+
+    A dashed line over a set's bars is the speed at which the weights are read once for
+    each token: the limit of plain decoding.
+    """
+    panes = tables.by(report["results"], "subject", "dtype")
+    figure, axes = panels(
+        len(panes), report, "Greedy decoding throughput, the same weights"
+    )
     colour = {arm: i for i, arm in enumerate(tables.by(report["results"], "arm"))}
     speed = tables.quartiles("", "tokens_per_s", "")[1]
-    ylabel = "tokens/s; dashed: weights read once a token"
-    for ax, (names, rows) in zip(axes, groups.items(), strict=True):
-        title = ", ".join(names)
+    for ax, (names, rows) in zip(axes, panes.items(), strict=True):
         options: dict[str, Any] = {"guide": None, "colour": colour}
-        bars(ax, rows, speed, "arm", "dtype", ylabel, title, **options)
+        bars(ax, rows, speed, "arm", "set", "tokens/s", ", ".join(names), **options)
         for g, row in enumerate(row for row in rows if row["arm"] == PLAIN):
             ax.hlines(1e3 / row["floor_ms"], g - 0.45, g + 0.45, **GUIDE)
         ax.legend(**LEGEND)
