@@ -128,7 +128,7 @@ def test_an_odd_file_is_measured_over(target, folder, measured, text):
     begun, plan = begin(
         target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE, capacity=500
     )
-    key = step_times.key_of(plan.spec, *step_times._facts(begun))
+    key = step_times.key_of(plan.spec, *step_times._shape_of(begun))
     folder.mkdir()
     (folder / "steps.json").write_text(text.replace("KEY", key))
     times_of(target)

@@ -1,3 +1,3 @@
-"""Bytes and seconds: what a generation holds and reads, how long its steps take, and
-which drafter, tree and dtype fit a limit.
+"""Predicts the memory, memory traffic and step times of a generation, and finds the
+fastest drafter, tree and dtype that fit a memory limit.
 """

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Setup(NamedTuple):
-    """A way to decode: its name for messages, and what the loop takes."""
+    """A decoder configuration: its name in messages, and its `Spec`."""
 
     name: str
     spec: Spec
@@ -44,12 +44,12 @@ class Setup(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedTask(Task[Asked, Setup]):
-    """A search among the setups of loaded models. Everything that is loaded counts,
-    also a drafter that is not used.
+    """A search among the setups of loaded models. All loaded models count towards the
+    limit, including a drafter that is not used.
 
     Attributes:
-      model, drafter, tree, rule: as of `generate`; a tree that is named is the only
-        one that is tried.
+      model, drafter, tree, rule: as in `generate`. If a tree is named, no other is
+        tried.
     """
 
     model: Model
@@ -59,16 +59,16 @@ class LoadedTask(Task[Asked, Setup]):
 
     @abstractmethod
     def buffers(self, request: Asked) -> Room:
-        """Returns the sizes whose measured step times order the candidates."""
+        """Returns the buffer sizes at which step times are looked up."""
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of the model and the drafter."""
+        """Bytes of the weights of the model and the drafter."""
         return weights_given(self.model, self.drafter)
 
     @cached_property
     def plainest(self) -> Setup:
-        """Plain decoding, or the tree that is named."""
+        """The setup that needs least memory: plain decoding, or the named tree."""
         if self.tree is None:
             spec = spec_for(self.model, None, None, self.rule, None)
             return Setup("plain decoding", spec)
@@ -85,32 +85,33 @@ class LoadedTask(Task[Asked, Setup]):
         target = models.Model(self.model.params, self.model.config)
         for one in by_speed(target, self.drafter, self.buffers(request)):
             try:
-                if one.who == "none":
+                if one.source == "none":
                     yield self.plainest
                 else:
                     asked = self.model, one.drafter, one.tree, self.rule
                     spec = spec_for(*asked, None)
                     yield Setup(str(one), spec)
-            except ValueError:  # a rule that this tree does not go with
+            except ValueError:  # the rule does not support this tree
                 continue
 
     def at_most(self, need: int) -> int:
-        """Returns the bytes while a program runs that needs `need` beside weights."""
+        """Returns the peak bytes of a program that needs `need` bytes and the weights."""
         return self.weights + int(SCRATCH * need)
 
 
 def weights_given(model: models.Model, drafter: object) -> int:
     """Returns the bytes of all arrays of a target and its drafter, each once."""
     leaves = jax.tree.leaves((model, drafter))
-    return size_of({id(x): x for x in leaves if hasattr(x, "dtype")})  # or it's a name
+    # A drafter may be a name such as "lookup", which has no arrays.
+    return size_of({id(x): x for x in leaves if hasattr(x, "dtype")})
 
 
 @dataclass(frozen=True)
 class GenerateTask(LoadedTask[Start]):
-    """One generation; a request is what it starts with.
+    """The search for one call of `generate`; its request is the call's `Start`.
 
     Attributes:
-      keep: whether the state is committed at the end, and further turns read on.
+      keep: True if the state is committed at the end so that the text can be continued.
     """
 
     keep: bool
@@ -125,9 +126,9 @@ class GenerateTask(LoadedTask[Start]):
         unused = self.weights - memory.weights - memory.drafter_weights
         more = unused + _beside(request)
         steps, promised = memory.steps_total, memory.promised
-        if jax.default_backend() != "cpu":  # temporaries are known for the CPU alone
+        if jax.default_backend() != "cpu":  # temporaries are modelled for the CPU only
             steps = promised = memory.held
-        parts = replace(memory, reading=0).parts  # as in `steps_total`
+        parts = replace(memory, reading=0).parts  # prefill is not in `steps_total` either
         return Count(steps + more, promised + more, parts)
 
     def compiled(self, request: Start, candidate: Setup) -> Iterator[int]:
@@ -140,7 +141,7 @@ class GenerateTask(LoadedTask[Start]):
             "prompts": (1, len(request.text)),
             "n": (1, request.samples),
         }
-        if request.past is not None:  # its rows are fixed
+        if request.past is not None:  # the number of rows is fixed by the cached state
             del found["prompts"]
         return found
 
@@ -158,8 +159,8 @@ class GenerateTask(LoadedTask[Start]):
 
 
 def fitted(task: GenerateTask, start: Start, limit: int) -> tuple[Spec, int]:
-    """Finds the fastest setup that fits in `limit` bytes, and returns how many bytes it
-    leaves. Raises ValueError if nothing fits; see `fit.refusal`."""
+    """Returns the fastest setup that fits in `limit` bytes and the bytes left over.
+    Raises ValueError if nothing fits; see `fit.refusal`."""
     (found,) = fastest(task, [start], limit)
     if task.tree is None:
         took = f"{shown_bytes(found.size)} of {shown_bytes(limit)}"
@@ -168,13 +169,13 @@ def fitted(task: GenerateTask, start: Start, limit: int) -> tuple[Spec, int]:
 
 
 def _beside(start: Start) -> int:
-    """Returns the bytes of a past that stays as it is, beside the new state."""
+    """Returns the bytes of the cached state that is kept in addition to the new one."""
     return 0 if start.past is None or start.take_past else size_of(start.past)
 
 
 def needs(spec: Spec, start: Start, keep: bool) -> Iterator[int]:
-    """Yields the bytes beside the weights while each program runs, by the compiler's
-    word; `keep` as of `GenerateTask`."""
+    """Compiles each program of a generation and yields the bytes that it needs in
+    addition to the weights. `keep` is as in `GenerateTask`."""
     yield _prefill(spec, start)
     decoding = start.shapes(spec)
     held = size_of(decoding)
@@ -187,14 +188,14 @@ def needs(spec: Spec, start: Start, keep: bool) -> Iterator[int]:
 
 
 def _prefill(spec: Spec, start: Start) -> int:
-    """Returns the bytes beside the weights while the prompts are processed."""
+    """Returns the bytes that prefill needs in addition to the weights."""
     past = 0 if start.past is None else size_of(start.past)
     ids = 4 * len(start.text) * start.width(deepest(spec.policy))
     return past + size_of(start.requests) + ids + analysed(start.lowered(spec)).added
 
 
 def _rows(start: Start, rows: int) -> Any:
-    """Returns the requests of fewer rows, abstract."""
+    """Returns the abstract requests of the first `rows` rows."""
 
     def first(x: jax.Array) -> Any:
         by_row = x.ndim > 0 and x.shape[0] == start.rows

@@ -1,6 +1,6 @@
-"""Ways to decode: drafters and their trees, the fastest by expectation first.
+"""Lists drafters and trees in order of expected speed.
 
-Nothing is loaded or allocated: models may be of `jax.ShapeDtypeStruct`.
+Nothing is loaded or allocated: models may consist of `jax.ShapeDtypeStruct`.
 """
 
 from collections.abc import Iterator
@@ -25,27 +25,28 @@ from stree_jax.speculation.gain import step_time as seconds_of_step
 from stree_jax.speculation.source import Source
 from stree_jax.speculation.tree import Auto, Tree, chain, resolve_tree
 
-SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of fixed trees
+SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes of the fixed trees
 AUTOS = ("auto", "auto:1,4,8", "auto:1,4")
-MORE = 0.03  # of a pass, for each node more: assumed, as tree "auto" does
-BANDWIDTH = 25e9  # bytes per second; assumed, and without a part in the order
+EXTRA_NODE = 0.03  # of a pass, for each further node; assumed, as in tree "auto"
+BANDWIDTH = 25e9  # bytes per second; assumed. It does not affect the order.
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to decode.
+    """A drafter and a tree, with the speed that is expected of them.
 
     Attributes:
-      who: the source's name, "none" for plain decoding.
-      heads: how many of them; 0 without.
-      drafter: as `generate` takes it, which may be abstract.
-      tree: its name, as `generate` takes it.
-      tau: tokens that a step is expected to gain, by row.
-      step_s: seconds of a step.
-      measured: whether those come from steps timed on this machine (`stree_jax.tune`).
+      source: name of the source of draft tokens; "none" for plain decoding.
+      heads: number of Medusa heads, or 0.
+      drafter: as `generate` takes it; may be abstract.
+      tree: name of the tree, as `generate` takes it.
+      tau: expected acceptance length: tokens per step and row.
+      step_s: expected seconds of a step.
+      measured: True if `step_s` comes from steps timed on this machine
+        (`stree_jax.tune`).
     """
 
-    who: str
+    source: str
     heads: int
     drafter: Any
     tree: str
@@ -58,26 +59,26 @@ class Candidate:
         return topology(self.tree)
 
     def __str__(self) -> str:
-        return way(self.who, self.heads, self.tree)
+        return described(self.source, self.heads, self.tree)
 
 
-def way(who: str, heads: int, tree: str) -> str:
-    """Returns a way to decode in words."""
-    if who == "none":
+def described(source: str, heads: int, tree: str) -> str:
+    """Describes a candidate for a message, such as "tree=A with lookup"."""
+    if source == "none":
         return "plain decoding"
-    return f"tree {tree} filled by {who}" + (f" ({heads} of them)" if heads else "")
+    return f"tree={tree} with {f'{heads} ' if heads else ''}{source}"
 
 
 def by_speed(
     target: models.Model, drafter: Any, room: Room, acceptance: Acceptance | None = None
 ) -> list[Candidate]:
-    """Returns all candidates, the fastest by expectation first; plain decoding is one
-    of them.
+    """Returns all candidates in order of expected speed, plain decoding among them.
 
     Args:
-      target, drafter: as of `generate`.
-      room: for the deepest trees; measured step times depend on it.
-      acceptance: of the drafter's guesses, see `cost`. If None, the source's own.
+      target, drafter: as in `generate`.
+      room: buffer sizes for the deepest trees; measured step times depend on them.
+      acceptance: acceptance rates of draft tokens, see `cost`. If None, the assumed
+        rates of each source.
     """
     found = []
     sources = list(alternatives(source_of(drafter)))
@@ -94,7 +95,8 @@ def by_speed(
 
 @dataclass(frozen=True)
 class _Pace:
-    """Seconds of a pass by its nodes, of a drafter's first level, and of each more."""
+    """Seconds of a pass by number of nodes, of the first level of draft tokens, and of
+    each further level."""
 
     verify: Seconds
     draft: float
@@ -107,14 +109,14 @@ class _Pace:
 
 
 def topology(name: str) -> Tree | Auto:
-    """Returns the tree of a candidate's name."""
+    """Resolves the tree name of a candidate."""
     tree = resolve_tree(name)
     assert isinstance(tree, Tree | Auto)
     return tree
 
 
 def fixed(name: str) -> Tree:
-    """Returns the fixed tree of a name."""
+    """Resolves the name of a fixed tree."""
     tree = topology(name)
     assert isinstance(tree, Tree)
     return tree
@@ -123,13 +125,14 @@ def fixed(name: str) -> Tree:
 def _trees(
     source: Source, acceptance: Acceptance, pace: _Pace
 ) -> Iterator[tuple[str, float, float]]:
-    """Yields names, expected tau and seconds a step of a source's trees."""
+    """Yields (name, expected tau, expected seconds of a step) of a source's trees."""
     trees = {name: fixed(name) for name in source.trees} or _best_trees(acceptance)
     gains = {
         name: (expected_tau(tree, acceptance), pace.step(tree))
         for name, tree in trees.items()
     }
-    # Tree "auto" takes what is fastest at every step, at least what is on average.
+    # Tree "auto" adapts at every step, so it is at least as fast as the tree that is
+    # fastest on average.
     for auto in AUTOS if source.prefers_auto else ():
         most = topology(auto).size
         ways = [gains[name] for name, tree in trees.items() if tree.size <= most]
@@ -140,7 +143,7 @@ def _trees(
 
 
 def _best_trees(acceptance: Acceptance) -> dict[str, Tree]:
-    """Returns the tree of each size with the largest expected gain."""
+    """Returns, for each size, the tree with the largest expected tau."""
     depth, width = acceptance.p.shape
     most = sum(width**d for d in range(min(depth, 8) + 1))
     found = {}
@@ -153,8 +156,8 @@ def _best_trees(acceptance: Acceptance) -> dict[str, Tree]:
 
 
 def _paces(target: models.Model, sources: list[Source], room: Room) -> list[_Pace]:
-    """Returns paces by source. What was measured with one source says how long the
-    target's passes take with any."""
+    """Returns the pace of each source. Passes of the target that were measured with one
+    source are used for all of them."""
     paces = [_pace(target, source, room) for source in sources]
     known = [pace for pace in paces if pace.measured]
     if not known:
@@ -169,8 +172,8 @@ def _paces(target: models.Model, sources: list[Source], room: Room) -> list[_Pac
 
 
 def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
-    """Returns steps that were timed here for tree "auto", or else a guess from bytes
-    and nodes."""
+    """Returns the step times measured for tree "auto", or an estimate from the bytes
+    read if there are none."""
     timed = source.timed_as
     if timed is not None:
         found = step_times.known(*abstract_program(target, timed, "auto", room))
@@ -179,7 +182,7 @@ def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
             level = found.level if source.by_level else 0.0
             return _Pace(verify, found.draft, level, measured=True)
     whole = _seconds(target, room)
-    verify = PassTime(whole * (1 - MORE), whole * MORE)
+    verify = PassTime(whole * (1 - EXTRA_NODE), whole * EXTRA_NODE)
     work = source.work(target)
     level = sum(_seconds(model, room) for model in work.models)
     draft = level + work.read_once / BANDWIDTH
@@ -187,14 +190,14 @@ def _pace(target: models.Model, source: Source, room: Room) -> _Pace:
 
 
 def _seconds(model: models.Model, room: Room) -> float:
-    """Returns seconds of a pass that reads weights, states and caches once."""
+    """Estimates the seconds of a pass, which reads weights, states and caches once."""
     spec, decoding = abstract_program(models.without_mtp(model), None, "chain:0", room)
     read = weights_read(spec.target) + sum(state_and_caches(decoding.state))
     return read / BANDWIDTH
 
 
 def _between(by_size: dict[int, float]) -> Seconds:
-    """By straight lines, and on with the whole table's slope beyond the largest."""
+    """Interpolates linearly; extrapolates with the slope between the ends."""
     sizes, seconds = list(by_size), list(by_size.values())
     slope = max(seconds[-1] - seconds[0], 0.0) / (sizes[-1] - sizes[0])
 

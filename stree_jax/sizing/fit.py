@@ -1,10 +1,10 @@
-"""The one search for what fits in a number of bytes, and the one refusal.
+"""Searches for the fastest setup that fits a memory limit, and words the refusal.
 
 `generate(memory=)`, `plan` and `serve --memory` each describe a `Task`: which
-candidates could decode a request, and how their bytes are counted. `fastest` looks at
-requests in order of preference and at candidates in order of expected speed. It
-predicts their bytes first; of a candidate that may fit, the task compiles the programs
-that would run, and the compiler has the last word.
+candidates could decode a request, and how their bytes are counted. `fastest` tries
+requests in order of preference and candidates in order of expected speed. It predicts
+their bytes first. If a candidate may fit, the task compiles the programs that would
+run, and the compiler's memory analysis decides.
 """
 
 from abc import ABC, abstractmethod
@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from stree_jax.sizing.units import shown_bytes
 
-# Predictions are at most this much too high: beyond it, a candidate is not compiled.
+# Predictions are at most this factor too high. A candidate beyond it is not compiled.
 TOLERANCE = 1.05
-TRIES = 4  # candidates that are compiled and do not fit, before only the least is tried
+TRIES = 4  # candidates to compile before only the smallest one is tried
 
 Asked = TypeVar("Asked")  # a request
 Way = TypeVar("Way")  # a candidate
@@ -27,9 +27,9 @@ class Count:
     """Bytes of a candidate for a request.
 
     Attributes:
-      predicted: of everything, as expected.
-      promised: of everything, with a margin that surely suffices.
-      parts: by name.
+      predicted: expected total.
+      promised: total with a margin, an upper bound.
+      parts: bytes by name.
     """
 
     predicted: int
@@ -39,7 +39,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Found(Generic[Asked, Way]):
-    """A request, a candidate that decodes it, and the bytes that it takes."""
+    """A request, a candidate that decodes it, and the bytes that it needs."""
 
     request: Asked
     candidate: Way
@@ -47,22 +47,22 @@ class Found(Generic[Asked, Way]):
 
 
 class Task(ABC, Generic[Asked, Way]):
-    """What a caller of the search knows about its requests and candidates.
+    """The caller's side of the search: its candidates and how their bytes are counted.
 
     Attributes:
-      tolerance: a candidate is left out if its prediction exceeds the limit by more
-        than this factor.
+      tolerance: a candidate is skipped if its prediction exceeds the limit by more than
+        this factor.
     """
 
     tolerance = TOLERANCE
 
     @abstractmethod
     def least(self, request: Asked) -> Way:
-        """Returns the candidate that takes least, which is one of `candidates`."""
+        """Returns the candidate that needs least memory, one of `candidates`."""
 
     @abstractmethod
     def candidates(self, request: Asked) -> Iterable[Way]:
-        """Yields the candidates, the one that is expected to be fastest first."""
+        """Yields the candidates in order of expected speed, fastest first."""
 
     @abstractmethod
     def count(self, request: Asked, candidate: Way) -> Count:
@@ -70,21 +70,21 @@ class Task(ABC, Generic[Asked, Way]):
 
     @abstractmethod
     def compiled(self, request: Asked, candidate: Way) -> Iterable[int]:
-        """Yields the bytes while each program runs, by the compiler's word. If it
-        yields nothing, the prediction decides."""
+        """Compiles each program and yields its bytes. If it yields nothing, the
+        prediction decides."""
 
     @abstractmethod
     def numbers(self, request: Asked) -> dict[str, tuple[int, int]]:
-        """Returns the numbers of a request that a refusal may advise to lower, by name:
-        the lowest useful value, and the request's."""
+        """Returns the settings that a refusal may advise to lower, by name, each as
+        (lowest useful value, value of the request)."""
 
     def lowered(self, request: Asked, name: str, value: int) -> Asked:
-        """Returns a request in which one of the `numbers` has another value."""
+        """Returns the request with another value for one of its `numbers`."""
         changed: Any = replace(cast(Any, request), **{name: value})
         return changed
 
     def described(self, request: Asked, candidate: Way) -> str:
-        """Names a candidate and what it decodes, in words for a message."""
+        """Describes a request and its candidate for a message."""
         return str(candidate)
 
 
@@ -96,10 +96,10 @@ def fastest(
     Args:
       requests: at least one, in order of preference.
       limit: bytes.
-      count: how many candidates to return at most.
+      count: the maximum number of candidates to return.
 
     Returns:
-      At least one, the fastest by expectation first.
+      At least one candidate, in order of expected speed.
 
     Raises:
       ValueError: nothing fits; see `refusal`.
@@ -118,13 +118,13 @@ def fastest(
 def _fastest_of(
     task: Task[Asked, Way], request: Asked, limit: int, count: int
 ) -> tuple[list[Found[Asked, Way]], Found[Asked, Way]]:
-    """Returns the candidates that fit, and the least one with its bytes."""
+    """Returns the candidates that fit, and the smallest candidate with its bytes."""
     bound = task.tolerance * limit
     least = task.least(request)
     least_size = task.count(request, least).predicted
     found: list[Found[Asked, Way]] = []
     failed = 0
-    # If even the least is predicted not to fit, no other does.
+    # If the smallest candidate is predicted not to fit, no other fits either.
     for candidate in task.candidates(request) if least_size <= bound else ():
         is_least = candidate is least
         size = least_size if is_least else task.count(request, candidate).predicted
@@ -142,7 +142,7 @@ def _fastest_of(
 
 
 def _needed(compiled: Iterable[int], limit: int) -> int:
-    """Returns the most bytes of any program; stops at the first one over the limit."""
+    """Returns the largest number of bytes; stops at the first one over the limit."""
     most = 0
     for size in compiled:
         most = max(most, size)
@@ -152,11 +152,11 @@ def _needed(compiled: Iterable[int], limit: int) -> int:
 
 
 def refusal(task: Task[Asked, Way], least: Found[Asked, Way], limit: int) -> str:
-    """Says in one line how many bytes are missing, the largest parts, and what to
-    lower.
+    """Returns an error message of one line: how many bytes are missing, the largest
+    parts, and which settings to lower.
 
     Args:
-      least: what takes least of all that was tried.
+      least: the smallest request and candidate that were tried.
     """
     parts = task.count(least.request, least.candidate).parts
     two = sorted(parts.items(), key=lambda item: -item[1])[:2]
@@ -170,8 +170,8 @@ def refusal(task: Task[Asked, Way], least: Found[Asked, Way], limit: int) -> str
 
 
 def _advice(task: Task[Asked, Way], request: Asked, candidate: Way, limit: int) -> str:
-    """Says which numbers of a request to lower so that the candidate fits: one of them,
-    or as many as it takes."""
+    """Says which settings of a request to lower so that the candidate fits: one of
+    them, or several if one is not enough."""
 
     def promised(changed: Asked) -> int:
         return task.count(changed, candidate).promised
@@ -200,8 +200,8 @@ def _advice(task: Task[Asked, Way], request: Asked, candidate: Way, limit: int) 
 
 
 def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """Finds the largest number in low..high that fits, to two digits; None if not even
-    `low` does."""
+    """Returns the largest number in low..high that fits, to two digits, or None if
+    `low` does not fit."""
     if not fits(low):
         return None
     if fits(high):

@@ -1,9 +1,9 @@
-"""The bytes of a generation, by part, before any of them is allocated.
+"""Counts the bytes of a generation by part, before anything is allocated.
 
-What the loop is given (weights, states, caches, records, the drafter's state, the text)
-is counted by `jax.eval_shape` of the very functions that make it. What its steps hold
-besides is predicted (`temporaries`). `compiled_bytes` asks the compiler, which has the
-last word: it compiles the generation's own loop for abstract arguments.
+The loop's arguments (weights, states, caches, records, the drafter's state, the text)
+are counted with `jax.eval_shape` of the functions that make them. The temporaries of
+its steps are predicted (`temporaries`). `compiled_bytes` compiles the loop for abstract
+arguments and reads the compiler's memory analysis.
 """
 
 from collections.abc import Sequence
@@ -31,20 +31,20 @@ from stree_jax.speculation.step import Spec
 from stree_jax.speculation.tree import Topology, resolve_tree
 from stree_jax.start import Start
 
-STOPS = 8  # stop tokens that a row has room for, as in `generate`
-# Programs ask for more while they run than the compiler says, by up to a twentieth of
-# what is not weights (`python -m tests.hard_limit`); predictions are off by 3 %.
+STOPS = 8  # capacity for stop tokens per row, as in `generate`
+# SCRATCH: programs allocate up to 5 % more than the compiler reports, weights excepted
+# (`python -m tests.hard_limit`). UNFORESEEN: predictions are up to 3 % too low as well.
 SCRATCH, UNFORESEEN = 1.05, 1.08
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a generation has room for.
+    """Buffer sizes of a generation.
 
     Attributes:
       batch: B, rows decoded together.
-      capacity: tokens of each attention cache, `loop.cache_capacity` at least.
-      max_new_tokens: of the output.
+      capacity: tokens of each attention cache, at least `loop.cache_capacity`.
+      max_new_tokens: capacity for output tokens.
     """
 
     batch: int
@@ -57,18 +57,18 @@ class Memory:
     """Bytes of a generation's loop, by part.
 
     Attributes:
-      weights: of the target.
-      drafter_weights: of a drafting model, heads, MTP layers or n-grams, without what
-        is the target's own.
-      state: the target's SSM states and convolution windows, its lengths.
+      weights: weights of the target.
+      drafter_weights: weights of a draft model, heads, MTP layers or n-grams, without
+        those shared with the target.
+      state: the target's SSM states, convolution windows and lengths.
       caches: the target's keys and values.
-      records: of the tree's nodes, which the next step replays.
-      drafting: the drafter's state, a model's caches among it.
-      text: the output, the requests, counts.
-      temporaries: of the steps, see `temporaries`.
-      reading: of reading the prompts, at most.
-      shared: counted once here, and twice by the compiler: weights of the target that
-        the drafter is given, too.
+      records: activations of the tree's nodes, which the next step replays.
+      drafting: the drafter's state, including the caches of a draft model.
+      text: the output, the requests and counters.
+      temporaries: temporaries of the steps, see `temporaries`.
+      reading: upper bound of the temporaries of prefill.
+      shared: weights of the target that the drafter uses too. They are counted once
+        here, and twice by the compiler.
     """
 
     weights: int
@@ -84,7 +84,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """All of it by name; the sum is `total`."""
+        """All parts by name; their sum is `total`."""
         name = self.temporaries.largest
         most = self.temporaries.phases[name]
         if self.reading > most:
@@ -102,18 +102,18 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """Bytes of the loop's arguments alone, the same on every platform."""
+        """Bytes of the loop's arguments, which are the same on every platform."""
         most = max(self.temporaries.phases.values())
         return self.total - max(most, self.reading)
 
     @property
     def total(self) -> int:
-        """Bytes of the steps or of prefill, whichever takes more."""
+        """Bytes of the steps or of prefill, whichever is larger."""
         return sum(self.parts.values())
 
     @property
     def promised(self) -> int:
-        """Bytes that suffice for certain: `total`, and a margin on all but the
+        """Upper bound of the bytes: `total` and a margin on everything except the
         weights."""
         weights = self.weights + self.drafter_weights
         return weights + int(UNFORESEEN * (self.total - weights))
@@ -126,7 +126,7 @@ class Memory:
 
 
 def abstract_model(config: ModelConfig, dtype: Any) -> Model:
-    """A model of `jax.ShapeDtypeStruct`: what `load` would read, and none of it."""
+    """Returns the model that `load` would return, as `jax.ShapeDtypeStruct`s."""
     return Model(abstract_params(config, dtype), config)
 
 
@@ -140,10 +140,11 @@ def abstract_program(
     """Returns the arguments of `loop.advance` as `jax.ShapeDtypeStruct`.
 
     Args:
-      target, drafter, tree, rule: as of `specs.make_spec`; models may be abstract.
+      target, drafter, tree, rule: as in `specs.make_spec`; models may be abstract.
 
     Raises:
-      ValueError: what does not go together, or too little capacity for the tree.
+      ValueError: arguments that do not fit together, or too little capacity for the
+        tree.
     """
     tree = resolve_tree(tree)
     rule = resolve_rule(rule, tree) if isinstance(rule, str) else rule
@@ -155,15 +156,15 @@ def abstract_program(
     least = loop.cache_capacity(1, room.max_new_tokens, loop.deepest(spec.policy))
     if room.capacity < least:
         raise ValueError(
-            f"capacity: {room.capacity} rows of the caches, the tree and "
-            f"{room.max_new_tokens} new tokens want {least}"
+            f"capacity: the tree and {room.max_new_tokens} new tokens need {least} "
+            f"cache rows, got {room.capacity}"
         )
-    # The text's width is in no array that the loop is given.
+    # No argument of the loop has the width of the prompts in its shape.
     return spec, greedy_start(room, 2).shapes(spec)
 
 
 def greedy_start(room: Room, width: int) -> Start:
-    """Greedy text after texts so wide, in tokens."""
+    """Returns the abstract start of greedy decoding after prompts of `width` tokens."""
 
     def ids(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((room.batch, *shape), jnp.int32)
@@ -180,12 +181,12 @@ def memory_of(
     room: Room,
     rule: Rule | str = NAIVE,
 ) -> Memory:
-    """The bytes of a greedy generation by part; arguments as of `abstract_program`."""
+    """Counts the bytes of greedy decoding; arguments as in `abstract_program`."""
     return parts_of(*abstract_program(target, drafter, tree, room, rule), room)
 
 
 def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
-    """Counts the bytes of a generation at its start; arrays may be abstract."""
+    """Counts the bytes of a generation from its first state; arrays may be abstract."""
     caches = caches_of(decoding.state)
     state, records = size_of(decoding.state), size_of(decoding.pending)
     drafting, weights = size_of(decoding.drafting), size_of(spec.target)
@@ -206,12 +207,12 @@ def parts_of(spec: Spec, decoding: Decoding, room: Room) -> Memory:
 
 @dataclass(frozen=True)
 class CompiledBytes:
-    """What the compiler says of a program.
+    """The compiler's memory analysis of a program, in bytes.
 
     Attributes:
-      arguments: weights, states and all that the loop is given.
-      outputs: of its result, without what is written in place of arguments.
-      temporaries: of the steps.
+      arguments: weights, states and all other arguments.
+      outputs: results that are not written in place of arguments.
+      temporaries: memory that the program needs while it runs.
     """
 
     arguments: int
@@ -220,7 +221,7 @@ class CompiledBytes:
 
     @property
     def added(self) -> int:
-        """Bytes that running the program adds: outputs and temporaries."""
+        """Bytes that the program allocates: outputs and temporaries."""
         return self.outputs + self.temporaries
 
     @property
@@ -236,16 +237,16 @@ def compiled_bytes(
     rule: Rule | str = NAIVE,
     reads: int = 0,
 ) -> CompiledBytes:
-    """Compiles a greedy generation's loop and returns its bytes; nothing is allocated.
+    """Compiles the loop of greedy decoding and returns its bytes; allocates nothing.
 
-    It takes as long as compiling does: seconds to a minute. Weights that target and
-    drafter share count once, those that a tree has no use for not at all.
+    Compiling takes seconds to a minute. Weights that target and drafter share count
+    once; weights that the tree does not use are not counted.
 
     Args:
-      reads: tokens of the prompts; 0: the loop, else the program that reads them.
+      reads: if 0, the loop is compiled; otherwise prefill of so many tokens.
 
     Raises:
-      ValueError: as `abstract_program`; a platform that says nothing of its memory.
+      ValueError: as `abstract_program`, or if the platform has no memory analysis.
     """
     spec, decoding = abstract_program(target, drafter, tree, room, rule)
     if reads:
@@ -256,18 +257,18 @@ def compiled_bytes(
 
 
 def lowered_steps(spec: Spec, decoding: Decoding) -> Any:
-    """The program of a generation's steps, for the compiler."""
+    """Lowers the program of a generation's steps."""
     return loop.advance_jit.lower(spec, decoding, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def analysed(lowered: Any) -> CompiledBytes:
-    """Compiles a program and returns its bytes.
+    """Compiles a lowered program and returns its bytes.
 
-    A program that runs later with the same shapes is not compiled again.
+    jax caches the compiled program: running it later does not compile it again.
     """
     sizes: Any = lowered.compile().memory_analysis()
     if sizes is None:
-        raise ValueError("memory: this platform says nothing of what programs need")
+        raise ValueError("memory: this platform does not report the memory of programs")
     return CompiledBytes(
         sizes.argument_size_in_bytes,
         sizes.output_size_in_bytes - sizes.alias_size_in_bytes,

@@ -1,4 +1,4 @@
-"""Time of a forward pass by its number of tokens, from measured passes."""
+"""Models the time of a forward pass by its number of tokens, from measured passes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ Size = TypeVar("Size", float, np.ndarray)
 
 @dataclass(frozen=True)
 class PassTime:
-    """t(N) = a N^2 + b N + c, seconds of a pass over N tokens.
+    """Time of a pass over N tokens as a polynomial, t(N) = a N^2 + b N + c, in seconds.
 
-    The paper's t = kN + C for an SSM has a = 0; attention adds the square.
+    For an SSM a = 0 (the paper's t = kN + C); attention adds the quadratic term.
     """
 
     c: float
@@ -28,15 +28,15 @@ class PassTime:
 
 @dataclass(frozen=True)
 class MeasuredTime:
-    """Seconds of a pass, by straight lines between measured sizes.
+    """Time of a pass, interpolated linearly between measured sizes.
 
-    For machines whose t(N) has steps: a CPU pads rows, and one row is a special case.
+    Use it where t(N) has steps: a CPU pads rows, and one row is a special case.
 
     Attributes:
-      sizes, seconds: of the measured passes; sizes grow.
+      sizes, seconds: the measured passes; sizes increase.
 
     Raises:
-      ValueError: a bad table; when called, a size outside the measured ones.
+      ValueError: a malformed table, or a call with a size outside of it.
     """
 
     sizes: Sequence[float]
@@ -51,7 +51,7 @@ class MeasuredTime:
 
     def __call__(self, size: Size) -> Size:
         least, most = self.sizes[0], self.sizes[-1]
-        if not np.all((size >= least) & (size <= most)):  # NaN is outside too
+        if not np.all((size >= least) & (size <= most)):  # also refuses NaN
             raise ValueError(f"size: measured from {least:g} to {most:g}, got {size}")
         return np.interp(size, self.sizes, self.seconds)
 
@@ -70,12 +70,13 @@ def _measurements(
 def fit_pass_time(
     sizes: Sequence[float], seconds: Sequence[float], degree: int
 ) -> PassTime:
-    """The least-squares `PassTime` of measured passes, sizes and seconds [n].
+    """Fits a `PassTime` to measured passes by least squares.
 
-    Coefficients may come out negative: forcing them up would hide that the times are
-    not of this form, which is what `fit_quality` is there to show.
+    Coefficients may be negative. Clipping them would hide that the times do not have
+    this form, which `fit_quality` shows.
 
     Args:
+      sizes, seconds: [n]. The measured passes.
       degree: 1 for an SSM, 2 for a hybrid.
 
     Raises:
@@ -92,11 +93,11 @@ def fit_pass_time(
 def fit_quality(
     time: PassTime | MeasuredTime, sizes: Sequence[float], seconds: Sequence[float]
 ) -> tuple[float, float]:
-    """How well `time` meets measured passes, sizes and seconds [n].
+    """Measures how well `time` fits measured passes, given as sizes and seconds [n].
 
     Returns:
-      the coefficient of determination (NaN where all seconds are equal), and the
-      largest relative error, max |t(N) - seconds| / seconds.
+      The coefficient of determination (NaN if all seconds are equal) and the largest
+      relative error, max |t(N) - seconds| / seconds.
     """
     n, t = _measurements(sizes, seconds)
     error, spread = time(n) - t, ((t - t.mean()) ** 2).sum()
@@ -105,19 +106,20 @@ def fit_quality(
 
 
 def tau_ratio(time: Seconds, n1: float, n2: float) -> float:
-    """t(n2) / t(n1): the factor by which tau must grow for n2 tokens to pay over n1.
+    """Returns t(n2) / t(n1). A tree of n2 tokens is faster than one of n1 tokens only if
+    its tau is larger by this factor.
 
-    The paper's condition tau2 / tau1 >= t2 / t1, which leaves drafting out.
+    This is the paper's condition tau2 / tau1 >= t2 / t1, which ignores drafting time.
     """
     return float(time(n2) / time(n1))
 
 
 def crossing(time_1: Seconds, time_2: Seconds, sizes: Iterable[int]) -> int | None:
-    """The size from which on, among `sizes`, the first program is the faster one.
+    """Finds the size, among `sizes`, from which on the first program is faster.
 
     Returns:
-      the smallest size such that time_1 < time_2 there and at all larger ones; None if
-      the first is not the faster one at the largest.
+      The smallest size such that time_1 < time_2 there and at all larger sizes, or None
+      if the first program is not faster at the largest size.
     """
     found = None
     for n in sorted(sizes, reverse=True):

@@ -1,9 +1,9 @@
-"""The tree, drafter and dtype that decode fastest in a given number of bytes.
+"""Finds the tree, drafter and dtype that decode fastest within a memory limit.
 
-The search of SpecMemo (Yildirim and Chen 2025, Algorithm 1), corrected. As it is
-printed, its loop ends only when something fits: at two heads it neither lowers the
-precision nor stops. Here the candidates are a finite list in order of expected speed,
-and each is tried once (`fit`). If nothing fits, the error says what to lower.
+This is the search of SpecMemo (Yildirim and Chen 2025, Algorithm 1), corrected. The
+printed loop ends only when something fits: at two heads it neither lowers the precision
+nor stops. Here the candidates are a finite list in order of expected speed, and each is
+tried once (`fit`). If nothing fits, the error says what to lower.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from stree_jax.checks import DEFAULT_NEW_TOKENS, flag, integer, shown, with_hint
 from stree_jax.convert.store import weights_named
 from stree_jax.models import Format, ModelConfig
 from stree_jax.models.config import blocks
-from stree_jax.sizing.candidates import Candidate, by_speed, way
+from stree_jax.sizing.candidates import Candidate, by_speed, described
 from stree_jax.sizing.fit import Count, Task, fastest
 from stree_jax.sizing.memory import (
     SCRATCH,
@@ -34,7 +34,7 @@ from stree_jax.speculation.loop import cache_capacity
 from stree_jax.speculation.specs import AUTO
 from stree_jax.speculation.tree import Auto
 
-KEPT = 5  # choices that are returned
+KEPT = 5  # the maximum number of choices to return
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Request:
 
     Attributes:
       batch: rows decoded together.
-      context: tokens of a query, its prompt and its answer.
-      queries: how many successive queries the caches of a row hold.
-      max_new_tokens: most tokens of an answer.
+      context: tokens of a query, that is of its prompt and its answer.
+      queries: number of successive queries that the caches of a row hold.
+      max_new_tokens: the maximum number of tokens of an answer.
     """
 
     batch: int = 1
@@ -66,8 +66,8 @@ class Request:
         check("max_new_tokens", 1, most, what)
 
     def room(self, depth: int) -> Room:
-        """Returns the smallest capacity that is enough for trees of this depth, whether
-        the text comes at once or, with that `capacity`, turn by turn."""
+        """Returns the smallest buffer sizes for trees of this depth. They suffice for a
+        text processed in one call or turn by turn."""
         answer = bucket(self.max_new_tokens)
         whole = cache_capacity(bucket(self.text) + 1, answer, depth)
         padded = -(-self.text // models.PREFILL_CHUNK) * models.PREFILL_CHUNK + 1
@@ -76,24 +76,24 @@ class Request:
 
     @property
     def text(self) -> int:
-        """The number of tokens before the last answer, at most."""
+        """The maximum number of tokens before the last answer."""
         return self.queries * self.context - self.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to decode.
+    """A decoding setup that fits.
 
     Attributes:
       drafter: "model", "heads", "lookup", "mtp", "n-grams" or "none".
-      heads: number of heads (`models.heads.first_heads`), or 0.
-      tree: as `generate` takes it.
-      dtype: of all weights.
+      heads: number of Medusa heads (`models.heads.first_heads`), or 0.
+      tree: name of the tree, as `generate` takes it.
+      dtype: dtype of all weights.
       tau: expected acceptance length: tokens of a row per step.
       step_s: expected seconds of a step.
       measured: whether `step_s` comes from steps timed here (`stree_jax.tune`).
-      capacity: of the caches, as `generate` takes it.
-      memory: bytes by part.
+      capacity: capacity of the caches, as `generate` takes it.
+      memory: predicted bytes by part.
     """
 
     drafter: str
@@ -111,7 +111,7 @@ class Choice:
         return batch * self.tau / self.step_s
 
     def __str__(self) -> str:
-        return f"{way(self.drafter, self.heads, self.tree)} in {self.dtype}"
+        return f"{described(self.drafter, self.heads, self.tree)} in {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Planned:
 
     Attributes:
       request: the workload.
-      limit: bytes.
+      limit: the memory limit in bytes.
       choices: at least one, in order of expected speed.
     """
 
@@ -162,12 +162,12 @@ def plan(
     acceptance: Acceptance | None = None,
     check: bool = False,
 ) -> Planned:
-    """Finds the setups that decode a workload fastest in so many bytes. Nothing is
+    """Finds the setups that decode a workload fastest within a memory limit. Nothing is
     allocated.
 
-    It tries the drafter's trees (and with heads also fewer of them), prompt lookup and
-    plain decoding. A lower dtype changes the text, and is tried only if nothing fits in
-    the one before it.
+    It tries the drafter's trees (and subsets of Medusa heads), prompt lookup and plain
+    decoding. A lower dtype changes the text, so it is tried only if nothing fits in the
+    dtype before it.
 
     Args:
       model, drafter: as for `generate`, or their configs. The drafter may be "lookup",
@@ -175,10 +175,10 @@ def plan(
       memory: bytes, see `bytes_named`.
       batch, context, queries, max_new_tokens: see `Request`.
       dtypes: of all weights, in order of preference; "int8" is allowed.
-      acceptance: of the drafter's guesses, see `cost`. If None, the accuracies that
-        come with heads, or assumed ones.
-      check: whether the compiler has the last word. It compiles the fastest candidates,
-        seconds to a minute each, until one fits.
+      acceptance: acceptance rates of draft tokens, see `cost`. If None, the accuracies
+        stored with heads are used, or assumed rates.
+      check: if True, the fastest candidates are compiled (seconds to a minute each) to
+        read the compiler's memory analysis, until one fits.
 
     Raises:
       ValueError: wrong arguments, or nothing fits; see `fit.refusal`.
@@ -223,7 +223,7 @@ class _Wish(Request):
 
     Attributes:
       target: abstract, in this dtype.
-      ways: the candidates, in order of expected speed.
+      ways: the candidates in order of expected speed.
     """
 
     _: KW_ONLY
@@ -236,7 +236,7 @@ class _Wish(Request):
         return self.target, way.drafter, way.tree, self.room(way.topology.depth)
 
     def choice(self, way: Candidate) -> Choice:
-        named = way.who, way.heads, way.tree, self.dtype
+        named = way.source, way.heads, way.tree, self.dtype
         program = self.program(way)
         facts = way.tau, way.step_s, way.measured, program[-1].capacity
         return Choice(*named, *facts, memory_of(*program))
@@ -247,14 +247,14 @@ class _PlanTask(Task[_Wish, Candidate]):
     """A search among models that are not loaded.
 
     Attributes:
-      check: True if the compiler has the last word; else predictions decide.
+      check: if True, candidates are compiled; otherwise predictions decide.
     """
 
     check: bool
     tolerance = 1.0
 
     def least(self, request: _Wish) -> Candidate:
-        (plain,) = (way for way in request.ways if way.who == "none")
+        (plain,) = (way for way in request.ways if way.source == "none")
         return plain
 
     def candidates(self, request: _Wish) -> Sequence[Candidate]:
@@ -268,7 +268,7 @@ class _PlanTask(Task[_Wish, Candidate]):
         return Count(memory.promised, memory.promised, memory.parts)
 
     def compiled(self, request: _Wish, candidate: Candidate) -> Iterator[int]:
-        """Yields the bytes of the loop, and of prefill."""
+        """Compiles the loop and prefill, and yields the bytes of each."""
         program = request.program(candidate)
         memory, room = memory_of(*program), program[-1]
         weights = memory.weights + memory.drafter_weights
@@ -288,7 +288,7 @@ def _wish(
     request: Request,
     acceptance: Acceptance | None,
 ) -> _Wish:
-    """Returns a request in a dtype."""
+    """Returns the request with its target in one dtype, and its candidates."""
     source = abstract_source(drafter, dtype)
     own_layers = config.mtp if source.needs_mtp else ()
     target = abstract_model(replace(config, mtp=blocks(own_layers)), dtype)

@@ -1,7 +1,7 @@
-"""Seconds of decoding steps on this machine, for tree "auto": measured once, and kept.
+"""Measures the time of decoding steps on this machine, for tree "auto", and caches it.
 
-The steps that are timed are those of the generation that first needs the times, on
-copies of it, with sizes that the policy is told to take: no other program is compiled.
+The first generation that needs the times is copied, and steps of the copy are timed
+with forced tree sizes. So no other program is compiled.
 """
 
 import hashlib
@@ -40,26 +40,26 @@ from stree_jax.version import __version__
 from stree_jax.whole_file import write_whole
 
 FILE = "steps.json"  # in the cache folder
-MOST_ENTRIES = 500  # of the file; the oldest go first
-MOST_BYTES = 2**22  # of the file: each entry has about 300
-ROUNDS = 3  # of all ways to step, but of those whose first two agree
-AGREE = 1.1  # the longer one over the shorter
-SEGMENT_S = 0.02  # of one way in a round, about
-# Steps of a segment: few make short ones look longer than they are, and of two, one
-# that is disturbed is half.
+MOST_ENTRIES = 500  # in the file; the oldest are dropped first
+MOST_BYTES = 2**22  # size of the file; an entry has about 300 bytes
+ROUNDS = 3  # measurements of each kind of step, unless its first two agree
+AGREE = 1.1  # largest ratio of two times that agree
+SEGMENT_S = 0.02  # approximate seconds of one measurement
+# Steps of a measurement. With fewer than four, the cost of the call and a single
+# disturbed step weigh too much.
 LEAST_STEPS, MOST_STEPS = 4, 32
-SLOW_S = 0.05  # a step of which one is enough: what disturbs is short beside it
-ENOUGH_S = 2.0  # in all, once every way was timed
+SLOW_S = 0.05  # steps longer than this are measured one at a time
+ENOUGH_S = 2.0  # seconds in all, once every kind of step has been measured
 ENDLESS = 2**30  # tokens
-# What disturbs only adds to a time: if steps take so much less than was measured, they
-# are measured again, so often at most.
+# Other work on the machine can only make a measured time too long. If steps take less
+# than measured by the factor TOO_SLOW, they are measured again, at most AGAIN times.
 TOO_SLOW, AGAIN = 1.1, 3
-# Levels that a model drafts below its first when it is asked, or about that, and by how
-# much guessing them must promise to be faster.
+# Typical number of levels that a draft model adds below its first, and the predicted
+# speedup that n-grams must bring before they guess those levels.
 LEVELS, PROMISE = 3, 1.1
-SMALL_ROOM = 4095  # tokens of context: below, steps are taken to be alike
+SMALL_ROOM = 4095  # tokens of context below which step times are taken to be equal
 
-# What reading a file may raise, whatever is in it: too large numbers, too deep nests.
+# Errors that reading a damaged file may raise (numbers too large, nesting too deep).
 _DAMAGED = (
     *(OSError, ValueError, TypeError, KeyError, AttributeError),
     *(OverflowError, RecursionError),
@@ -70,12 +70,13 @@ log = logging.getLogger("stree_jax")
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of steps.
+    """Measured step times in seconds.
 
     Attributes:
-      by_size: of a step by the nodes of its tree, without a drafting model.
-      draft: of a drafting model's first level more; 0 without a model.
-      level: of each level more; where n-grams guess, of each pass more.
+      by_size: time of a step by the number of nodes of its tree, without a draft model.
+      draft: additional time of the draft model's first level; 0 without a draft model.
+      level: additional time of each further level, or of each further pass of the draft
+        model if n-grams guess its levels.
     """
 
     by_size: dict[int, float]
@@ -88,36 +89,37 @@ class Measured:
 
     @cached_property
     def _on_device(self) -> StepTimes:
-        # Once: between a generation's programs it took 2 % of a short one's time.
+        # Cached: making it took 2 % of the time of a short generation.
         return step_times(list(self.by_size.values()), self.draft, self.level)
 
 
-Way = tuple[int, int]  # a size's place in the menu, and levels of the model
+Way = tuple[int, int]  # index of the tree size in the menu, levels of the draft model
 PLAINLY = (0, 0)
 
-_known: dict[str, Measured] = {}  # of this process
-_doubted: dict[str, int] = {}  # how often times turned out too long
-_to_measure: set[str] = set()  # again
+_known: dict[str, Measured] = {}  # times measured or read by this process
+_doubted: dict[str, int] = {}  # number of times that an entry turned out too long
+_to_measure: set[str] = set()  # keys to measure again
 
 
 def with_times(spec: Spec, times: StepTimes) -> Spec:
-    """The same decoding, with a policy that knows these times."""
+    """Returns the spec with these times in its policy."""
     assert isinstance(spec.policy, AdaptivePolicy)
     return replace(spec, policy=replace(spec.policy, times=times))
 
 
 def timed(spec: Spec, decoding: Decoding, spare: int | None = None) -> Spec:
-    """`spec` with this machine's times, known or measured on copies of `decoding`.
+    """Returns the spec with the step times of this machine, which are measured on
+    copies of `decoding` if they are not known.
 
-    N-grams that guess for its model stay where that pays. Where there is no memory for
-    a copy, and among several processes, the times that were assumed stay, and nobody
-    guesses.
+    N-grams that guess for the draft model are kept if that is faster. If there is no
+    memory for a copy, or if there are several processes, the assumed times are kept,
+    and n-grams do not guess.
 
     Args:
-      spare: bytes that there are for a copy; None: as many as there are.
+      spare: bytes available for a copy. If None, there is no limit.
     """
     alone = without_stage(spec)
-    if jax.process_count() > 1:  # each of which would measure something else
+    if jax.process_count() > 1:  # they would measure different times and diverge
         return alone
     fits = spare is None or size_of(decoding) <= spare
     ways = [spec] if alone is spec else [spec, alone]
@@ -146,11 +148,11 @@ def without_stage(spec: Spec) -> Spec:
 
 
 def stage_pays(spec: Spec, staged: Measured, alone: Measured) -> bool:
-    """True if a model's levels take less time where another stage guesses them; logs
-    the result.
+    """True if the draft model's levels take less time when n-grams guess them; logs the
+    result.
 
-    A pass that reads guesses takes longer, and stands for as many levels as the stage
-    is expected to guess.
+    A pass that verifies guesses takes longer, but covers as many levels as the n-grams
+    are expected to guess right.
     """
     assert isinstance(spec.drafter, AdaptiveDrafter)
     assert spec.drafter.searcher is not None
@@ -168,13 +170,13 @@ def stage_pays(spec: Spec, staged: Measured, alone: Measured) -> bool:
 
 
 def times_of(spec: Spec, decoding: Decoding) -> Measured:
-    """This machine's times, measured where they are not known."""
+    """Returns this machine's times; measures them if they are not known."""
     times = known(spec, decoding)
     return measured_anew(spec, decoding) if times is None else times
 
 
 def with_known(spec: Spec, rows: int, room: int, sampled: bool) -> Spec:
-    """The same decoding, with this machine's times if they were ever measured."""
+    """Returns the spec with this machine's times if they have been measured before."""
     if not isinstance(spec.policy, AdaptivePolicy):
         return spec
     times = _kept(spec, key_of(spec, rows, room, sampled))
@@ -182,30 +184,31 @@ def with_known(spec: Spec, rows: int, room: int, sampled: bool) -> Spec:
 
 
 def known(spec: Spec, decoding: Decoding) -> Measured | None:
-    """This machine's times, if they were ever measured; arrays may be abstract."""
-    return _kept(spec, key_of(spec, *_facts(decoding)))
+    """Returns this machine's times, or None if they have never been measured. Arrays
+    may be abstract."""
+    return _kept(spec, key_of(spec, *_shape_of(decoding)))
 
 
 def doubt(
     spec: Spec, decoding: Decoding, calls: np.ndarray, passes: int, seconds: float
 ) -> bool:
-    """Compares the time of a decoding with its measured step times; True if it took
-    less.
+    """True if a decoding took less time than its measured step times predict.
 
-    The times are then measured again when they are needed next, and the shorter ones
+    The times are then measured again when they are next needed, and the shorter ones
     are kept.
 
-    Of a batch plain steps are: as its rows have trees of their own, what each step took
-    is not known, but it was a plain one's time until the first row had ended.
+    In a batch the rows have trees of different sizes, so that the time of a step is not
+    known. There the prediction is a plain step for each step until the first row
+    finished, a lower bound.
 
     Args:
-      calls: [B, K] int32, of the target, by size.
-      passes: of a drafting model.
-      seconds: that the decoding took, whatever stood beside it.
+      calls: [B, K] int32. Target passes by tree size.
+      passes: passes of the draft model.
+      seconds: wall time of the decoding.
     """
     if jax.process_count() > 1:
         return False
-    key = key_of(spec, *_facts(decoding))
+    key = key_of(spec, *_shape_of(decoding))
     times = _known.get(key)
     if times is None or _doubted.get(key, 0) >= AGAIN:
         return False
@@ -240,8 +243,8 @@ def _kept(spec: Spec, key: str) -> Measured | None:
 
 
 def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
-    """This machine's times, kept for this process and others in place of older ones."""
-    key, times = key_of(spec, *_facts(decoding)), measured(spec, decoding)
+    """Measures this machine's times and stores them in place of older ones."""
+    key, times = key_of(spec, *_shape_of(decoding)), measured(spec, decoding)
     if key in _to_measure:
         times = _shorter(times, _known.get(key))
         _to_measure.discard(key)
@@ -250,16 +253,17 @@ def measured_anew(spec: Spec, decoding: Decoding) -> Measured:
     return times
 
 
-def _facts(decoding: Decoding) -> tuple[int, int, bool]:
-    """Rows, room for text, and whether any is drawn: what times depend on."""
+def _shape_of(decoding: Decoding) -> tuple[int, int, bool]:
+    """Returns (rows, capacity for text, whether rows are sampled), which step times
+    depend on."""
     room = decoding.drafting.history.tokens.shape[1]
     sampled = decoding.requests.sampling is not None
     return decoding.tokens.shape[0], room, sampled
 
 
 def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
-    """Returns the key of measured times: a few words, and a hash of what they depend
-    on."""
+    """Returns the key of measured times: a readable prefix and a hash of everything
+    that they depend on."""
     assert isinstance(spec.policy, AdaptivePolicy)
     drafter, target = spec.drafter, spec.target
     assert isinstance(drafter, AdaptiveDrafter)
@@ -273,7 +277,7 @@ def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
         drafter.key(),
         f"batch {rows}",
         "sampled" if sampled else "greedy",
-        # Attention goes over all of a cache; the text that is looked up is as long.
+        # Attention and prompt lookup go over the whole buffer of the text.
         f"room {max(room, SMALL_ROOM).bit_length()}",
         *([] if target.mesh is None else [f"mesh {dict(target.mesh.shape)}"]),
     ]
@@ -284,7 +288,7 @@ def key_of(spec: Spec, rows: int, room: int, sampled: bool) -> str:
 
 @cache
 def _machine() -> str:
-    """Device and, as that says nothing of a CPU, processor and how many of them."""
+    """Returns the device and, for a CPU, the processor's name and core count."""
     device = jax.devices()[0]
     names = [device.platform, device.device_kind, platform.machine()]
     if device.platform == "cpu":
@@ -301,8 +305,8 @@ def _processor() -> str:
 
 
 def _ways(spec: Spec) -> list[Way]:
-    """How to step: every size without the model, and one size with fewest and most
-    levels of it."""
+    """Returns the kinds of steps to measure: every size without the draft model, and
+    one size with its fewest and its most levels."""
     assert isinstance(spec.policy, AdaptivePolicy)
     assert isinstance(spec.drafter, AdaptiveDrafter)
     ways = [(k, 0) for k in range(len(spec.policy.tree.sizes))]
@@ -312,7 +316,7 @@ def _ways(spec: Spec) -> list[Way]:
 
 
 def measured(spec: Spec, decoding: Decoding) -> Measured:
-    """Times from some steps of each way, in turns; `decoding` stays where it is."""
+    """Measures each kind of step in turns, on copies of `decoding`."""
     log.info("measuring steps of this model on this machine (once)")
     ways, began = _ways(spec), time.perf_counter()
     seconds: dict[Way, list[float]] = {way: [] for way in ways}
@@ -327,14 +331,14 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
             if not compiled:
                 at, _ = _timed_steps(spec, at, 1)
                 compiled, began = True, time.perf_counter()
-            at, call = _timed_steps(spec, at, 0)  # what a call takes without a step
+            at, call = _timed_steps(spec, at, 0)  # the overhead of a call
             at, once = _timed_steps(spec, at, 1)
             about = min([max(once - call, 0.5 * once), *seconds[way]])
             steps = _steps_of_segment(about)
-            at, _ = _timed_steps(spec, at, steps // 4)  # the first ones are slower
-            at, again = _timed_steps(spec, at, 0)  # and so may the first call have been
+            at, _ = _timed_steps(spec, at, steps // 4)  # the first steps are slower
+            at, again = _timed_steps(spec, at, 0)  # the first call may be slower too
             at, took = _timed_steps(spec, at, steps)
-            ended = not (np.asarray(at.finish) == RUNNING).all()  # a stop string came
+            ended = not (np.asarray(at.finish) == RUNNING).all()  # at a stop string
             took = max(took - min(call, again), 0.5 * took) / steps
             took = once if ended else took
             seconds[way].append(took)
@@ -342,13 +346,13 @@ def measured(spec: Spec, decoding: Decoding) -> Measured:
 
 
 def _steps_of_segment(about: float) -> int:
-    """Returns the number of steps to time together, from the seconds of one."""
+    """Returns the number of steps to time together, given the seconds of one."""
     least = LEAST_STEPS if about < SLOW_S else 1
     return int(np.clip(SEGMENT_S / about, least, MOST_STEPS))
 
 
 def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]:
-    """A decoding so many steps further, and the seconds that took."""
+    """Advances a decoding by `steps` steps; returns it and the seconds that took."""
     began = time.perf_counter()
     at = jax.block_until_ready(advance_jit(spec, at, jnp.int32(steps)))
     return at, time.perf_counter() - began
@@ -356,12 +360,12 @@ def _timed_steps(spec: Spec, at: Decoding, steps: int) -> tuple[Decoding, float]
 
 @jax.jit
 def _copied(decoding: Decoding) -> Decoding:
-    """In one program; array by array, each shape would compile one of its own."""
+    """Copies all arrays in one program (copying each would compile one per shape)."""
     return jax.tree.map(jnp.copy, decoding)
 
 
 def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
-    """A copy that steps in this way and never ends; what it writes is thrown away."""
+    """Returns a copy that is forced to take steps of one kind and never finishes."""
     copy = _copied(decoding)
     asked, rows = copy.requests, (decoding.tokens.shape[0],)
     endless = np.full(rows, ENDLESS, np.int32)
@@ -371,7 +375,7 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
         min_new_tokens=None if asked.min_new_tokens is None else jnp.asarray(endless),
         stop_tokens=jnp.asarray(np.full(asked.stop_tokens.shape, -1, np.int32)),
     )
-    if way == PLAINLY:  # in runs, as it is done
+    if way == PLAINLY:  # as the policy does it, in runs of plain steps
         policy = replace(copy.policy, rest=jnp.int32(ENDLESS))
         return replace(copy, requests=requests, policy=policy, choice=jnp.int32(0))
     policy = replace(copy.policy, force=forced(*way))
@@ -381,9 +385,10 @@ def _forced_copy(decoding: Decoding, way: Way) -> Decoding:
 def _summary(
     seconds: dict[Way, list[float]], ways: Sequence[Way], spec: Spec
 ) -> Measured:
-    """The least of each way, and of larger trees: what disturbs only adds to a time.
+    """Takes the shortest time of each kind of step, as disturbances only add time. A
+    larger tree is taken to need at least as long as a smaller one.
 
-    What the model takes is what steps with it take more than steps without.
+    The draft model's time is the difference between steps with and without it.
     """
     assert isinstance(spec.policy, AdaptivePolicy)
     assert isinstance(spec.drafter, AdaptiveDrafter)
@@ -396,9 +401,9 @@ def _summary(
     if spec.drafter.searcher is None:
         return Measured(by_size, 0.0, 0.0)
     without = by_size[sizes[1]]
-    least = 1e-3 * without  # noise may make it less than nothing
+    least = 1e-3 * without  # noise may make the difference negative
     level = max((took[1, deepest] - without) / (deepest + 1), least)
-    first = max(took[1, 1] - without, level)  # which reads text, too
+    first = max(took[1, 1] - without, level)  # it also reads the accepted text
     return Measured(by_size, first, level)
 
 
@@ -408,7 +413,7 @@ def _file() -> Path | None:
 
 
 def _read() -> dict[str, Measured]:
-    """Reads the kept times; empty if the file cannot be read or has another form."""
+    """Reads the stored times. Returns an empty dict if the file cannot be read."""
     file = _file()
     try:
         if file is None:
@@ -418,7 +423,7 @@ def _read() -> dict[str, Measured]:
         return {}
     found = {}
     for key, entry in entries:
-        with suppress(*_DAMAGED):  # others may be in order
+        with suppress(*_DAMAGED):  # skip a damaged entry and keep the others
             found[key] = _parsed(entry)
     return found
 
@@ -430,17 +435,18 @@ def _parsed(entry: dict[str, Any]) -> Measured:
     if not all(0 < t < 1e6 for t in by_size.values()) or not (
         0 <= found.draft < 1e6 and 0 <= found.level < 1e6
     ):
-        raise ValueError("steps take time")
+        raise ValueError("step times must be between 0 and 1e6 seconds")
     return found
 
 
 def is_kept(times: Measured) -> bool:
-    """True if other processes find these times."""
+    """True if these times are in the cache folder, where other processes find them."""
     return times in _read().values()
 
 
 def _write(key: str, times: Measured) -> None:
-    """Keep it; where that cannot be, it is measured again by the next process."""
+    """Stores times in the cache folder. If it is not writable, the next process
+    measures again."""
     file = _file()
     if file is None:
         return

@@ -35,17 +35,17 @@ from stree_jax.speculation.tree import Topology
 
 @dataclass(frozen=True)
 class Temporaries:
-    """Bytes by name.
+    """Bytes of temporaries.
 
     Attributes:
-      phases: of one part of a step each, at its most.
+      phases: peak bytes of each phase of a step, by name.
     """
 
     phases: dict[str, int]
 
     @property
     def largest(self) -> str:
-        """The phase that takes most."""
+        """The name of the phase that needs most."""
         return max(self.phases, key=lambda name: self.phases[name])
 
     @property
@@ -54,10 +54,10 @@ class Temporaries:
 
 
 def temporaries_of(spec: Spec, batch: int) -> Temporaries:
-    """Predicts the temporaries of a generation's steps, for the tree that takes most.
+    """Predicts the temporaries of a generation's steps, for the tree that needs most.
 
     Args:
-      spec: of arrays, or of `jax.ShapeDtypeStruct`.
+      spec: arrays may be abstract (`jax.ShapeDtypeStruct`).
       batch: B.
     """
     phases: dict[str, int] = {}
@@ -70,8 +70,8 @@ def temporaries_of(spec: Spec, batch: int) -> Temporaries:
 def reading_at_most(spec: Spec, batch: int, width: int) -> int:
     """Predicts the temporaries of prefill for texts padded to `width`.
 
-    They are a pass over a chunk, its records, and the new SSM states if they are not
-    written in place.
+    They consist of a pass over a chunk, its records, and the new SSM states if these
+    are not written in place.
     """
     most = 0
     for model in (spec.target, *spec.drafter.models):
@@ -96,7 +96,7 @@ def _phases(spec: Spec, tree: Topology, batch: int) -> dict[str, int]:
     V = target.config.vocab_size
     logits = FLOAT * V * (padded_rows(batch * T) + batch * (M + 1))
     return {
-        # The target's replay does not wait for the drafter, and XLA does it meanwhile.
+        # XLA may run the target's replay at the same time as the drafter.
         "replay and drafting": replay + drafting,
         "pass": passes,
         "logits": logits,
@@ -117,8 +117,8 @@ def _replay(config: ModelConfig, batch: int) -> int:
 
 
 def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
-    """Returns the most bytes of a layer's temporaries, beside the records of the layers
-    before it, which replace the old ones only when the step ends."""
+    """Returns the peak bytes of a layer's temporaries and the new records of the layers
+    before it, which replace the old records only when the step ends."""
     most = before = 0
     for block in config.layers:
         configs = [config.mixers[name] for name in config.mixer_names(block)]
@@ -130,8 +130,8 @@ def _pass(config: ModelConfig, batch: int, nodes: int, dtype: Any) -> int:
 
 
 def _drafting(spec: Spec, tree: Topology, batch: int) -> int:
-    """Returns the bytes of drafting: of each draft model a copy of the state, and a
-    tree's records; and rows of logits that are held for all levels at once."""
+    """Returns the bytes of drafting: for each draft model a copy of its state and the
+    records of a tree, and the logits of all levels."""
     if tree.depth == 0:
         return 0
     T, drafter = tree.size, spec.drafter

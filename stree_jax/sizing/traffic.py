@@ -1,10 +1,10 @@
 """Memory traffic: the bytes that decoding reads and writes, by stage (Spector and Re
 2023, table 1).
 
-With few rows, a pass takes as long as reading what it works on. It reads the weights
-once for all rows, and each row's state and attention caches; text that is committed is
-written into the state once more. Counted is what the compiled passes go over: caches by
-their capacity, and of a mixture all experts.
+With few rows, a pass is bound by memory bandwidth. It reads the weights once for all
+rows, and the state and attention caches of each row. Committing accepted tokens writes
+the state once more. Caches count with their whole capacity and a mixture of experts
+with all experts, as the compiled passes read them.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from stree_jax.speculation.step import Spec
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one stage in a whole generation.
+    """Memory traffic of one stage in a whole generation.
 
     Attributes:
       stage: "target", "drafter", "inner drafter", "n-gram" or "heads".
-      passes: of the model, or lookups of an n-gram table.
-      weights: bytes read of them; what is read of a table.
-      state: bytes read and written of states.
-      caches: bytes read of attention caches.
+      passes: forward passes of the model, or lookups in an n-gram table.
+      weights: bytes of weights, or of the table, that were read.
+      state: bytes of SSM states and windows that were read and written.
+      caches: bytes of attention caches that were read.
     """
 
     stage: str
@@ -36,7 +36,7 @@ class Traffic:
     caches: int
 
     def total(self, caches: bool = True) -> int:
-        """Bytes, with or without what attention caches take."""
+        """Returns all bytes, with or without the attention caches."""
         return self.weights + self.state + (self.caches if caches else 0)
 
 
@@ -63,12 +63,12 @@ def of_passes(
 def traffic_of(
     spec: Spec, state: State, reads: Sequence[Reads], calls: int
 ) -> tuple[Traffic, ...]:
-    """Returns the traffic of a generation, the target's first.
+    """Returns the traffic of each stage of a generation; the target comes first.
 
     Args:
-      state: the target's; only its size matters.
-      reads: of the drafter, with passes on the host.
-      calls: target passes, of all rows together.
+      state: the target's state; only its size matters.
+      reads: reads of the drafter, with numbers of passes on the host.
+      calls: target passes.
     """
     stages = [of_passes("target", spec.target, state, calls, calls)]
     for one in reads:

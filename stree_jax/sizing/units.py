@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Reads and prints numbers of bytes such as 8GB."""
 
 import math
 import re
@@ -15,8 +15,7 @@ UNITS = {"": 1, "B": 1} | {
 
 
 def bytes_named(text: str | int | float) -> int:
-    """Returns a number of bytes from 8GB (of 10^9), 8GiB (of 2^30), 512MB, 8.5 GB, or a
-    number.
+    """Parses a number of bytes: 8GB (10^9), 8GiB (2^30), 512MB, 8.5 GB, or a number.
 
     Raises:
       ValueError: anything else, less than one byte, or more than any machine has.
@@ -40,5 +39,5 @@ def bytes_named(text: str | int | float) -> int:
 
 
 def shown_bytes(size: int) -> str:
-    """In GB or MB of 10^9 and 10^6."""
+    """Formats bytes in GB (10^9) or MB (10^6)."""
     return f"{size / 1e9:.2f} GB" if size >= 10**9 else f"{size / 1e6:.2f} MB"
