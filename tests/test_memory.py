@@ -115,7 +115,7 @@ def test_rows_of_a_product_are_those_of_the_product():
 
 
 def test_too_little_room_is_refused(target):
-    with pytest.raises(ValueError, match="capacity: 80 rows"):
+    with pytest.raises(ValueError, match="need 256 cache rows, got 80"):
         memory_of(abstract(target), "lookup", "A", Room(1, 80, 64))
 
 

@@ -95,7 +95,7 @@ class LoadedTask(Task[Asked, Setup]):
                 continue
 
     def at_most(self, need: int) -> int:
-        """Returns the peak bytes of a program that needs `need` bytes and the weights."""
+        """Returns the peak bytes of a program that needs `need` besides the weights."""
         return self.weights + int(SCRATCH * need)
 
 
@@ -128,7 +128,9 @@ class GenerateTask(LoadedTask[Start]):
         steps, promised = memory.steps_total, memory.promised
         if jax.default_backend() != "cpu":  # temporaries are modelled for the CPU only
             steps = promised = memory.held
-        parts = replace(memory, reading=0).parts  # prefill is not in `steps_total` either
+        parts = replace(
+            memory, reading=0
+        ).parts  # prefill is not in `steps_total` either
         return Count(steps + more, promised + more, parts)
 
     def compiled(self, request: Start, candidate: Setup) -> Iterator[int]:

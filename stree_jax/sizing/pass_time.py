@@ -106,8 +106,10 @@ def fit_quality(
 
 
 def tau_ratio(time: Seconds, n1: float, n2: float) -> float:
-    """Returns t(n2) / t(n1). A tree of n2 tokens is faster than one of n1 tokens only if
-    its tau is larger by this factor.
+    """Returns t(n2) / t(n1).
+
+    A tree of n2 tokens is faster than one of n1 tokens if its tau is larger by at least
+    this factor.
 
     This is the paper's condition tau2 / tau1 >= t2 / t1, which ignores drafting time.
     """
