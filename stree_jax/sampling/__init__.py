@@ -1,1 +1,1 @@
-"""From logits to the distribution that each row's tokens are drawn from."""
+"""Turns logits into the distribution from which each row's tokens are drawn."""

@@ -1,4 +1,4 @@
-"""The best of many scores, and of scores with noise."""
+"""Finds the largest scores, with or without sampling noise."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ from stree_jax.models.argmax import argmax
 
 
 def tempered(temperature: jax.Array, logits: jax.Array) -> jax.Array:
-    """Logits [B, Q, V] by temperatures [B], 0 counting as 1; the largest becomes 0."""
-    # First of all, so that a tiny temperature cannot overflow.
+    """Divides logits [B, Q, V] by temperatures [B] (0 counts as 1) and shifts them so
+    that the largest is 0."""
+    # Shift before the division, so that a tiny temperature cannot overflow.
     z = logits - logits.max(axis=-1, keepdims=True)
     return z / jnp.where(temperature == 0, 1.0, temperature)[:, None, None]
 
@@ -30,8 +31,12 @@ def _no_rows(scores: jax.Array, *_: Any, count: int) -> bool:
 
 @cpu_kernel("stree_best", outputs=_best_shapes, unsupported=_no_rows)
 def best_scores(scores: jax.Array, *, count: int) -> tuple[jax.Array, ...]:
-    """Returns the largest [..., count] of scores [..., V] float32, their places, of
-    equals the first, and the logarithm of the sum of exponentials [..., 1]."""
+    """Returns the `count` largest of scores [..., V] float32.
+
+    Returns:
+      The scores [..., count], their indices [..., count] (of equal scores, the smallest
+      index first), and the log-sum-exp of all scores [..., 1].
+    """
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     if count > 2:
         return *lax.top_k(scores, count), total
@@ -40,7 +45,7 @@ def best_scores(scores: jax.Array, *, count: int) -> tuple[jax.Array, ...]:
         place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
         others = jnp.where(place == places, -jnp.inf, scores)
         second = argmax(others)[..., None]
-        # Where nothing else is left, the first of the others.
+        # If all remaining scores are -inf, take the smallest unused index.
         second = jnp.where(second == places, (places == 0).astype(jnp.int32), second)
         places = jnp.concatenate([places, second], axis=-1)
     return jnp.take_along_axis(scores, places, axis=-1), places, total
@@ -54,7 +59,7 @@ def best_drawn(
 
     Args:
       logits: [B, Q, V] float32.
-      temperature: [B] float32. Rows of 0 are greedy, and get no noise.
+      temperature: [B] float32. Rows with 0 are greedy and get no noise.
       noise: [B, V] float32.
     """
     noise = jnp.where(temperature[:, None] == 0, 0.0, noise)

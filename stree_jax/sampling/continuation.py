@@ -1,4 +1,4 @@
-"""Text that continues other text: decoding and encoding in the middle of a sequence.
+"""Decodes and encodes text that continues other text.
 
 A tokenizer treats the start of a text specially. SentencePiece tokenizers strip the
 space of the first token when they decode, and put a space before the text when they
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 
 # Tokens of the prompt that are decoded again with every piece of the text. Decoders
-# look at the token before (CTC) or at the bytes of a character (4 byte tokens); the
-# rest is for replacements that span tokens.
+# need the previous token (CTC) or the bytes of a character (4 byte tokens); the rest
+# allows for replacements that span tokens.
 _MIN_CONTEXT = 8
 _MAX_CHAR_TOKENS = 4
 
@@ -59,8 +59,8 @@ class Continuation:
         changed, new = self.before[kept:], whole[kept:]
         if UNFINISHED in changed:
             return new
-        # A malformed run of byte tokens decodes to one mark for each byte, those of
-        # the prompt's characters included: they are not part of the new text.
+        # A malformed run of byte tokens decodes to one mark for each byte, including
+        # the bytes of the prompt's characters, which are not part of the new text.
         marks = len(new) - len(new.lstrip(UNFINISHED))
         return new[min(marks, len(changed.encode())) :]
 
@@ -80,8 +80,8 @@ def continuation(tokenizer: "Tokenizer", prompt: Sequence[int]) -> Continuation:
     for size in _context_sizes(len(tokens)):
         context = tokens[-size:]
         before = tokenizer.decode(context)
-        # The context must start where a character does, and hold one that is no space,
-        # so that everything special about a start is over when the new text begins.
+        # The context must start at a character and contain a character other than a
+        # space, so that the special treatment of a start ends before the new text.
         text = before.replace(UNFINISHED, "").strip()
         if text and whole.endswith(before):
             return Continuation(tokenizer, tuple(context), before)
@@ -89,7 +89,8 @@ def continuation(tokenizer: "Tokenizer", prompt: Sequence[int]) -> Continuation:
 
 
 def _context_sizes(length: int) -> Iterator[int]:
-    """Yields sizes to try; one of each few neighbours starts with a whole character."""
+    """Yields context sizes to try. Among a few successive sizes, one starts with a
+    whole character."""
     size = _MIN_CONTEXT
     while size < length:
         yield from range(size, min(size + _MAX_CHAR_TOKENS, length))
@@ -99,8 +100,8 @@ def _context_sizes(length: int) -> Iterator[int]:
 def encode_continuation(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Returns the tokens of a text that continues another one.
 
-    They have neither special tokens around them nor the space that the tokenizer puts
-    before a text of its own: "world" after "Hello" reads "Helloworld".
+    Neither special tokens are added nor the space that the tokenizer puts before a
+    separate text: "world" after "Hello" reads "Helloworld".
     """
     parts = tokenizer.normalizer, tokenizer.pre_tokenizer
     states = [json.loads(part.__getstate__()) for part in parts if part is not None]
@@ -111,20 +112,18 @@ def encode_continuation(tokenizer: "Tokenizer", text: str) -> list[int]:
 
 @lru_cache(maxsize=8)  # a copy of a large vocabulary takes a second
 def _inside_text(tokenizer: "Tokenizer") -> "Tokenizer":
-    """Returns a copy that does not treat the start of what it encodes specially."""
+    """Returns a copy that does not treat the start of a text specially."""
     fields = json.loads(tokenizer.to_str())
     for name in ("normalizer", "pre_tokenizer"):
         fields[name] = _without_start(fields[name])
     copy = type(tokenizer).from_str(json.dumps(fields))
-    copy.encode_special_tokens = tokenizer.encode_special_tokens  # no part of the JSON
+    copy.encode_special_tokens = tokenizer.encode_special_tokens  # not in the JSON
     return copy
 
 
 def _without_start(part: Any) -> Any:
-    """Returns a normalizer or pre-tokenizer, as JSON, without what it does at a start.
-
-    It is None if nothing is left of it.
-    """
+    """Returns a normalizer or pre-tokenizer (as JSON) without its treatment of the
+    start of a text, or None if it does nothing else."""
     match part:
         case {"type": "Sequence"}:
             steps = "normalizers" if "normalizers" in part else "pretokenizers"

@@ -1,8 +1,8 @@
-"""From logits to the distribution that the next token is drawn from, row by row.
+"""Turns logits into the distribution from which the next token is drawn, row by row.
 
 The order is that of Hugging Face: repetition penalty, temperature, top-k, top-p, min-p.
 Target and drafter are processed by the same function, so that an acceptance rule
-compares the two distributions that tokens are really drawn from.
+compares the distributions from which the tokens are really drawn.
 
 Letters: B rows, Q nodes of a tree, V tokens, D tokens on a path.
 """
@@ -21,20 +21,20 @@ from stree_jax.sampling.requests import Requests
 from stree_jax.sampling.settings import Filters, SamplingRows
 from stree_jax.sampling.threefry import fold_in
 
-# What a random number is for: each purpose has a stream of its own.
+# Purposes of random numbers. Each has a separate stream.
 NOISE, DRAFT, ACCEPT = 0, 1, 2
 
 
 @struct.dataclass
 class Edges:
-    """How near tokens are to being kept, or left out, by top-k, top-p and min-p.
+    """Distance of tokens from the edges of top-k, top-p and min-p.
 
     Attributes:
-      distance: [B, Q, V] float32, by how much a logit (or, where the mass of top-p
-        decides, a probability) would have to change: above 0 for tokens that are kept,
-        below 0 for the others, infinite without filters.
-      unfiltered: [B, Q, V] float32, scores as if all tokens had been kept; normalised,
-        if at all, over those that were.
+      distance: [B, Q, V] float32. How much a logit (or, where the mass of top-p
+        decides, a probability) would have to change for the token to be dropped
+        (positive) or kept (negative); infinite without filters.
+      unfiltered: [B, Q, V] float32. Scores without the filters. If they are normalised,
+        it is over the kept tokens.
     """
 
     distance: jax.Array
@@ -43,13 +43,14 @@ class Edges:
 
 @struct.dataclass
 class Distribution:
-    """What the tokens below a tree's root are chosen by, for target and drafter alike.
+    """The distribution of the tokens below a tree's root, for target and drafter.
 
     Attributes:
-      requests: of the B rows.
-      output_place: [B] int32, place in the output of the token after the root.
-      seen: [B, V] bool, tokens in the text, the root included; None without a penalty.
-      num_tokens: V; logits beyond it only pad the vocabulary.
+      requests: the requests of the B rows.
+      output_place: [B] int32. Index in the output of the token after the root.
+      seen: [B, V] bool. Tokens in the text, including the root. None if no row has a
+        repetition penalty.
+      num_tokens: V. Logits beyond it are padding of the vocabulary.
     """
 
     requests: Requests
@@ -59,7 +60,7 @@ class Distribution:
 
     @property
     def sampling(self) -> SamplingRows | None:
-        """How rows are sampled; None: all are greedy."""
+        """The sampling settings of the rows, or None if all rows are greedy."""
         return self.requests.sampling
 
     def scores(
@@ -70,19 +71,21 @@ class Distribution:
         *,
         normalised: bool = True,
     ) -> jax.Array:
-        """Computes the scores that the token after each of Q nodes is chosen by.
+        """Computes the scores by which the token after each of Q nodes is chosen.
 
-        Log-probabilities of the processed distribution; in a greedy batch just the
-        logits that are allowed, whose argmax is the same.
+        They are log-probabilities of the processed distribution. In a greedy batch they
+        are the allowed logits, whose argmax is the same.
 
         Args:
-          logits: [B, Q, W] float32; a drafter's W may be less than V.
-          depth: [B, Q] (or [1, Q]) int32, of the nodes; the root's is 0.
-          path: [B, Q, D] int32, tokens above and at each node; None: `seen` has them.
-          normalised: False where only differences count: the largest may then be 0.
+          logits: [B, Q, W] float32. The W of a drafter may be less than V.
+          depth: [B, Q] or [1, Q] int32. Depths of the nodes; the root has depth 0.
+          path: [B, Q, D] int32. Tokens from the root to each node. If None, `seen`
+            contains them.
+          normalised: if False, only differences of scores matter, and the largest score
+            may be 0.
 
         Returns:
-          [B, Q, V] float32, -inf for tokens that are out of the question.
+          [B, Q, V] float32, -inf for tokens that cannot be chosen.
         """
         if self.sampling is None:
             return self._allowed(logits, depth)
@@ -97,7 +100,7 @@ class Distribution:
         *,
         normalised: bool = True,
     ) -> tuple[jax.Array, Edges]:
-        """`scores` of rows that are sampled, and how near the filters' edges are."""
+        """Returns `scores` of a sampled batch, and the distances of its filters."""
         assert self.sampling is not None  # a greedy batch has no filters
         logits = self._punished(logits, depth, path)
         z = tempered(self.sampling.temperature, logits)
@@ -116,17 +119,17 @@ class Distribution:
         *,
         drawn: bool = True,
     ) -> Sequence[jax.Array]:
-        """The best tokens after nodes of one depth, by `scores`, not normalised.
+        """Returns the best tokens after nodes of one depth, by unnormalised `scores`.
 
         Args:
-          logits: [B, Q, W] float32; a drafter's W may be less than V.
-          depth: [] int32, of the nodes.
-          count: of tokens.
-          path: as of `scores`.
-          drawn: with the noise that the target chooses by; greedy rows have none.
+          logits: [B, Q, W] float32. The W of a drafter may be less than V.
+          depth: [] int32. Depth of the nodes.
+          count: number of tokens.
+          path: as in `scores`.
+          drawn: if True, the target's sampling noise is added for sampled rows.
 
         Returns:
-          their scores, the tokens, and a logarithm of a sum: see `best_scores`.
+          Scores, tokens and log-sum-exp, as `best_scores`.
         """
         depths = jnp.broadcast_to(depth, (1, logits.shape[1]))
         if self.sampling is None or not drawn:
@@ -138,12 +141,15 @@ class Distribution:
         )
 
     def draw(self, logits: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draws the target's token after a node of depth [] int32 from its logits [B,
-        >= V].
+        """Draws the target's token after a node.
+
+        Args:
+          logits: [B, W] float32 with W >= V.
+          depth: [] int32. Depth of the node.
 
         Returns:
-          token [B] int32, and by how much scores would have to change for another one
-          [B] float32, see `choice_margin`.
+          The token [B] int32, and how much scores would have to change for another
+          token to be drawn [B] float32, see `choice_margin`.
         """
         assert self.sampling is not None  # greedy batches have `accept_greedy`
         logits, filters = logits[:, None], self.sampling.filters
@@ -163,7 +169,7 @@ class Distribution:
     def _kept(
         self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
     ) -> jax.Array:
-        """Logits [B, Q, V] before temperature, -inf for what is out of the question."""
+        """Returns logits [B, Q, V] before temperature, -inf for forbidden tokens."""
         assert self.sampling is not None
         logits = self._punished(logits, depth, path)
         temperature, filters = self.sampling.temperature, self.sampling.filters
@@ -179,7 +185,8 @@ class Distribution:
     def _punished(
         self, logits: jax.Array, depth: jax.Array, path: jax.Array | None
     ) -> jax.Array:
-        """Logits [B, Q, V] after repetition penalty, -inf for stop tokens too early."""
+        """Returns logits [B, Q, V] after the repetition penalty, -inf for stop tokens
+        before `min_new_tokens`."""
         assert self.sampling is not None
         logits, seen = self._allowed(logits, depth), self._seen(path)
         if self.sampling.penalty is None or seen is None:
@@ -189,8 +196,8 @@ class Distribution:
         return jnp.where(seen, less, logits)
 
     def _allowed(self, logits: jax.Array, depth: jax.Array) -> jax.Array:
-        """Logits [B, Q, V], -inf for stop tokens before `min_new_tokens` and for
-        tokens of the target that a drafter does not have."""
+        """Returns logits [B, Q, V], -inf for stop tokens before `min_new_tokens` and
+        for tokens of the target that the drafter does not have."""
         logits, r = logits[..., : self.num_tokens], self.requests
         if (missing := self.num_tokens - logits.shape[-1]) > 0:
             width = ((0, 0),) * (logits.ndim - 1) + ((0, missing),)
@@ -206,7 +213,8 @@ class Distribution:
         return jnp.where(stop[:, None] & early[..., None], -jnp.inf, logits)
 
     def _seen(self, path: jax.Array | None) -> jax.Array | None:
-        """Tokens [B, Q, V] (or [B, 1, V]) in the text before each node's next one."""
+        """Returns a mask [B, Q, V] (or [B, 1, V]) bool of the tokens in the text up to
+        each node."""
         if self.seen is None:
             return None
         if path is None:
@@ -218,14 +226,14 @@ class Distribution:
         return here.at[b, q, path].set(True)
 
     def after(self, token: jax.Array) -> "Distribution":
-        """The same with one more token [B] in the text that was seen."""
+        """Returns the distribution after one more token [B]."""
         if self.seen is None:
             return self
         row = jnp.arange(token.shape[0], dtype=jnp.int32)
         return replace(self, seen=self.seen.at[row, token].set(True))
 
     def keys(self, purpose: int, depth: jax.Array) -> jax.Array:
-        """Keys [B] for one purpose and the token after the nodes at a depth []."""
+        """Returns keys [B] for one purpose and the token after nodes of depth []."""
         assert self.sampling is not None  # greedy rows draw nothing
 
         def one(key: jax.Array, place: jax.Array) -> jax.Array:
@@ -234,15 +242,16 @@ class Distribution:
         return jax.vmap(one)(self.sampling.key, self.output_place + depth)
 
     def noise(self, depth: jax.Array) -> jax.Array:
-        """The Gumbel noise [B, V] that the target chooses by, after nodes at a depth.
+        """Returns the Gumbel noise [B, V] of the target after nodes of one depth.
 
-        It belongs to a place of the output: plain decoding finds the same there.
+        The noise depends on the position in the output only, so that plain decoding
+        draws the same noise there.
         """
         assert self.sampling is not None  # greedy rows draw nothing
         return _but_greedy(self.sampling.greedy, self._gumbel_of(depth))
 
     def _gumbel_of(self, depth: jax.Array) -> jax.Array:
-        """`noise`, of greedy rows as well."""
+        """Returns `noise` for all rows, including greedy ones."""
         assert self.sampling is not None
         place = self.output_place + depth
         numbers = jnp.stack([jnp.full_like(place, NOISE), place], axis=1)
@@ -250,10 +259,10 @@ class Distribution:
         return threefry.noise(words, numbers, size=self.num_tokens)
 
     def gumbel(self, keys: jax.Array) -> jax.Array:
-        """Gumbel noise [B, ..., V] of keys [B, ...]; 0 for greedy rows.
+        """Returns Gumbel noise [B, ..., V] of keys [B, ...]; 0 for greedy rows.
 
-        `argmax(log_probs + noise)` is a draw, the k largest are k draws without
-        replacement in the order they were drawn, and for greedy rows both are just the
+        `argmax(log_probs + noise)` is a draw, and the k largest are k draws without
+        replacement in the order in which they were drawn. For greedy rows these are the
         most probable tokens.
         """
         assert self.sampling is not None
@@ -265,20 +274,20 @@ class Distribution:
 
 
 def _but_greedy(greedy: jax.Array, noise: jax.Array) -> jax.Array:
-    """Noise [B, ...], 0 for greedy rows [B]."""
+    """Sets noise [B, ...] to 0 in greedy rows [B]."""
     return jnp.where(greedy.reshape(-1, *[1] * (noise.ndim - 1)), 0.0, noise)
 
 
 def _by_row(values: jax.Array) -> jax.Array:
-    """[B] as [B, 1, 1], against [B, Q, V]."""
+    """Reshapes [B] to [B, 1, 1], to broadcast against [B, Q, V]."""
     return values[:, None, None]
 
 
 def filtered_and_distance(
     filters: Filters | None, z: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`tempered` logits [B, Q, V], -inf for tokens that are filtered out, and
-    `Edges.distance`; a greedy row's token is their argmax."""
+    """Returns `tempered` logits [B, Q, V], -inf for tokens that are filtered out, and
+    `Edges.distance`. A greedy row's token is the argmax of the logits."""
 
     def some(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         assert filters is not None
@@ -292,9 +301,10 @@ def filtered_and_distance(
 
 
 def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
-    """The largest bound whose elements weigh enough together, bit by bit.
+    """Finds the largest bound such that the elements above it have enough weight.
 
-    A sort would do the same at many times the cost, and would break ties by place.
+    It is found bit by bit. A sort would cost many times as much, and would break ties
+    by index.
 
     Args:
       bits: [B, Q, V] uint32, ordered as the logits are.
@@ -315,13 +325,13 @@ def _threshold(bits: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array
 
 
 def _filters(filters: Filters, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Top-k, then top-p of what is left, then min-p.
+    """Applies top-k, then top-p to the remaining tokens, then min-p.
 
     Args:
-      z: [B, Q, V] float32, largest 0.
+      z: [B, Q, V] float32. Logits, shifted so that the largest is 0.
 
     Returns:
-      which tokens are kept [B, Q, V], and `Edges.distance` of all.
+      A mask of the kept tokens [B, Q, V] bool, and `Edges.distance` of all tokens.
     """
     z = jnp.maximum(z, jnp.finfo(jnp.float32).min)  # differences of infinities are NaN
     raw = lax.bitcast_convert_type(z, jnp.uint32)
@@ -338,7 +348,8 @@ def _filters(filters: Filters, z: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _order_distance(z: jax.Array, kept: jax.Array) -> jax.Array:
-    """How far each z is from changing sides with the nearest one of the other side."""
+    """Returns, for each kept token, its distance to the largest dropped one, and for
+    each dropped token, its (negative) distance to the smallest kept one."""
     last = jnp.where(kept, z, jnp.inf).min(axis=-1, keepdims=True)
     first = jnp.where(kept, -jnp.inf, z).max(axis=-1, keepdims=True)
     return jnp.where(kept, z - first, z - last)
@@ -347,10 +358,10 @@ def _order_distance(z: jax.Array, kept: jax.Array) -> jax.Array:
 def _mass_distance(
     z: jax.Array, p: jax.Array, kept: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """`_order_distance`, or less where the mass of the kept is nearly enough or more.
+    """Returns `_order_distance`, or less if the mass of the kept tokens is near top_p.
 
-    The last of those kept would go if those before it reached top_p; the first of the
-    others would come if the kept fell below it.
+    The last kept token would be dropped if the mass of those before it reached top_p.
+    The first dropped token would be kept if the mass of the kept ones fell below it.
     """
     distance = _order_distance(z, kept)
     mass = jnp.where(kept, p, 0.0).sum(axis=-1, keepdims=True)
@@ -365,7 +376,8 @@ def _mass_distance(
 
 
 def top2_margin(scores: jax.Array, best: jax.Array) -> jax.Array:
-    """Gap [...] between the largest score of [..., V], at `best`, and the second."""
+    """Returns the gap [...] between the largest of scores [..., V], at index `best`,
+    and the second largest."""
     place = lax.broadcasted_iota(best.dtype, scores.shape, scores.ndim - 1)
     others = jnp.where(place == best[..., None], -jnp.inf, scores)
     return scores.max(axis=-1) - others.max(axis=-1)
@@ -374,15 +386,15 @@ def top2_margin(scores: jax.Array, best: jax.Array) -> jax.Array:
 def choice_margin(
     scores: jax.Array, edges: Edges, noise: jax.Array, token: jax.Array
 ) -> jax.Array:
-    """By how much scores would have to change for another token to be chosen.
+    """Returns how much scores would have to change for another token to be chosen.
 
-    Another kept token could overtake it, a filter could leave it out, or a filter could
-    let in one that stands above it.
+    Another kept token could overtake the chosen one, a filter could drop the chosen
+    one, or a filter could keep a dropped token with a larger score.
 
     Args:
-      scores: [B, V] float32, with their noise; only differences count.
-      edges: of [B, 1, V], before the noise [B, V].
-      token: [B] int32, argmax of scores.
+      scores: [B, V] float32, with noise. Only their differences matter.
+      edges: of [B, 1, V], before the noise [B, V] was added.
+      token: [B] int32. The argmax of the scores.
 
     Returns:
       [B] float32.

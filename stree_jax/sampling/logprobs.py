@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that became text, and of the most probable ones."""
+"""Records log-probabilities of the output tokens and of the most probable ones."""
 
 from typing import Any
 
@@ -10,16 +10,18 @@ from jax import lax
 
 @struct.dataclass
 class LogProbs:
-    """By output place, for O places; arrays of jax or NumPy, with or without [B].
+    """Log-probabilities at the O positions of an output.
 
-    "Raw" is the target's own distribution; "processed" the one that tokens are chosen
-    by, after penalty, temperature, filters and forbidden stop tokens (a greedy row has
-    temperature 1 here).
+    The arrays are jax or NumPy arrays, with or without the axis B. "Raw" is the
+    target's distribution. "Processed" is the distribution from which tokens are chosen,
+    after penalty, temperature, filters and forbidden stop tokens (with temperature 1
+    for greedy rows).
 
     Attributes:
-      raw, processed: [B, O] float32, of the token at that place.
-      top_raw, top: [B, O, n] float32, the n largest of either, best first.
-      top_raw_tokens, top_tokens: [B, O, n] int32, whose they are.
+      raw, processed: [B, O] float32. Log-probabilities of the output tokens.
+      top_raw, top: [B, O, n] float32. The n largest log-probabilities, raw and
+        processed, best first.
+      top_raw_tokens, top_tokens: [B, O, n] int32. The tokens of `top_raw` and `top`.
     """
 
     raw: Any
@@ -31,7 +33,7 @@ class LogProbs:
 
 
 def empty(batch: int, places: int, top: int) -> LogProbs:
-    """Room for O places, filled with zeros."""
+    """Returns log-probabilities of zero for `places` positions."""
     one = jnp.zeros((batch, places), jnp.float32)
     values = jnp.zeros((batch, places, top), jnp.float32)
     tokens = jnp.zeros((batch, places, top), jnp.int32)
@@ -45,12 +47,12 @@ def write(
     tokens: jax.Array,
     places: jax.Array,
 ) -> LogProbs:
-    """Enter the tokens of one pass.
+    """Writes the log-probabilities of the tokens of one pass.
 
     Args:
-      raw, processed: [B, D, V] float32, logits of either distribution, normalised here.
-      tokens: [B, D] int32, the token chosen after each.
-      places: [B, D] int32, where it stands in the output; O or more: nowhere.
+      raw, processed: [B, D, V] float32. Logits of both distributions, unnormalised.
+      tokens: [B, D] int32. The token chosen from each.
+      places: [B, D] int32. Its index in the output; an index of O or more is dropped.
     """
     row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
 

@@ -1,11 +1,11 @@
-"""Places of tokens among guesses."""
+"""Ranks tokens among logits."""
 
 import jax
 import jax.numpy as jnp
 
 
 def rank_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Places [S] int32 of tokens [S] among logits [S, V], best first, from 0.
+    """Returns the ranks [S] int32 of tokens [S] by logits [S, V]; the best has rank 0.
 
     Of equal logits the smaller id comes first, as in the top-k of drafting.
     """

@@ -1,4 +1,4 @@
-"""What each row of a batch asks for: how to draw, how much, and when to stop."""
+"""The request of each row of a batch: sampling, limits and stops."""
 
 import jax
 from flax import struct
@@ -11,9 +11,9 @@ class StopAutomata:
     """Automata that find stop strings token by token (`sampling.stop_strings`).
 
     Attributes:
-      table: [R, states, V] int32, the state after a token, -1 once a string is
-        complete; its last state is all -1, so that -1 stays.
-      automaton: [B] int32, a row's automaton among R.
+      table: [R, states, V] int32. The state after a token, -1 once a string is
+        complete. The last state maps to -1, so that index -1 stays at -1.
+      automaton: [B] int32. Index of each row's automaton, 0..R-1.
     """
 
     table: jax.Array
@@ -22,15 +22,15 @@ class StopAutomata:
 
 @struct.dataclass
 class Requests:
-    """Wishes of B rows; constant while they are decoded.
+    """Requests of B rows, constant while they are decoded.
 
     Attributes:
       max_new_tokens: [B] int32.
-      min_new_tokens: [B] int32, new tokens before a stop token or string may end a
-        row, or None where no row wants any.
+      min_new_tokens: [B] int32. New tokens before a stop token or string can end a row.
+        If None, there is no minimum.
       stop_tokens: [B, n] int32, padded with -1.
-      stop_strings: None where no row has any.
-      sampling: how rows are sampled; None: all are greedy.
+      stop_strings: automata of stop strings, or None if no row has stop strings.
+      sampling: sampling settings, or None if all rows are greedy.
     """
 
     max_new_tokens: jax.Array

@@ -1,4 +1,4 @@
-"""How rows are sampled: a user's settings, and the same on the device."""
+"""Sampling settings, as users write them and as arrays on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,24 +23,26 @@ from stree_jax.models.keys import key_of
 from stree_jax.sampling.threefry import as_threefry
 
 _FLOAT32 = np.finfo(np.float32)
-LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # smaller ones are 0 there
+LEAST, MOST = float(_FLOAT32.tiny), float(_FLOAT32.max)  # devices flush less to 0
 RANGE = f"{LEAST:.2g}..{MOST:.2g} (float32)"
 
 
 @class_with_hints
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled.
+    """Sampling settings of one prompt.
 
     Attributes:
-      temperature: divides the logits; 0 is greedy.
-      top_k: only the k most probable tokens (and ties with the k-th); 0 is off.
-      top_p: only the fewest tokens whose probabilities reach p together; 1 is off.
-      min_p: only tokens at least this probable relative to the best one; 0 is off.
-      repetition_penalty: divides positive and multiplies negative logits of tokens
-        that are in the text already, the prompt included; 1 is off.
-      seed: of the row's random numbers; None: the number of its prompt. The same seed
-        gives the same text whatever the row's neighbours are.
+      temperature: divides the logits; 0 is greedy decoding.
+      top_k: keeps the k most probable tokens (and ties with the k-th); 0 is off.
+      top_p: keeps the smallest set of tokens with at least this total probability; 1 is
+        off.
+      min_p: keeps tokens with at least this probability relative to the best token; 0
+        is off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens that
+        occur in the text, including the prompt; 1 is off.
+      seed: seed of the random numbers. If None, the index of the prompt is used. The
+        same seed gives the same text, whatever else is in the batch.
     """
 
     temperature: float = 1.0
@@ -77,7 +79,7 @@ class Sampling:
 
 @struct.dataclass
 class Filters:
-    """What leaves tokens of B rows out of the question.
+    """Filters of the tokens that B rows may choose.
 
     Attributes:
       top_k: [B] int32.
@@ -89,25 +91,26 @@ class Filters:
     min_p: jax.Array
 
     def any(self) -> jax.Array:
-        """[] bool, whether any row has one."""
+        """[] bool. True if any row has a filter."""
         return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
 
 
 def no_filters(rows: int) -> Filters:
-    """Filters that are all off."""
+    """Returns filters that keep all tokens."""
     off, all_of_it = jnp.zeros((rows,), jnp.float32), jnp.ones((rows,), jnp.float32)
     return Filters(jnp.zeros((rows,), jnp.int32), all_of_it, off)
 
 
 @struct.dataclass
 class SamplingRows:
-    """`Sampling` of B rows, on the device.
+    """`Sampling` of B rows as arrays on the device.
 
     Attributes:
       temperature: [B] float32.
-      filters: None where no row has any: programs are smaller then.
-      penalty: [B] float32, or None where no row has a repetition penalty.
-      key: [B] typed keys, one a row.
+      filters: filters of the rows, or None if no row has a filter, which makes programs
+        smaller.
+      penalty: [B] float32. None if no row has a repetition penalty.
+      key: [B] typed keys.
     """
 
     temperature: jax.Array
@@ -117,18 +120,19 @@ class SamplingRows:
 
     @property
     def greedy(self) -> jax.Array:
-        """[B] bool, rows of temperature 0."""
+        """[B] bool. True for rows of temperature 0."""
         return self.temperature == 0
 
 
 def row_key(key: jax.Array, seed: jax.Array, sample: jax.Array) -> jax.Array:
-    """Key [] of a row: of its seed and of the sample's number, and no more."""
+    """Returns the key [] of a row. It depends on `key`, the seed and the index of the
+    sample only."""
     return jax.random.fold_in(jax.random.fold_in(key, seed), sample)
 
 
 @partial(jax.jit, static_argnames=("samples",))
 def row_keys(key: jax.Array, seeds: jax.Array, samples: int) -> jax.Array:
-    """Keys [B * samples] of the rows with these seeds [B]."""
+    """Returns the keys [B * samples] of rows with seeds [B]."""
     numbers = jnp.arange(samples, dtype=jnp.int32)
     by_sample = jax.vmap(row_key, in_axes=(None, None, 0))
     by_seed = jax.vmap(by_sample, in_axes=(None, 0, None))
@@ -143,18 +147,19 @@ def sampling_rows(
     *,
     filters: bool = False,
 ) -> SamplingRows:
-    """Settings of B prompts as arrays of B * `samples` rows, prompt by prompt.
+    """Converts the settings of B prompts to arrays of B * `samples` rows, prompt by
+    prompt.
 
     Args:
-      settings: one a prompt.
-      key: base of all random numbers, see `threefry.as_threefry`; if None, the key of
-        seed 0.
+      settings: one for each prompt.
+      key: base of all random numbers, see `threefry.as_threefry`. If None, the key of
+        seed 0 is used.
       samples: rows per prompt.
-      filters: whether there is room for filters though no row has any, as where rows
-        are to be replaced by others.
+      filters: if True, filters are present even if no row uses them, so that rows can
+        be replaced by others later.
 
     Raises:
-      ValueError: `key` is no key, or several.
+      ValueError: `key` is not a single key.
     """
     texts = isinstance(settings, str | bytes)
     if texts or not isinstance(settings, Sequence):
@@ -164,7 +169,7 @@ def sampling_rows(
             raise ValueError(f"settings[{i}]: want a Sampling, got {shown(one)}")
     filters = flag("filters", filters)
     samples = integer("samples", samples, 1, 2**16, f"1..{2**16} rows per prompt")
-    # Always Threefry: other generators give a row other numbers in another batch.
+    # Always Threefry: with other generators, the numbers of a row depend on its batch.
     key = key_of(0) if key is None else as_threefry(key)
     seeds = [i if s.seed is None else s.seed for i, s in enumerate(settings)]
 

@@ -1,4 +1,4 @@
-"""Stop strings, found token by token by an automaton that fits into one table.
+"""Finds stop strings token by token, with an automaton that fits into one table.
 
 The host prepares `token_table` once; the loop on the device then follows every token
 with `state = table[which, state, token]` and ends when the state is `HIT`. Matching is
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 HIT = -1  # the state after a token that completes a stop string
 
-_STATE_MULTIPLE = 16  # tables of similar stop strings share their shape, and programs
+_STATE_MULTIPLE = 16  # states are rounded up, so that similar tables share programs
 _SPACE_MARK = "\u2581"  # sentencepiece's visible space
 
-# The kinds of decoder, in order, whose output is the tokens' own bytes put together.
+# Decoders whose output is the concatenation of the tokens' bytes, in order of steps.
 _BYTE_LEVEL = re.compile(r"ByteLevel( Fuse)?")
 _SENTENCEPIECE = re.compile(r"(Replace|Metaspace)( ByteFallback)?( Fuse( Strip)?)?")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
-    """Return the bytes that each id, from 0 to the largest, adds to decoded text.
+    """Returns the bytes that each id, from 0 to the largest, adds to decoded text.
 
     Special tokens, which decoding leaves out, and unused ids add none. For any ids,
     `b"".join(pieces[i] for i in ids)` is `tokenizer.decode(ids)` in UTF-8, malformed
@@ -51,7 +51,7 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
 def token_table(
     pieces: Sequence[bytes], stop_sets: Sequence[Sequence[str]], vocab_size: int
 ) -> np.ndarray:
-    """Return the state after each token, for each set of stop strings: int32 [R, S, V].
+    """Returns the state after each token, int32 [R, S, V], for R sets of stop strings.
 
     A sequence starts in state 0. The entry is `HIT` if a stop string ends anywhere in
     the token. S is the same for all sets, and larger than the number of states: the
@@ -71,10 +71,10 @@ def token_table(
 
 
 def byte_automaton(stops: Sequence[str]) -> np.ndarray:
-    """Return the state after each byte, from state 0 on: int32 [states, 256].
+    """Returns the state after each byte, from state 0 on: int32 [states, 256].
 
-    For `follow`, which finds stop strings on the host. The texts of one request share
-    their table, which nobody may change.
+    For `follow`, which finds stop strings on the host. The result is cached and shared,
+    so it must not be modified.
     """
     return _kept_automaton(tuple(_encode(stops)))
 
@@ -87,7 +87,7 @@ def _kept_automaton(stops: tuple[bytes, ...]) -> np.ndarray:
 
 
 def follow(steps: np.ndarray, state: int, data: bytes) -> int:
-    """Return the state of a `byte_automaton` after more bytes, once `HIT` for ever."""
+    """Returns the state of a `byte_automaton` after more bytes; `HIT` is final."""
     for byte in data:
         if state == HIT:
             break
@@ -98,7 +98,7 @@ def follow(steps: np.ndarray, state: int, data: bytes) -> int:
 def find_stop(
     pieces: Sequence[bytes], tokens: Sequence[int], stops: Sequence[str]
 ) -> tuple[int, str] | None:
-    """Find the stop string that the last token completes, or None.
+    """Finds the stop string that the last token completes, or returns None.
 
     Of several, it is the one that starts first, and of those the longest. Returned with
     it is the number of bytes from its start to the end of the tokens.
@@ -123,7 +123,7 @@ def cut_text(
     stops: Sequence[str],
     begin: int = 0,
 ) -> tuple[str, str | None]:
-    """Return the text before the stop string that the last token completes, and that.
+    """Returns the text before the stop string that the last token completes, and that.
 
     Without a stop string, the text is all that `decoder` makes of the tokens. Stop
     strings are looked for from token `begin` on.
@@ -146,7 +146,7 @@ def cut_text(
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of a streamed text cannot be shown yet.
+    """Returns how many characters at the end of a streamed text cannot be shown yet.
 
     They may be the start of a stop string, or an unfinished character, or the one
     before the other.
@@ -161,7 +161,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 def _encode(stops: Sequence[str]) -> list[bytes]:
-    """Return the bytes of stop strings; raises ValueError for empty or broken text."""
+    """Returns the bytes of stop strings; raises ValueError for empty or broken text."""
     if not all(stops):
         raise ValueError("stop_strings: a stop string is empty")
     try:
@@ -171,12 +171,12 @@ def _encode(stops: Sequence[str]) -> list[bytes]:
 
 
 def _piece(pieces: Sequence[bytes], token: int) -> bytes:
-    """Return a token's bytes; models have ids that their tokenizers do not use."""
+    """Returns a token's bytes; models have ids that their tokenizers do not use."""
     return pieces[token] if token < len(pieces) else b""
 
 
 def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    """Return the function from a token to its bytes for a serialised decoder."""
+    """Returns the function from a token to its bytes for a serialised decoder."""
     parts = [decoder] if decoder else []
     if decoder and decoder["type"] == "Sequence":
         parts = decoder["decoders"]
@@ -193,7 +193,7 @@ def _converter(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 
 
 def _keeps_bytes(part: dict[str, Any]) -> bool:
-    """Tell whether a decoder's options are the ones of sentencepiece tokenizers."""
+    """True if a decoder has the options of sentencepiece tokenizers."""
     if part["type"] == "Replace":
         return (part["pattern"], part["content"]) == ({"String": _SPACE_MARK}, " ")
     if part["type"] == "Strip":
@@ -202,7 +202,7 @@ def _keeps_bytes(part: dict[str, Any]) -> bool:
 
 
 def _byte_level() -> Callable[[str], bytes]:
-    """Return the conversion of tokens that spell each byte as a visible character."""
+    """Returns the conversion of tokens that spell each byte as a visible character."""
     visible = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = sorted(set(range(256)) - set(visible))
     byte_of = {chr(byte): byte for byte in visible}
@@ -218,7 +218,7 @@ def _byte_level() -> Callable[[str], bytes]:
 
 
 def _sentencepiece(mark: str, *, byte_tokens: bool) -> Callable[[str], bytes]:
-    """Return the conversion of tokens with marked spaces and perhaps byte tokens."""
+    """Returns the conversion of tokens with marked spaces and perhaps byte tokens."""
 
     def convert(token: str) -> bytes:
         if byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
@@ -229,7 +229,7 @@ def _sentencepiece(mark: str, *, byte_tokens: bool) -> Callable[[str], bytes]:
 
 
 def _automaton(stops: Sequence[bytes]) -> np.ndarray:
-    """Return the state after each byte, int32 [states, 256] (Aho and Corasick).
+    """Returns the state after each byte, int32 [states, 256] (Aho and Corasick).
 
     A state is the longest end of the bytes so far that a stop string starts with.
     """
@@ -252,7 +252,7 @@ def _automaton(stops: Sequence[bytes]) -> np.ndarray:
 
 
 def _follow(steps: np.ndarray, pieces: Sequence[bytes], vocab_size: int) -> np.ndarray:
-    """Return the state after each token's bytes from each state: int32 [states, V]."""
+    """Returns the state after each token's bytes from each state: int32 [states, V]."""
     sizes = np.zeros(vocab_size, np.int64)
     sizes[: len(pieces)] = [len(piece) for piece in pieces]
     data = np.frombuffer(b"".join(pieces), np.uint8)

@@ -1,9 +1,9 @@
-"""The random numbers of `jax.random`, bit for bit, in few operations.
+"""Computes the random numbers of `jax.random`, bit for bit, in fewer operations.
 
-`jax.random` on a CPU goes through Threefry's rounds in a loop, to compile fast, and
-each turn of it is an operation of its own over all numbers: the Gumbel noise of 50,280
-tokens takes 0.36 ms, a tenth of a bfloat16 step where a tree needs it for five depths.
-The rounds written out are one operation, 0.15 ms. (Threefry-2x32 with 20 rounds: Salmon
+On a CPU, `jax.random` runs Threefry's rounds in a loop so that it compiles fast, and
+each round is a separate operation over all numbers. The Gumbel noise of 50,280 tokens
+takes 0.36 ms; a tree of depth 5 needs it five times, a tenth of a bfloat16 step. The
+unrolled rounds are a single operation of 0.15 ms. (Threefry-2x32 with 20 rounds: Salmon
 et al., Parallel random numbers: as easy as 1, 2, 3, 2011.)
 """
 
@@ -24,7 +24,8 @@ ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 def threefry(
     key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Two random words for each pair of counters [...] uint32, by a key of two []."""
+    """Returns two random words for each pair of counters [...] uint32; the key consists
+    of two words [] uint32."""
     first, second = key
     words = first, second, first ^ second ^ jnp.uint32(PARITY)
     a, b = high + first, low + second
@@ -39,7 +40,7 @@ def threefry(
 
 
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """`jax.random.fold_in`, of a Threefry key [] and a number [] int32."""
+    """Returns `jax.random.fold_in` of a Threefry key [] and a number [] int32."""
     low = jnp.asarray(number, jnp.int32).astype(jnp.uint32)
     folded = threefry(_words(key), jnp.zeros_like(low), low)
     return jax.random.wrap_key_data(jnp.stack(folded), impl=IMPL)
@@ -68,15 +69,15 @@ def gumbel(key: jax.Array, size: int) -> jax.Array:
 def as_threefry(key: Any) -> jax.Array:
     """Returns one Threefry key [] for a key of any kind.
 
-    Threefry keys stay as they are. The words of other keys are hashed to two, but those
-    that jax's "rbg" makes of a seed hold the words of that seed's Threefry key, which
-    are taken: `jax.random.key(seed)` gives the same text under either default.
+    Threefry keys are returned as they are. An "rbg" key made from a seed contains the
+    Threefry key of that seed, which is used: `jax.random.key(seed)` gives the same text
+    with either default generator. The words of other keys are hashed to two words.
 
     Args:
-      key: of `jax.random.key`, or of `jax.random.PRNGKey`: uint32 words.
+      key: a key of `jax.random.key`, or of `jax.random.PRNGKey` (uint32 words).
 
     Raises:
-      ValueError: it is no key, or several.
+      ValueError: `key` is not a single key.
     """
     typed = isinstance(key, jax.Array) and jnp.issubdtype(
         key.dtype, jax.dtypes.prng_key
@@ -102,15 +103,15 @@ def _is_raw_key(key: Any) -> bool:
     return array and key.dtype == np.uint32 and key.shape in ((2,), (4,))
 
 
-# XLA writes Threefry's twenty rounds and two logarithms out number by number. The
-# kernel's bits differ by a few units in the last place of the logarithms.
+# XLA's code for Threefry's twenty rounds and two logarithms is scalar; the kernel's is
+# vectorised. Its results differ by a few units in the last place of the logarithms.
 @cpu_kernel(
     "stree_noise",
     outputs=lambda words, _, *, size: floats(words.shape[0], size),
     unsupported=lambda words, _, *, size: 0 in (words.shape[0], size),
 )
 def noise(words: jax.Array, numbers: jax.Array, *, size: int) -> jax.Array:
-    """Returns `gumbel` [n, size] of keys, each folded with its numbers in turn.
+    """Returns `gumbel` [n, size] of keys, each folded in turn with its numbers.
 
     Args:
       words: [n, 2] uint32, of Threefry keys.
