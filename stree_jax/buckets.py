@@ -1,14 +1,15 @@
-"""Sizes of programs: few of them, so that few are compiled."""
+"""Rounds array sizes, so that few different programs are compiled."""
 
 from stree_jax.models import PREFILL_CHUNK
 
-PAST_STEP = 512  # tokens: a conversation grows from turn to turn, in one program
+PAST_STEP = 512  # tokens; a growing conversation reuses one program
 
 
 def bucket(n: int, step: int = PREFILL_CHUNK) -> int:
-    """n rounded up so that few sizes exist, and with them few compiled programs.
+    """Rounds n up, so that few sizes exist and few programs are compiled.
 
-    Up to 8 steps a multiple of the step, up to 16 of twice the step, and so on.
+    Sizes up to 8 steps are multiples of the step, sizes up to 16 steps multiples of two
+    steps, and so on.
     """
     while n > 8 * step:
         step *= 2

@@ -1,4 +1,4 @@
-"""Where things are kept between runs: compiled programs, and how long steps take."""
+"""The folder in which compiled programs and measured step times are cached."""
 
 import os
 from pathlib import Path
@@ -7,15 +7,13 @@ OFF = ("", "off")
 
 
 def cache_folder() -> Path | None:
-    """`$STREE_JAX_CACHE`, or the user's cache folder's `stree-jax`; None if turned off.
-
-    It need not exist.
-    """
+    """Returns `$STREE_JAX_CACHE`, by default `stree-jax` in the user's cache folder, or
+    None if caching is turned off. The folder need not exist."""
     named = os.environ.get("STREE_JAX_CACHE")
     if named is None:
         base = os.environ.get("XDG_CACHE_HOME", "")
         named = os.path.join(base if os.path.isabs(base) else "~/.cache", "stree-jax")
     expanded = os.path.expanduser(named)
-    if named in OFF or expanded.startswith("~"):  # a user without a home
+    if named in OFF or expanded.startswith("~"):  # a user without a home directory
         return None
     return Path(expanded).absolute()

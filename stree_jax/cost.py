@@ -1,4 +1,4 @@
-"""The cost model in one namespace: times of passes, expected gains of trees, ranks."""
+"""The cost model: times of passes, expected acceptance lengths of trees, and ranks."""
 
 from stree_jax.sampling.ranks import rank_of as rank_of
 from stree_jax.scoring import drafter_ranks as drafter_ranks

@@ -1,4 +1,4 @@
-"""How a decoder is configured: the tree and rule that suit a source of drafts."""
+"""Chooses the default tree and acceptance rule for a source of draft tokens."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ def spec_for(
     rule: Rule | str | None,
     times: StepTimes | None,
 ) -> Spec:
-    """Returns how to decode; raises ValueError for arguments that do not go
-    together."""
+    """Returns the configuration of a decoder. Raises ValueError for arguments that do
+    not fit together."""
     source = source_of(drafter)
     if source.value is None and tree is not None:
         raise ValueError("tree: a tree needs a drafter to fill it; give drafter=")
@@ -30,7 +30,7 @@ def spec_for(
     shape = tree_for(source, tree, rule)
     check_times(times)
     if times is not None and not isinstance(shape, Auto):
-        raise ValueError("times: only tree 'auto' asks for them")
+        raise ValueError("times: only tree 'auto' uses them")
     if rule is None:
         rule = "naive" if isinstance(shape, Beam) else DEFAULT_RULE
     source.check_tree(shape)
@@ -43,11 +43,11 @@ def tree_for(
     tree: Topology | str | Sequence[int] | None,
     rule: Rule | str | None,
 ) -> Topology:
-    """Returns the tree of a name; if None, the one that suits the source and the rule.
+    """Returns the tree of a name. If the name is None, returns the default tree.
 
-    That is "auto" where the source prefers it and the rule allows it, else the source's
-    fixed tree. "sparse:N" is the best tree of N nodes by the accuracies that came with
-    heads.
+    The default is "auto" if the source prefers it and the rule allows it, and otherwise
+    the source's fixed tree. "sparse:N" is the best tree of N nodes by the accuracies
+    that are stored with Medusa heads.
     """
     source = source_of(drafter)
     kind, _, nodes = tree.partition(":") if isinstance(tree, str) else ("", "", "")
@@ -60,5 +60,5 @@ def tree_for(
     try:
         resolve_rule(DEFAULT_RULE if rule is None else rule, Auto())
     except ValueError:
-        return source.fixed_tree()  # an unknown rule is refused later
+        return source.fixed_tree()  # an unknown rule raises an error later
     return Auto()

@@ -1,4 +1,4 @@
-"""Meshes by name, and processes that work together: `jax.distributed`, checked."""
+"""Makes meshes from texts, and connects processes (`jax.distributed`, with checks)."""
 
 import hashlib
 from typing import Any
@@ -10,14 +10,14 @@ from jax.sharding import AxisType, Mesh
 from stree_jax.checks import decimal, shown, with_hints
 from stree_jax.models.sharding.shards import DATA, MODEL
 
-PATIENCE_S = 90  # that processes wait for each other at the start
+PATIENCE_S = 90  # seconds that processes wait for each other at the start
 
 
 def axes_named(text: str) -> dict[str, int]:
-    """The axes of a mesh and how many devices each has, from "data=2,model=4".
+    """Parses the axes of a mesh and their numbers of devices, such as "data=2,model=4".
 
     Raises:
-      ValueError: it names something else.
+      ValueError: the text has another form.
     """
     axes: dict[str, int] = {}
     if not isinstance(text, str):
@@ -40,13 +40,13 @@ def axes_named(text: str) -> dict[str, int]:
 
 @with_hints
 def make_mesh(text: str) -> Mesh:
-    """A mesh of this machine's first devices, or of all processes' devices.
+    """Makes a mesh of this machine's first devices, or of the devices of all processes.
 
     Args:
-      text: such as "data=2,model=4".
+      text: axes and numbers of devices, such as "data=2,model=4".
 
     Raises:
-      ValueError: other axes, or another number of devices than there are.
+      ValueError: unknown axes, or more devices than there are.
     """
     axes, devices = axes_named(text), jax.devices()
     wanted = int(np.prod(list(axes.values())))
@@ -65,15 +65,15 @@ def make_mesh(text: str) -> Mesh:
 
 
 def connect(coordinator: str, processes: int, process_id: int) -> None:
-    """Make this process one of several; before anything is done with a device.
+    """Connects this process to the others. Call it before any device is used.
 
-    Where the others do not come within `PATIENCE_S`, JAX ends this process.
+    If the others do not connect within `PATIENCE_S`, JAX ends this process.
 
     Args:
-      coordinator: HOST:PORT of process 0, the same for all.
+      coordinator: HOST:PORT of process 0, the same in all processes.
 
     Raises:
-      ValueError: numbers or an address that cannot be.
+      ValueError: invalid numbers or an invalid address.
     """
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -95,10 +95,11 @@ def connect(coordinator: str, processes: int, process_id: int) -> None:
 
 
 def check_agreed(*facts: Any) -> None:
-    """All processes are about to do the same; else they would wait for each other.
+    """Checks that all processes were started with the same arguments; otherwise they
+    would wait for each other for ever.
 
     Raises:
-      ValueError: in every process, where one has other facts than process 0.
+      ValueError: in every process, if one has other arguments than process 0.
     """
     if jax.process_count() == 1:
         return

@@ -1,4 +1,4 @@
-"""Logits of a converted checkpoint against those of transformers on its source."""
+"""Compares the logits of a converted checkpoint with those of transformers."""
 
 import math
 import warnings
@@ -19,22 +19,22 @@ from stree_jax.convert.gguf.checkpoint import architecture_of
 from stree_jax.convert.gguf.header import is_gguf, read_header
 from stree_jax.scoring import score
 
-LIMIT = 1e-4  # of the difference of two logits in float32; see `Difference`
+LIMIT = 1e-4  # largest relative difference of float32 logits; see `Difference`
 TOKENS = 32
-GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures, by transformers 5.23
-# Fields that transformers 5.23 does not take from a GGUF file, and neither the scaling
-# of frequencies.
+GGUF_READ = ("llama", "qwen2", "qwen3")  # architectures that transformers 5.23 reads
+# Config fields that transformers 5.23 does not read from a GGUF file. It does not read
+# the scaling of rotary frequencies either.
 NOT_READ = ("head_dim", "attention_bias", "mlp_bias")
-# Parameters that stay float32, by their names in transformers.
+# Parameters that are always float32, by their names in transformers.
 UNROUNDED = ("A_log", "dt_bias", "D", "e_score_correction_bias")
 
 
 class Difference(NamedTuple):
-    """How far two models' logits are apart.
+    """The difference between the logits of two models.
 
     Attributes:
-      absolute: the largest difference of two logits.
-      largest: the largest logit, without its sign.
+      absolute: the largest absolute difference of two logits.
+      largest: the largest absolute logit.
     """
 
     absolute: float
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """To the largest logit, or to 1 where all are smaller."""
+        """The difference relative to the largest logit, or to 1 if that is smaller."""
         return self.absolute / max(self.largest, 1.0)
 
     def __str__(self) -> str:
@@ -53,10 +53,10 @@ class Difference(NamedTuple):
 
 
 def check_verifiable(src: Path) -> str:
-    """Returns the format of a checkpoint that transformers can run here.
+    """Checks that transformers can run a checkpoint here, and returns its format.
 
     Args:
-      src: a directory, or a GGUF file.
+      src: a directory or a GGUF file.
 
     Raises:
       CheckpointError: transformers cannot read it, or a package is missing.
@@ -112,15 +112,15 @@ def _check_gguf(src: Path) -> str:
 
 
 def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Difference:
-    """Between the logits of dst and of transformers on src, for random tokens.
+    """Compares the logits of dst with those of transformers on src, for random tokens.
 
-    Both compute in float32, on weights rounded to the dtype of dst. Both are in memory
-    at once. NaN anywhere makes it NaN.
+    Both compute in float32, with weights rounded to the dtype of dst. Both models are
+    in memory at the same time. If any logit is NaN, the difference is NaN.
 
     Args:
       src: the directory or GGUF file that was converted.
-      dst: one of our directories.
-      dt_floor: what it was converted with.
+      dst: the converted directory.
+      dt_floor: the setting with which it was converted.
 
     Raises:
       CheckpointError: transformers cannot run src, or one of them cannot be loaded.
@@ -134,7 +134,7 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
     model = load(dst, dtype="float32")
     with jax.default_matmul_precision("highest"):
         ours = np.asarray(score(model, tokens))
-    real = slice(config.num_tokens)  # the rest pads the vocabulary
+    real = slice(config.num_tokens)  # the rest is padding of the vocabulary
     ours, theirs = ours[..., real], theirs[..., real]
     largest = float(np.abs(theirs).max())
     return Difference(float(np.abs(ours - theirs).max()), largest)
@@ -143,11 +143,11 @@ def largest_difference(src: Path, dst: Path, dt_floor: bool = False) -> Differen
 def _their_logits(
     src: Path, tokens: np.ndarray, dtype: np.dtype, no_floor: bool
 ) -> np.ndarray:
-    """Logits [1, T, V] of transformers, from weights rounded to `dtype`.
+    """Returns logits [1, T, V] of transformers, with weights rounded to `dtype`.
 
     Args:
-      no_floor: follow `time_step_limit` as the models' authors do; transformers puts
-        `time_step_min` in its place.
+      no_floor: if True, `time_step_limit` is used as in the authors' code; transformers
+        uses `time_step_min` instead.
     """
     import torch
 
@@ -167,11 +167,11 @@ def _their_logits(
 
 
 def _load(src: Path) -> Any:
-    """The model of transformers in float32; every one of its weights is in src."""
+    """Loads the model of transformers in float32; checks that src has all weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    loader: Any = AutoModelForCausalLM  # its annotations leave out the report
+    loader: Any = AutoModelForCausalLM  # its annotations omit `output_loading_info`
     try:
         other, report = loader.from_pretrained(
             src,
@@ -188,11 +188,11 @@ def _load(src: Path) -> Any:
 
 
 def _load_gguf(src: Path) -> Any:
-    """Returns the model of transformers in float32, with the weights that transformers
-    reads of a GGUF file.
+    """Loads the model of transformers in float32, with the weights that transformers
+    reads from a GGUF file.
 
-    The config is transformers' too, but for the fields that it does not take from the
-    file (`NOT_READ`). `from_pretrained(gguf_file=...)` would need accelerate.
+    The config is transformers' too, except for the fields that it does not read from
+    the file (`NOT_READ`). `from_pretrained(gguf_file=...)` would need accelerate.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -227,7 +227,7 @@ def _not_loaded(src: Path, error: Exception) -> CheckpointError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No advice of transformers' about kernels and no bars of its own."""
+    """Silences the warnings and progress bars of transformers."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,8 +1,9 @@
-"""Whether a drafter's token ids mean what the target's do.
+"""Checks that the token ids of a drafter mean the same as those of the target.
 
-A drafter may have fewer or more tokens than its target: models of one tokenizer pad
-their embeddings to different multiples. `Distribution` cuts or extends its logits.
-Other tokens under the same ids change no text, but few of their drafts are accepted.
+A drafter may have fewer or more tokens than its target, because models with the same
+tokenizer pad their embeddings to different multiples. `Distribution` cuts or extends
+its logits. If ids mean other tokens, the output is still exact, but few draft tokens
+are accepted.
 """
 
 import warnings
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 def warn_of_other_tokens(
     name: str, target: Any, tokens: int, tokenizer: "Tokenizer | None"
 ) -> None:
-    """Warns in one line if a drafter's tokens are not the target's.
+    """Warns in one line if a drafter has other tokens than the target.
 
     Args:
-      name: of the argument that the drafter came by.
-      target: model with `config` and perhaps a `tokenizer`.
+      name: name of the argument that holds the drafter.
+      target: a model with `config` and perhaps a `tokenizer`.
       tokens: size of the drafter's vocabulary.
-      tokenizer: the drafter's, if it has one.
+      tokenizer: the drafter's tokenizer, or None.
     """
     own = getattr(target, "tokenizer", None)
     if own is not None and tokenizer is not None:
@@ -42,12 +43,12 @@ def warn_of_other_tokens(
         )
 
 
-@lru_cache(maxsize=8)  # of large vocabularies, a comparison takes 0.1 s
+@lru_cache(maxsize=8)  # comparing large vocabularies takes 0.1 s
 def _difference(target: "Tokenizer", drafter: "Tokenizer") -> str | None:
-    """Describes ids that stand for different tokens, or returns None.
+    """Describes the ids that stand for different tokens, or returns None.
 
-    Ids that are special tokens in both may differ, as between a base model and its chat
-    model: hardly any text has them.
+    Ids that are special tokens in both may differ, as in a base model and its chat
+    model: they hardly occur in text.
     """
     if target is drafter:
         return None

@@ -1,4 +1,4 @@
-"""Files that are whole whenever they are there."""
+"""Writes files atomically."""
 
 import os
 import tempfile
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def write_whole(dst: Path, body: bytes) -> None:
-    """Write a file, or put it in place of another, at once; all may read it.
+    """Writes or replaces a file atomically, readable by everybody.
 
     Raises:
-      OSError: it cannot be written; nothing is left then.
+      OSError: the file cannot be written; nothing is left behind.
     """
     handle, temporary = tempfile.mkstemp(dir=dst.parent, prefix=f".{dst.name[:50]}")
     try:

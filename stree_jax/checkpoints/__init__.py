@@ -1,1 +1,1 @@
-"""Models, draft heads and n-gram tables on disk: find, load, save and describe them."""
+"""Finds, loads, saves and describes models, Medusa heads and n-gram tables on disk."""

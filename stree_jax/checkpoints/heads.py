@@ -1,9 +1,10 @@
-"""Medusa heads as a directory: config.json and medusa_lm_head.safetensors.
+"""Reads and writes Medusa heads: config.json and medusa_lm_head.safetensors.
 
-The names are those of the public code: `K.J.linear.weight` and `.bias` are block J of
-head K (both from 0), `K.L.weight` the output behind the last block, absent where the
-model's head is everyone's. vLLM's (`blocks.K.layers.J.weight`, `lm_heads.K.weight`) are
-read, too. How many there are is what the tensors say: published configs are wrong.
+Tensors have the names of the public Medusa code: `K.J.linear.weight` and `.bias` are
+block J of head K (both from 0), and `K.L.weight` is the output matrix after the last
+block, absent if all heads share the model's. vLLM's names (`blocks.K.layers.J.weight`,
+`lm_heads.K.weight`) are read too. The number of heads is taken from the tensors, because
+published configs are wrong.
 """
 
 import json
@@ -46,7 +47,7 @@ Path_ = tuple[str, ...]
 
 
 def is_heads(path_or_hub_id: str | Path) -> bool:
-    """True if a directory or repository holds Medusa heads and no model."""
+    """True if a directory or repository has Medusa heads and no model."""
     found = local_or_hub(path_or_hub_id)
     if isinstance(found, HubName):
         names = set(repository(found).sizes)
@@ -66,11 +67,11 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
     """Loads Medusa heads from a directory, a hub id, or "demo-heads", the bundled ones.
 
     Args:
-      dtype: "float32", "bfloat16" or "int8"; None keeps bfloat16 and makes float32 of
-        others.
+      dtype: "float32", "bfloat16" or "int8". If None, bfloat16 weights stay and all
+        others become float32.
 
     Raises:
-      CheckpointError: one line saying what is wrong and where.
+      CheckpointError: one line that says what is wrong and where.
     """
     if dtype is not None:
         weights_named(dtype)
@@ -85,14 +86,15 @@ def load_heads(path_or_hub_id: str | Path, dtype: Any = None) -> Heads:
 
 
 def heads_config(path_or_hub_id: str | Path) -> HeadsConfig:
-    """Returns the architecture of heads; no weights are read."""
+    """Returns the architecture of heads without reading weights."""
     return _opened(path_or_hub_id)[2]
 
 
 def _opened(
     path_or_hub_id: str | Path,
 ) -> tuple[Source, dict[Path_, str], HeadsConfig]:
-    """Returns the tensors, their names by our paths, and the architecture, checked."""
+    """Returns the tensors, their names by parameter path, and the checked
+    architecture."""
     directory = resolve(path_or_hub_id, (("config.json",), FILES))
     file = next((directory / n for n in FILES if is_file(directory / n)), None)
     if file is None:
@@ -118,7 +120,7 @@ def _usual(source: Source) -> str:
 def _named(
     tensors: Mapping[str, TensorInfo], file: Path
 ) -> Iterator[tuple[Path_, str]]:
-    """Yields our path of each tensor, and its name."""
+    """Yields (parameter path, name) of each tensor."""
     for name, info in tensors.items():
         linear = ".linear." in name
         if found := PUBLIC.fullmatch(name):
@@ -141,7 +143,7 @@ def _named(
 def _config(
     directory: Path, file: Path, tensors: Mapping[Path_, TensorInfo]
 ) -> HeadsConfig:
-    """Returns the architecture that the tensors have; checks each of them."""
+    """Infers the architecture from the tensors and checks each of them."""
     heads = {path[0] for path in tensors}
     blocks = {path[1] for path in tensors if path[1] != "output"}
     first = tensors.get(("head_0", "block_0", "weight"))
@@ -183,7 +185,7 @@ def _config(
 
 
 def _accuracy(file: Path, table: Any, heads: int) -> tuple[tuple[float, ...], ...]:
-    """Returns shares [K][R], each row of which sums to at most 1."""
+    """Returns acceptance rates by head and rank [K][R]; a row sums to at most 1."""
     if table is None:
         return ()
     rows: list[Any] = table if isinstance(table, list) else []
@@ -210,13 +212,13 @@ def public_name(path: Path_, blocks: int) -> str:
 
 @with_hints
 def save_heads(heads: Heads, dst: str | PathLike[str], base: str = "") -> None:
-    """Write heads in the public layout, atomically; dst must not exist.
+    """Writes heads in the public layout, atomically; dst must not exist.
 
     Args:
-      base: path or hub id of the model that they belong to, as a note.
+      base: path or hub id of the target model, stored as a note.
 
     Raises:
-      CheckpointError: one line saying what is wrong; dst is not made.
+      CheckpointError: one line that says what is wrong; dst is not created.
     """
     from safetensors.numpy import save_file
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its config and headers."""
+"""Describes a checkpoint from its config and headers."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ from stree_jax.models.memory import state_bytes, weight_bytes
 
 
 def described(path: Path) -> Opened:
-    """Opens a local directory or GGUF file that is not loaded afterwards."""
+    """Opens a local directory or GGUF file to describe it, without loading it."""
     level()  # as in `load`
     opened = open_local(CheckpointFiles(path), mtp=None)
     if opened.source is None:
@@ -27,11 +27,12 @@ def described(path: Path) -> Opened:
 
 
 def info(path_or_hub_id: str | Path) -> dict[str, Any]:
-    """Describes a checkpoint from its config and headers. No weights are read, or
-    fetched from the hub.
+    """Describes a checkpoint from its config and headers. No weights are read, and none
+    are fetched from the hub.
 
-    Parameters and bytes are those that `load` reads, without MTP layers unless the name
-    says so; "quantized" is how the file stores them, such as "nvfp4", or None.
+    Numbers of parameters and bytes are those that `load` reads, without MTP layers
+    (which have separate entries). "quantized" is the storage format of the weights,
+    such as "nvfp4", or None.
     """
     return info_and_config(path_or_hub_id)[0]
 
@@ -39,7 +40,7 @@ def info(path_or_hub_id: str | Path) -> dict[str, Any]:
 def info_and_config(
     path_or_hub_id: str | Path,
 ) -> tuple[dict[str, Any], models.ModelConfig]:
-    """Returns what `info` says, and the architecture with the layers for MTP."""
+    """Returns the result of `info`, and the architecture including MTP layers."""
     with headers(path_or_hub_id) as path:
         opened = described(path)
         tokenizer = has_tokenizer(opened.files)

@@ -1,4 +1,4 @@
-"""Loading models."""
+"""Loads models from disk or from the Hugging Face hub."""
 
 import warnings
 from dataclasses import replace
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 class Model(models.Model):
     """A model and its tokenizer, as `load` returns them.
 
+    It is a pytree whose leaves are the arrays of `params`.
+
     Attributes:
-      params: nested dictionary of arrays, the only leaves.
+      params: nested dictionary of arrays.
       config: the architecture.
-      tokenizer: of the checkpoint, or None.
+      tokenizer: the checkpoint's tokenizer, or None.
     """
 
     tokenizer: "Tokenizer | None" = struct.field(pytree_node=False, default=None)
@@ -49,31 +51,35 @@ def load(
     mesh: Mesh | None = None,
     whole: bool = False,
 ) -> Model:
-    """Loads a model from a directory of our own format, a supported one of PyTorch or
-    safetensors files, or a GGUF file.
+    """Loads a model from a Hugging Face directory, a converted directory, a GGUF file,
+    or the Hugging Face hub.
 
-    On a mesh the model is cut as `shard` cuts it. Each process reads, part by part,
-    only what its own devices hold, so that no memory needs room for the whole model.
-    Tensors that are quantized or of a GGUF file are read whole, one at a time.
+    On a mesh, the model is sharded as by `shard`. Each process reads only the parts of
+    its own devices, so that the whole model need not fit in one memory. Quantized
+    tensors and tensors of GGUF files are read whole, one at a time.
 
     Args:
-      path_or_hub_id: a directory, a GGUF file or the first of its shards, a Hugging
-        Face hub id, or "demo" / "demo-drafter", the bundled pair.
-      dtype: "float32", "bfloat16" or "int8" of the weights (A_log, dt_bias and D are
-        always float32). If None, bfloat16 weights stay, quantized ones become bfloat16,
-        and all others float32. With int8, the weights of products are rounded by groups
-        of columns as they are read (`models.weights.int8`); others are bfloat16.
-      dt_floor: for Nemotron-H and Zamba2 checkpoints: clamp dt to at least
-        `time_step_min`, as transformers 5.23 does; their authors' code does not.
-      mtp: whether to read the layers that predict further tokens, for drafter "mtp".
-      mesh, whole: see `shard`. If mesh is None, the model is on one device. All
-        processes of a mesh load it at the same time; each checks all files of a
-        directory of our own format.
+      path_or_hub_id: a directory, a GGUF file (or the first of its shards), a Hugging
+        Face hub id, "demo" or "demo-drafter" (the bundled models), or "smollm2" (see
+        `checkpoints.resolve.PACKAGED`).
+      dtype: "float32", "bfloat16" or "int8". If None, bfloat16 weights stay, quantized
+        weights become bfloat16, and all others become float32. A_log, dt_bias and D are
+        always float32. With int8, matrices are rounded in groups of columns as they are
+        read (`models.weights.int8`), and other weights are bfloat16.
+      dt_floor: if True, dt of Nemotron-H and Zamba2 is clamped to at least
+        `time_step_min`, as in transformers 5.23 (the authors' code does not).
+      mtp: if True, the layers for multi-token prediction are read, for drafter "mtp".
+      mesh, whole: see `shard`. If mesh is None, the model is put on one device. All
+        processes of a mesh must load it at the same time. Each process checks all files
+        of a converted directory.
+
+    Returns:
+      The model, with its tokenizer if the checkpoint has one.
 
     Raises:
-      CheckpointError: one line saying what is wrong and where.
-      ValueError: as `shard`, or if STREE_JAX_CPU_KERNELS has an unknown value, before
-        a weight is read.
+      CheckpointError: one line that says what is wrong and where.
+      ValueError: as `shard`, or if STREE_JAX_CPU_KERNELS has an unknown value. It is
+        raised before weights are read.
     """
     # Check STREE_JAX_CPU_KERNELS now: later, a bad value would be reported as the fault
     # of a file.

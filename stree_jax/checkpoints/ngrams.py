@@ -1,4 +1,4 @@
-"""n-gram tables on disk: one safetensors file, checked like a model directory."""
+"""Reads and writes n-gram tables as safetensors files with a checksum."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ FIELDS = ("contexts", "tokens", "log_prob", "back_off")
 
 @with_hints
 def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
-    """Write a table, atomically; dst must not exist.
+    """Writes a table, atomically; dst must not exist.
 
     Raises:
-      CheckpointError: one line saying what is wrong; dst is not made.
+      CheckpointError: one line that says what is wrong; dst is not created.
     """
     from safetensors.numpy import save
 
@@ -55,16 +55,16 @@ def save_ngrams(ngrams: NGrams, dst: str | os.PathLike[str]) -> None:
 
 
 def check_new(dst: Path) -> None:
-    """Checks, before hours of work, that a file can be made there.
+    """Checks that a new file can be created, before hours of work.
 
     Raises:
-      CheckpointError: it exists, or its folder does not.
+      CheckpointError: the file exists, or its folder does not exist.
     """
     try:
         there = dst.exists() or dst.is_symlink()
         folder = dst.absolute().parent.is_dir()
     except (OSError, ValueError) as error:  # too long, or with a null byte
-        raise CheckpointError(f"{dst!s:.80}: no path ({error})") from error
+        raise CheckpointError(f"{dst!s:.80}: not a valid path ({error})") from error
     if there:
         raise CheckpointError(f"{dst}: exists already; choose another place")
     if not folder:
@@ -73,13 +73,13 @@ def check_new(dst: Path) -> None:
 
 @with_hints
 def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
-    """Loads a table that `save_ngrams` or `stree-jax ngrams` wrote.
+    """Loads a table that was written by `save_ngrams` or `stree-jax ngrams`.
 
     Args:
-      path: of the file, or its name on the hub: OWNER/NAME/FILE.safetensors.
+      path: path of the file, or its name on the hub: OWNER/NAME/FILE.safetensors.
 
     Raises:
-      CheckpointError: one line saying what is wrong and where.
+      CheckpointError: one line that says what is wrong and where.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -94,7 +94,7 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
             raise CheckpointError(f"{path}: {problem}")
         with path.open("rb") as opened:
             head = opened.read(8 + MOST_HEADER)
-            _split(path, head)  # before the rest is read, of whatever size
+            _split(path, head)  # check the header before reading a file of unknown size
             body = head + opened.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
@@ -108,7 +108,7 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
         )
     if facts.get("sha256") != _digest(header, data):
         raise CheckpointError(
-            f"{path}: damaged: its checksum is not that of what it holds; copy or make "
+            f"{path}: damaged: its checksum does not match its content; copy or make "
             "it again"
         )
     try:
@@ -121,8 +121,8 @@ def load_ngrams(path: str | os.PathLike[str]) -> NGrams:
 
 
 def _rates(text: str | None) -> tuple[float, ...]:
-    """Parses the rates of a file, which older files lack. Raises TypeError or
-    ValueError for invalid ones."""
+    """Parses the acceptance rates of a file; empty for older files. Raises TypeError or
+    ValueError for invalid rates."""
     if text is None:
         return ASSUMED_RATES
     rates = tuple(float(rate) for rate in json.loads(text))
@@ -138,7 +138,7 @@ def _foreign(path: Path) -> CheckpointError:
 
 
 def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Splits a safetensors file into its header and the bytes behind it."""
+    """Splits a safetensors file into its header and the bytes after it."""
     size = int.from_bytes(body[:8], "little")
     if not 2 <= size <= min(MOST_HEADER, len(body) - 8):
         raise _foreign(path)
@@ -152,14 +152,14 @@ def _split(path: Path, body: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _digest(header: dict[str, Any], data: bytes) -> str:
-    """Returns the SHA-256 of everything but itself."""
+    """Returns the SHA-256 of the header, without its checksum, and the data."""
     facts = {k: v for k, v in header["__metadata__"].items() if k != "sha256"}
     rest = json.dumps({**header, "__metadata__": facts}, sort_keys=True)
     return hashlib.sha256(rest.encode() + data).hexdigest()
 
 
 def _checked(path: Path, tensors: dict[str, np.ndarray], temperature: float) -> NGrams:
-    """Makes the table, after a look at each array's shape, dtype and range."""
+    """Checks the shape, dtype and range of each array and returns the table."""
 
     def array(name: str, kind: type, *shape: int | None) -> np.ndarray:
         found = tensors.pop(name, None)
@@ -176,7 +176,7 @@ def _checked(path: Path, tensors: dict[str, np.ndarray], temperature: float) -> 
         return found
 
     def inside(name: str, found: np.ndarray, low: float, high: float) -> np.ndarray:
-        if found.size and not ((found >= low) & (found <= high)).all():  # NaN is not
+        if found.size and not ((found >= low) & (found <= high)).all():  # refuses NaN
             raise CheckpointError(f"{path}: {name}: numbers outside {low}..{high}")
         return found
 
@@ -187,7 +187,9 @@ def _checked(path: Path, tensors: dict[str, np.ndarray], temperature: float) -> 
         contexts = array(f"contexts_{c}", np.int32, None, c)
         slots = contexts.shape[0]
         if slots < WAYS or slots & (slots - 1):
-            raise CheckpointError(f"{path}: contexts_{c}: {slots} slots, no power of 2")
+            raise CheckpointError(
+                f"{path}: contexts_{c}: {slots} slots, not a power of 2"
+            )
         tokens = array(f"tokens_{c}", np.int32, slots, keep)
         keep = tokens.shape[1]
         chance = array(f"log_prob_{c}", np.float32, slots, keep)

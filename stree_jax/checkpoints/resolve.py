@@ -1,4 +1,4 @@
-"""The local path of a model, from a path, a bundled name or a name on the hub."""
+"""Finds the local files of a model: by path, bundled name, or name on the hub."""
 
 import re
 import tempfile
@@ -25,14 +25,16 @@ _ADDRESS = re.compile(  # of a page on the hub
 
 
 def resolve(path_or_hub_id: str | Path, wanted: Wanted = ()) -> Path:
-    """Finds the local directory or GGUF file of a model, and fetches it from the hub if
-    need be. If a directory has one GGUF file and no other weights, it is that file.
+    """Finds the local directory or GGUF file of a model; downloads it if necessary.
+
+    A directory that contains a single GGUF file and no other weights stands for that
+    file.
 
     Args:
       path_or_hub_id: a path, a name of `BUNDLED` or `PACKAGED`, or a name on the hub:
         OWNER/NAME, OWNER/NAME/FILE.gguf or OWNER/NAME:Q4_K_M, each with @REVISION or
         without.
-      wanted: files to fetch from the hub in place of a model's; see `hub.fetch`.
+      wanted: files to download from the hub instead of a model's; see `hub.fetch`.
 
     Raises:
       CheckpointError: there is no such model, or the hub cannot be reached.
@@ -55,7 +57,7 @@ def headers(path_or_hub_id: str | Path) -> Iterator[Path]:
 
 
 def valid_path(name: str, path: str | PathLike[str]) -> Path:
-    """Returns the path; raises CheckpointError if no file system takes it."""
+    """Returns the path; raises CheckpointError if it is not a valid path."""
     try:
         return as_path(name, path)
     except ValueError as error:
@@ -63,7 +65,11 @@ def valid_path(name: str, path: str | PathLike[str]) -> Path:
 
 
 def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
-    """Tells paths from names on the hub, and checks that a path is there."""
+    """Returns an existing local path, or a name on the hub.
+
+    Raises:
+      CheckpointError: neither is found.
+    """
     name = str(path_or_hub_id)
     if name in BUNDLED:
         return Path(str(resources.files("stree_jax"))) / "data" / BUNDLED[name]
@@ -71,7 +77,8 @@ def local_or_hub(path_or_hub_id: str | Path) -> Path | HubName:
     try:
         there = path.exists()
     except OSError as error:  # a name that is too long
-        raise CheckpointError(f"{name:.80}: no path ({error.strerror})") from error
+        problem = f"{name:.80}: not a valid path ({error.strerror})"
+        raise CheckpointError(problem) from error
     if not there and name in PACKAGED:
         return packaged(name)
     if not there and (found := hub_name(name)) is not None:
@@ -106,15 +113,16 @@ def packaged(name: str) -> Path:
 
 
 def _no_model(name: str, path: Path, there: bool) -> str:
-    """Says that a path is no directory or GGUF file, and what to name instead."""
+    """Returns the message for a path that is not a model, with what to pass instead."""
     if there:
         if (path.parent / "config.json").is_file():
-            return f"{path}: a file of a model; name its directory, {path.parent}"
+            return f"{path}: a file of a model; pass its directory, {path.parent}"
         return f"{path}: not a directory or a GGUF file"
     if on_hub := _ADDRESS.match(name):
-        return f"{name}: no such directory; of the hub, name {on_hub[1] or on_hub[2]}"
+        hub_id = on_hub[1] or on_hub[2]
+        return f"{name}: no such directory; for the hub, pass the id {hub_id}"
     if name.startswith("~"):
-        return f"{path}: no such directory; ~ is not replaced: want the whole path"
-    also = "" if "/" in name else f"; hub ids are OWNER/NAME, names {_NAMES}"
+        return f"{path}: no such directory; ~ is not expanded, pass the whole path"
+    also = "" if "/" in name else f"; hub ids are OWNER/NAME, bundled models {_NAMES}"
     what = "file" if path.suffix.lower() == ".gguf" else "directory"
     return f"{path}: no such {what}{also}"

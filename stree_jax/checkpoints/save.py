@@ -1,4 +1,4 @@
-"""Writing a model as a directory of our own format."""
+"""Writes a model as a converted directory."""
 
 import json
 from os import PathLike
@@ -21,26 +21,26 @@ from stree_jax.convert.whole_texts import for_whole_texts
 
 @with_hints
 def save(model: models.Model, dst: str | PathLike[str]) -> None:
-    """Writes a model as a directory of our own format, atomically.
+    """Writes a model as a converted directory, atomically.
 
     Args:
-      dst: must not exist.
+      dst: path of the directory; it must not exist.
 
     Raises:
-      CheckpointError: one line saying what is wrong; dst is not made.
+      CheckpointError: one line that says what is wrong; dst is not created.
     """
     if not isinstance(model, models.Model):
         raise CheckpointError(
             f"save: want a model as `load` returns it, got {type(model).__name__}"
         )
     if model.mesh is not None:
-        raise CheckpointError("save: the model is cut over a mesh; load it without one")
+        raise CheckpointError("save: the model is sharded; load it without a mesh")
     path = valid_path("save: dst", dst)
     dtype = dtype_named(model.weight_format)
     tokenizer = model.tokenizer if isinstance(model, Model) else None
     with atomic_directory(path) as temporary:
         check_space(path, model.config, dtype)
-        if tokenizer is not None:  # before its checksum is taken
+        if tokenizer is not None:  # write it first: the config has its checksum
             whole = for_whole_texts(tokenizer)
             whole.save(str(temporary / "tokenizer.json"))
             if whole.encode_special_tokens:

@@ -27,7 +27,7 @@ def refused(path):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_of_a_model(model, name):
-    assert refused(model / name).endswith(f"name its directory, {model}")
+    assert refused(model / name).endswith(f"pass its directory, {model}")
 
 
 def test_the_folder_above(model):
@@ -67,11 +67,11 @@ def test_shards_without_their_index(model):
     ],
 )
 def test_the_address_of_a_page(name):
-    assert refused(name).endswith("of the hub, name o/n")
+    assert refused(name).endswith("for the hub, pass the id o/n")
 
 
 def test_a_home_that_no_shell_has_put_in():
-    assert "~ is not replaced" in refused("~/no/such/model")
+    assert "~ is not expanded" in refused("~/no/such/model")
 
 
 def test_a_missing_gguf_file(tmp_path):
