@@ -3,8 +3,8 @@
 Tensors have the names of the public Medusa code: `K.J.linear.weight` and `.bias` are
 block J of head K (both from 0), and `K.L.weight` is the output matrix after the last
 block, absent if all heads share the model's. vLLM's names (`blocks.K.layers.J.weight`,
-`lm_heads.K.weight`) are read too. The number of heads is taken from the tensors, because
-published configs are wrong.
+`lm_heads.K.weight`) are read too. The number of heads is taken from the tensors,
+because published configs are wrong.
 """
 
 import json

@@ -395,5 +395,5 @@ def test_what_else_does_not_go_with_heads(target, heads):
         resolve_tree("auto"), False
     )
     asked = {"times": times, "tree": "chain:2"}
-    refused(target, heads, "times: only tree 'auto' asks for them", **asked)
+    refused(target, heads, "times: only tree 'auto' uses them", **asked)
     refused(target, heads, "rule: leviathan is for chains", rule="leviathan")
