@@ -1,7 +1,7 @@
 // What the kernels of one instruction set take and give.
 //
-// Letters as in docs/design.md: T rows or nodes, B batch, H heads, P head size, N state
-// size, G groups; k and m are a weight's columns and rows.
+// Letters as in docs/explanation/design.md: T rows or nodes, B batch, H heads, P head
+// size, N state size, G groups; k and m are a weight's columns and rows.
 #pragma once
 #include <cstddef>
 #include <cstdint>
