@@ -1,0 +1,100 @@
+"""Griffe extensions: what the API pages show beyond the bare source.
+
+- A function with `**options: Unpack[Options]` is shown with the options themselves, as
+  `inspect.signature` shows it.
+- Names in backticks in docstrings become links where a page describes them.
+"""
+
+import re
+from typing import Any
+
+import griffe
+
+NAME = re.compile(r"(?<![`\w\[])`([A-Za-z_][\w.]*)(\([^`\n]*\))?`(?!`)")
+PACKAGE = "stree_jax"
+
+
+class Options(griffe.Extension):
+    """Replaces `**options: Unpack[Options]` with keyword-only parameters.
+
+    The names and types come from the `TypedDict`; the defaults from the function in the
+    same module that has all of these keyword-only parameters.
+    """
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for function in functions_of(pkg):
+            for parameter in list(function.parameters):
+                annotation = str(parameter.annotation or "")
+                found = re.fullmatch(r"Unpack\[(\w+)\]", annotation)
+                if found:
+                    self.replace(function, parameter, found[1])
+
+    def replace(
+        self, function: griffe.Function, options: griffe.Parameter, name: str
+    ) -> None:
+        """Puts the options in place of one parameter of a function."""
+        module = function.module
+        wanted = [
+            member.name
+            for member in module[name].members.values()
+            if member.is_attribute
+        ]
+        defined = next(
+            other
+            for other in module.functions.values()
+            if set(wanted) <= {p.name for p in other.parameters}
+        )
+        own = [p for p in function.parameters if p is not options]
+        own += [p for p in defined.parameters if p.name in wanted]
+        function.parameters = griffe.Parameters(*own)
+
+
+class Links(griffe.Extension):
+    """Turns names in backticks in docstrings into links."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for thing in objects_of(pkg):
+            if thing.docstring is not None and not thing.docstring.value.isspace():
+                thing.docstring.value = NAME.sub(
+                    lambda match, thing=thing: linked(match, thing, pkg),
+                    thing.docstring.value,
+                )
+
+
+def linked(match: re.Match[str], thing: Any, package: griffe.Module) -> str:
+    """Returns a name as a link, if the package has something of that name."""
+    path = path_of(match[1], thing, package)
+    if path is None or path == thing.path:
+        return match[0]
+    # Optional: a name that no page describes stays code, without a warning.
+    return f'<autoref optional identifier="{path}">{match[0]}</autoref>'
+
+
+def path_of(name: str, thing: Any, package: griffe.Module) -> str | None:
+    """Finds the full path of a name as the docstring of an object means it."""
+    if thing.is_function and name in {p.name for p in thing.parameters}:
+        return None
+    if thing.is_class and name in thing.members:
+        return f"{thing.path}.{name}"
+    try:
+        return thing.resolve(name)
+    except griffe.NameResolutionError:
+        pass
+    for start in (package, package["models"]):
+        try:
+            return start[name.removeprefix(f"{PACKAGE}.")].canonical_path
+        except (KeyError, griffe.AliasResolutionError):
+            pass
+    return None
+
+
+def objects_of(module: griffe.Object) -> Any:
+    """Yields an object and all objects inside it, without imported ones."""
+    yield module
+    for member in module.members.values():
+        if not member.is_alias:
+            yield from objects_of(member)
+
+
+def functions_of(package: griffe.Module) -> list[griffe.Function]:
+    return [thing for thing in objects_of(package) if thing.is_function]
