@@ -74,11 +74,21 @@ def test_the_api_pages_have_every_public_name_once():
     assert max(names.values()) == 1
 
 
+def find(name):
+    """Imports an attribute of a module, or a module; raises ImportError for others."""
+    module, _, last = name.rpartition(".")
+    if not hasattr(importlib.import_module(module), last):
+        importlib.import_module(name)
+
+
 @pytest.mark.parametrize("name", described())
 def test_what_the_api_pages_describe_exists(name):
-    module, _, last = name.rpartition(".")
-    found = getattr(importlib.import_module(module), last)
-    assert found is not None
+    find(name)
+
+
+def test_a_name_that_does_not_exist_is_found():
+    with pytest.raises(ImportError):
+        find("stree_jax.sampling.settings.NoSuchName")
 
 
 def test_members_that_the_api_pages_choose_exist():

@@ -18,16 +18,16 @@ NOTE = (
     "Do not edit this page. -->"
 )
 INTRO = """\
-Continue a prompt with the bundled models, and compare the time and the tokens with plain
+Continue a prompt with the bundled models, and compare time and tokens with plain
 decoding:
 
 ```sh
 stree-jax generate "def fibonacci(n):" --compare
 ```
 
-Every command prints its options with `--help`. Errors are one line on standard error. The exit
-code is 0 if all went well, 2 for invalid input, 1 if a comparison found a difference, and 130
-after Ctrl-C.
+Every command prints its options with `--help`. Errors are one line on standard error.
+The exit code is 0 if all went well, 2 for invalid input, 1 if a comparison found a
+difference, and 130 after Ctrl-C.
 """
 # Titles of argparse's own groups, and what the page calls them.
 TITLES = {"positional arguments": "Arguments", "options": "Options"}

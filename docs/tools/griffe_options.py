@@ -2,15 +2,20 @@
 
 - A function with `**options: Unpack[Options]` is shown with the options themselves, as
   `inspect.signature` shows it.
+- A default that is the name of a constant is shown as the constant's value.
+- "width, depth: Sizes." in a docstring describes each of the names.
 - Names in backticks in docstrings become links where a page describes them.
 """
 
+import ast
 import re
+from collections import Counter
 from typing import Any
 
 import griffe
 
 NAME = re.compile(r"(?<![`\w\[])`([A-Za-z_][\w.]*)(\([^`\n]*\))?`(?!`)")
+GROUP = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+):((?: .*|)(?:\n\1 +.*)*)", re.M)
 PACKAGE = "stree_jax"
 
 
@@ -49,21 +54,72 @@ class Options(griffe.Extension):
         function.parameters = griffe.Parameters(*own)
 
 
-class Links(griffe.Extension):
-    """Turns names in backticks in docstrings into links."""
+class Defaults(griffe.Extension):
+    """Shows the value of a constant that is a parameter's default."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for function in functions_of(pkg):
+            for parameter in function.parameters:
+                name = str(parameter.default)
+                if not (name.isidentifier() and name.isupper()):
+                    continue
+                try:
+                    constant = pkg.modules_collection[function.module.resolve(name)]
+                    if constant.is_alias:
+                        constant = constant.final_target
+                    value = str(constant.value)
+                    ast.literal_eval(value)
+                except (AttributeError, KeyError, ValueError, griffe.GriffeError):
+                    continue
+                parameter.default = value
+
+
+class Groups(griffe.Extension):
+    """Splits the entries of docstrings that describe several names at once."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for thing in objects_of(pkg):
-            if thing.docstring is not None and not thing.docstring.value.isspace():
+            if thing.docstring is not None:
+                thing.docstring.value = GROUP.sub(split, thing.docstring.value)
+
+
+def split(match: re.Match[str]) -> str:
+    """Returns an entry for each name of a group."""
+    indent, names, text = match.groups()
+    return "\n".join(f"{indent}{name}:{text}" for name in names.split(", "))
+
+
+class Links(griffe.Extension):
+    """Turns names in backticks in docstrings into links.
+
+    A name is looked up as the code around it would; the name of a class that only one
+    module has may also be used elsewhere.
+    """
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        things = list(objects_of(pkg))
+        counts = Counter(thing.name for thing in things if thing.is_class)
+        classes = {
+            thing.name: thing.path
+            for thing in things
+            if thing.is_class and counts[thing.name] == 1
+        }
+        for thing in things:
+            if thing.docstring is not None:
                 thing.docstring.value = NAME.sub(
-                    lambda match, thing=thing: linked(match, thing, pkg),
+                    lambda match, thing=thing: linked(match, thing, pkg, classes),
                     thing.docstring.value,
                 )
 
 
-def linked(match: re.Match[str], thing: Any, package: griffe.Module) -> str:
+def linked(
+    match: re.Match[str], thing: Any, package: griffe.Module, classes: dict[str, str]
+) -> str:
     """Returns a name as a link, if the package has something of that name."""
     path = path_of(match[1], thing, package)
+    if path is None:
+        name, dot, rest = match[1].partition(".")
+        path = classes[name] + dot + rest if name in classes else None
     if path is None or path == thing.path:
         return match[0]
     # Optional: a name that no page describes stays code, without a warning.
