@@ -3,6 +3,7 @@
 - A function with `**options: Unpack[Options]` is shown with the options themselves, as
   `inspect.signature` shows it.
 - A default that is the name of a constant is shown as the constant's value.
+- A dataclass without defaults is shown by its attributes, without a signature.
 - "width, depth: Sizes." in a docstring describes each of the names.
 - Names in backticks in docstrings become links where a page describes them.
 """
@@ -74,6 +75,22 @@ class Defaults(griffe.Extension):
                 parameter.default = value
 
 
+class Results(griffe.Extension):
+    """Drops the signatures of dataclasses without defaults.
+
+    Such classes are results, which users read and do not construct.
+    """
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for thing in objects_of(pkg):
+            if not (thing.is_class and "dataclass" in thing.labels):
+                continue
+            init = thing.members.get("__init__")
+            fields = [p for p in init.parameters if p.name != "self"] if init else []
+            if fields and all(p.default is None for p in fields):
+                del thing.members["__init__"]
+
+
 class Groups(griffe.Extension):
     """Splits the entries of docstrings that describe several names at once."""
 
@@ -116,14 +133,13 @@ def linked(
     match: re.Match[str], thing: Any, package: griffe.Module, classes: dict[str, str]
 ) -> str:
     """Returns a name as a link, if the package has something of that name."""
-    path = path_of(match[1], thing, package)
-    if path is None:
-        name, dot, rest = match[1].partition(".")
-        path = classes[name] + dot + rest if name in classes else None
-    if path is None or path == thing.path:
+    name, dot, rest = match[1].removeprefix(f"{PACKAGE}.").partition(".")
+    path = path_of(name, thing, package) or classes.get(name)
+    if path is None or path + dot + rest == thing.path:
         return match[0]
     # Optional: a name that no page describes stays code, without a warning.
-    return f'<autoref optional identifier="{path}">{match[0]}</autoref>'
+    link = f'<autoref optional identifier="{path}{dot}{rest}">'
+    return f"{link}{match[0]}</autoref>"
 
 
 def path_of(name: str, thing: Any, package: griffe.Module) -> str | None:
@@ -138,7 +154,7 @@ def path_of(name: str, thing: Any, package: griffe.Module) -> str | None:
         pass
     for start in (package, package["models"]):
         try:
-            return start[name.removeprefix(f"{PACKAGE}.")].canonical_path
+            return start[name].canonical_path
         except (KeyError, griffe.AliasResolutionError):
             pass
     return None
