@@ -29,13 +29,15 @@ Every command prints its options with `--help`. Errors are one line on standard 
 The exit code is 0 if all went well, 2 for invalid input, 1 if a comparison found a
 difference, and 130 after Ctrl-C.
 """
-# Titles of argparse's own groups, and what the page calls them.
-TITLES = {"positional arguments": "Arguments", "options": "Options"}
-# What reads better as code: options, placeholders such as FILE, names of files.
+# What reads better as code: commands, options, placeholders, names of files.
 CODE = re.compile(
-    r"(?<![\w`/-])(--[a-z][a-z0-9-]*(?:[ =][A-Z][A-Z_]+\b)?|\b[A-Z]+(?:_[A-Z]+)+\b"
+    r"(?<![\w`/-])(stree-jax (?:COMMAND|[a-z]+)\b(?: --help)?"
+    r"|--[a-z][a-z0-9-]*(?:[ =][A-Z][A-Z_]+\b)?|\b[A-Z]+(?:_[A-Z]+)+\b"
     r"|[\w./-]+\.(?:json|jsonl|md|gz)\b)"
 )
+
+# What the texts of the parsers depend on.
+VARIABLES = ("STREE_JAX_CACHE", "XDG_CACHE_HOME", "COLUMNS")
 
 
 def page() -> str:
@@ -43,21 +45,18 @@ def page() -> str:
     from stree_jax.cli.main import build_parser
 
     home = os.path.expanduser("~")
-    without = {k: v for k, v in os.environ.items() if k not in CACHE_VARIABLES}
+    without = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     with mock.patch.dict(os.environ, without, clear=True):
         parser = build_parser()
         lines = [NOTE, "", "# Command line", "", INTRO]
         lines += ["| command | what it does |", "| --- | --- |"]
         for name, command, summary in commands_of(parser):
             anchor = command.prog.replace(" ", "-")
-            lines.append(f"| [`{name}`](#{anchor}) | {cell(summary)} |")
+            lines.append(f"| [`{name}`](#{anchor}) | {prose(summary)} |")
         lines += ["", *epilog(parser)]
         for _, command, summary in commands_of(parser):
             lines += section(command, summary, "##")
     return "\n".join(lines).replace(home + os.sep, "~/").rstrip() + "\n"
-
-
-CACHE_VARIABLES = ("STREE_JAX_CACHE", "XDG_CACHE_HOME", "COLUMNS")
 
 
 def commands_of(
@@ -80,17 +79,17 @@ def section(
         parser.add_options = None  # type: ignore[attr-defined]
         add_options(parser)
     text = parser.description or summary
-    text = text[:1].upper() + text[1:]
     end = "" if text.endswith((".", "!", "?")) else "."
-    yield from [f"{heading} {parser.prog}", "", prose(text) + end, ""]
+    yield from [f"{heading} {parser.prog}", "", prose(capitalised(text)) + end, ""]
     yield from ["```text", usage(parser), "```", ""]
     groups = [group for group in parser._action_groups if rows(parser, group)]
     for group in groups:
-        title = TITLES.get(group.title or "", group.title)
-        yield from [f"**{title}**", ""]
+        title = (group.title or "options").removeprefix("positional ")
+        yield from [f"**{capitalised(title)}**", ""]
         if group.description:
             yield from [prose(group.description), ""]
-        what = "argument" if group.title == "positional arguments" else "option"
+        named = any(action.option_strings for action in group._group_actions)
+        what = "option" if named else "argument"
         yield from [f"| {what} | meaning |", "| --- | --- |"]
         yield from rows(parser, group)
         yield ""
@@ -99,7 +98,7 @@ def section(
         yield from ["| command | what it does |", "| --- | --- |"]
         for name, command, text in below:
             anchor = command.prog.replace(" ", "-")
-            yield f"| [`{name}`](#{anchor}) | {cell(text)} |"
+            yield f"| [`{name}`](#{anchor}) | {prose(text)} |"
         yield ""
     yield from epilog(parser)
     for _, command, text in below:
@@ -133,7 +132,7 @@ def rows(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> lis
         names = [f"{name} {taken}".strip() for name in action.option_strings]
         label = ", ".join(f"`{name}`" for name in names or [taken])
         text = formatter._expand_help(action) if action.help else ""
-        found.append(f"| {label} | {cell(text)} |")
+        found.append(f"| {label} | {prose(text)} |")
     return found
 
 
@@ -172,7 +171,7 @@ def paragraph(lines: list[str]) -> Iterator[str]:
     text = " ".join(line for line in lines if line)
     lines.clear()
     if text:
-        yield from [prose(text), ""]
+        yield from [prose(capitalised(text)), ""]
 
 
 def fenced(lines: list[str]) -> Iterator[str]:
@@ -180,6 +179,11 @@ def fenced(lines: list[str]) -> Iterator[str]:
     if lines:
         yield from ["```text", *lines, "```", ""]
     lines.clear()
+
+
+def capitalised(text: str) -> str:
+    """Returns text with an upper-case first letter."""
+    return text[:1].upper() + text[1:]
 
 
 def prose(text: str) -> str:
@@ -194,11 +198,6 @@ def escaped(text: str) -> str:
     """Returns text with the characters of Markdown's own escaped."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*\[\]|])|(?<!\w)(_)|(_)(?!\w)", r"\\\g<0>", text)
-
-
-def cell(text: str) -> str:
-    """Returns text for a cell of a table."""
-    return prose(text)
 
 
 if __name__ == "__main__":
