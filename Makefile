@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real lint types check wheel-test gpu-check gpu-test clean
+.PHONY: demo test test-long test-fast test-real lint types check wheel-test gpu-check gpu-test docs \
+  docs-serve clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -87,5 +88,26 @@ gpu-check: .venv-gpu/.done
 gpu-test:
 	JAX_PLATFORMS=cuda python -m pytest -q -m gpu tests
 
+# The documentation site, in site/. Docstrings are read from the source, so that this
+# environment has neither jax nor the package.
+DOCS := .venv-docs/bin
+DOCS_PACKAGES := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*project["optional-dependencies"]["docs"], sep="\n")
+# The theme advertises its successor on every build.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs
+
+.venv-docs/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/python -c '$(DOCS_PACKAGES)' > .venv-docs/packages.txt
+	$(DOCS)/pip install --quiet --requirement .venv-docs/packages.txt
+	touch $@
+
+docs: .venv-docs/.done
+	$(MKDOCS) build --strict
+
+# The site at http://127.0.0.1:8000; pages are rebuilt when they change.
+docs-serve: .venv-docs/.done
+	$(MKDOCS) serve
+
 clean:
-	rm -rf .venv .venv-gpu .venv-real build dist *.egg-info
+	rm -rf .venv .venv-docs .venv-gpu .venv-real build dist site *.egg-info

@@ -26,6 +26,7 @@ def prose(page):
 def anchors(text):
     """What may stand behind a "#", as GitHub makes it of headings."""
     seen, found = Counter(), set(re.findall(r'<a id="([^"]+)"', text))
+    found |= set(re.findall(r"^::: (\S+)", text, re.M))  # of the API pages
     for heading in re.findall(r"^#+ (.*)$", text, re.M):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower().strip()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")

@@ -1,0 +1,134 @@
+"""The documentation site: its pages, and those that are made from the code.
+
+`make docs` builds it with `--strict`, which finds broken links and anchors; these tests
+need nothing but the test extra.
+"""
+
+import importlib
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+import stree_jax
+from stree_jax.bench.registry import BENCHMARKS
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+TOOLS = DOCS / "tools"
+NAMES = re.compile(r"^::: (\S+)$", re.M)
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml without the objects that its Python tags stand for."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Imports a module of the site's tools by name."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    yield importlib.import_module
+    for name in ("cli_page", "links"):
+        sys.modules.pop(name, None)
+
+
+def pages_of(entry):
+    """Yields the pages of an entry of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    elif isinstance(entry, dict):
+        for below in entry.values():
+            yield from pages_of(below)
+    else:
+        for below in entry:
+            yield from pages_of(below)
+
+
+def test_the_navigation_has_every_page_once():
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)
+    listed = Counter(pages_of(settings["nav"]))
+    files = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert set(listed) == files
+    assert set(listed.values()) == {1}
+
+
+def described():
+    """Names that the API pages describe."""
+    pages = sorted((DOCS / "reference" / "api").glob("*.md"))
+    return [name for page in pages for name in NAMES.findall(page.read_text("utf-8"))]
+
+
+def test_the_api_pages_have_every_public_name_once():
+    names = Counter(described())
+    public = {f"stree_jax.{name}" for name in stree_jax.__all__} - {
+        "stree_jax.__version__"
+    }
+    missing = public - set(names)
+    assert not missing
+    assert max(names.values()) == 1
+
+
+def find(name):
+    """Imports an attribute of a module, or a module; raises ImportError for others."""
+    module, _, last = name.rpartition(".")
+    if not hasattr(importlib.import_module(module), last):
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", described())
+def test_what_the_api_pages_describe_exists(name):
+    find(name)
+
+
+def test_a_name_that_does_not_exist_is_found():
+    with pytest.raises(ImportError):
+        find("stree_jax.sampling.settings.NoSuchName")
+
+
+def test_members_that_the_api_pages_choose_exist():
+    """A module is described by some of its members; a misspelt one would be missing."""
+    block = re.compile(r"^::: (\S+)\n((?: {4}.*\n)+)", re.M)
+    found = 0
+    for page in (DOCS / "reference" / "api").glob("*.md"):
+        for name, text in block.findall(page.read_text("utf-8")):
+            members = yaml.safe_load(text)["options"].get("members")
+            if not members:
+                continue
+            module = importlib.import_module(name)
+            for member in members:
+                assert hasattr(module, member), f"{page.name}: {name}.{member}"
+                found += 1
+    assert found
+
+
+def test_the_page_of_the_command_line_is_current(tools):
+    """If not: `python docs/tools/cli_page.py > docs/reference/cli.md`."""
+    page = tools("cli_page").page()
+    assert page == (DOCS / "reference" / "cli.md").read_text("utf-8")
+    for name in BENCHMARKS:
+        assert f"### stree-jax bench {name}\n" in page
+
+
+def test_links_that_leave_docs_are_found(tools):
+    links = tools("links")
+    text = (
+        "[in](other.md#a) ![figure](../../bench/figures/a.png) [web](https://x.y/z)\n"
+        "[table](../../bench/RESULTS.md#speed) [up](../index.md) [here](#anchor)\n"
+        "```sh\n[code](../../Makefile)\n```\n[after](../../models)\n"
+    )
+    found = list(links.outside_links(text, "how-to/page.md"))
+    assert [(path, anchor) for _, path, anchor in found] == [
+        ("bench/figures/a.png", ""),
+        ("bench/RESULTS.md", "#speed"),
+        ("models", ""),
+    ]
+    begin, end = found[1][0]
+    assert text[begin:end] == "../../bench/RESULTS.md#speed"
+    assert links.image_uri("bench/figures/a.png") == "figures/a.png"
+    assert not links.image_uri("bench/RESULTS.md")
