@@ -82,6 +82,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_mesh_option(p)
     add_process_options(p)
 
+    p = commands.add_parser("demo", help="compare speculative and plain decoding")
+    option(p, "--model", Path, None, "GGUF file; default: SmolLM2-135M if installed")
+    option(p, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, "most tokens of each output")
+
     p = commands.add_parser(
         "chat", help="talk to a model that keeps its state", epilog=CHAT_NOTES
     )
@@ -335,6 +339,10 @@ def run_command(args: argparse.Namespace) -> int:
             from stree_jax.cli import conversation
 
             return conversation.run_chat(args)
+        case "demo":
+            from stree_jax.cli import demo
+
+            return demo.run_demo(args)
         case "serve":
             return run_serve(args)
         case "convert":
