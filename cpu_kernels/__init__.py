@@ -1,8 +1,8 @@
 """Kernels for CPUs, compiled when the package is installed; absent without harm.
 
 `cpu_kernel` decorates a definition in JAX with the kernel that computes the same; the
-other modules say what the larger kernels support. `src/` holds the C++; `docs/cpu.md`
-says what runs when, and how to switch it off.
+other modules say what the larger kernels support. `src/` holds the C++.
+`docs/explanation/cpu-kernels.md` says what runs when, and how to switch it off.
 """
 
 from stree_jax.cpu_kernels.kernel import CpuKernel as CpuKernel

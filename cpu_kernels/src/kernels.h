@@ -1,6 +1,6 @@
 // What the kernels of one instruction set take and give.
 //
-// Letters as in docs/design.md: T rows or nodes, B batch, H heads, P head size, N state
+// Letters as in docs/explanation/design.md: T rows or nodes, B batch, H heads, P head size, N state
 // size, G groups; k and m are a weight's columns and rows.
 #pragma once
 #include <cstddef>
@@ -15,7 +15,7 @@
 namespace stree {
 
 // Whether weights are fetched into all caches, not into the outer ones alone: on AMD's CPUs from
-// Zen 5 on, and int8's of few rows on older ones, too. (docs/cpu.md has what either takes.)
+// Zen 5 on, and int8's of few rows on older ones, too. (bench/RESULTS-KERNELS.md has the times.)
 extern const bool into_all_caches, int8_into_all_caches;
 
 // Whether a block of one or two rows reads its columns one after another, as memory has them:

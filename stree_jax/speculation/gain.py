@@ -4,7 +4,7 @@ The time to decode a text is proportional to t / tau: t seconds per step, most o
 target's verification pass, and tau tokens per step. t comes from measured passes
 (`sizing.pass_time`), tau from the ranks that a drafter gives to the tokens of texts
 that the target wrote (`scoring.drafter_ranks`). Everything here is arithmetic on the
-host. docs/cost-model.md has the equations and an example.
+host. docs/explanation/cost-model.md has the equations and an example.
 """
 
 from collections.abc import Callable, Mapping, Sequence
