@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real lint types check wheel-test gpu-check gpu-test clean
+.PHONY: demo test test-long test-fast test-real format lint types check wheel-test gpu-check gpu-test clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -46,6 +46,11 @@ REAL := .venv-real/bin
 
 test-real: .venv-real/.done
 	$(REAL)/pytest -q -m real tests/real
+
+# Fixes what ruff can fix, and formats.
+format: .venv/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 lint: .venv/.test
 	$(BIN)/ruff check .
