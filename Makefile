@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-fast test-real lint types check wheel-test gpu-check gpu-test docs \
-  docs-serve clean
+.PHONY: demo test test-long test-fast test-real format lint types check wheel-test gpu-check gpu-test \
+  docs docs-serve clean
 
 KERNELS := setup.py $(wildcard cpu_kernels/src/*)
 
@@ -55,6 +55,11 @@ REAL := .venv-real/bin
 
 test-real: .venv-real/.done
 	$(REAL)/pytest -q -m real tests/real
+
+# Fixes what ruff can fix, and formats.
+format: .venv/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -1,4 +1,6 @@
-"""The formats that can be read, in one place: for messages and for the README."""
+"""The checkpoint formats that can be read, for error messages and for the table in
+docs/reference/supported-models.md.
+"""
 
 from typing import NamedTuple
 
@@ -7,10 +9,10 @@ class Family(NamedTuple):
     """A checkpoint format.
 
     Attributes:
-      name: how it is recognised: its `model_type`, or the file or field that marks it.
-      models: what it holds.
+      name: its `model_type`, or the file or field that marks the format.
+      models: the models that have this format.
       compared: what its logits are tested against.
-      exported: whether `stree-jax export` writes it, as the README says it.
+      exported: whether `stree-jax export` writes it, in the words of the table.
     """
 
     name: str
@@ -64,11 +66,12 @@ FAMILIES = (
 
 
 def names() -> str:
+    """Returns the names of all formats, for error messages."""
     return ", ".join(family.name for family in FAMILIES)
 
 
 def table() -> str:
-    """The table of the README."""
+    """Returns the table of docs/reference/supported-models.md."""
     lines = [
         "| format | models | logits tested against | export |",
         "| --- | --- | --- | --- |",

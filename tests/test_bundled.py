@@ -81,6 +81,8 @@ def test_logits_are_those_of_transformers(pair):
 
 
 def test_licence_and_recipe_are_recorded():
-    text = (Path(__file__).parent.parent / "docs" / "bundled-pair.md").read_text()
+    text = (
+        Path(__file__).parent.parent / "docs" / "reference" / "bundled-pair.md"
+    ).read_text()
     for word in ("seed", "licence", "held-out", "steps"):
         assert word in text

@@ -15,8 +15,7 @@
 namespace stree {
 
 // Whether weights are fetched into all caches, not into the outer ones alone: on AMD's CPUs from
-// Zen 5 on, and int8's of few rows on older ones, too. (bench/RESULTS-KERNELS.md has what either
-// takes.)
+// Zen 5 on, and int8's of few rows on older ones, too. (bench/RESULTS-KERNELS.md has the times.)
 extern const bool into_all_caches, int8_into_all_caches;
 
 // Whether a block of one or two rows reads its columns one after another, as memory has them:

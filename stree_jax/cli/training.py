@@ -25,8 +25,8 @@ the newest save. generate and chat take them: --drafter OUT."""
 TEXT_NOTES = """
 --text takes .txt, .md and .py files, records as JSON Lines or as a JSON list (text;
 prompt and completion; instruction, input and output; messages; conversations; ..; see
-docs/your-own-model.md), each of these as .gz, .zip archives and wheels, and folders of
-them. What is read, and what is skipped, is printed."""
+docs/reference/training-text.md), each of these as .gz, .zip archives and wheels, and
+folders of them. What is read, and what is skipped, is printed."""
 TRAINING_NOTES = """
 A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
 before it ends."""

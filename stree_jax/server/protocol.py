@@ -1,8 +1,8 @@
 """Checked requests of the protocol: unsupported fields are named, never ignored.
 
 The fields are those of OpenAI's API reference for completions and chat completions,
-and the sampling fields that vLLM, SGLang and llama.cpp add to them. docs/server.md
-lists what each odd value means here and at those servers.
+and the sampling fields that vLLM, SGLang and llama.cpp add to them.
+docs/reference/server.md lists what each odd value means here and at those servers.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What the passes of a step hold besides their arguments, predicted from shapes.
 
 The terms are what XLA:CPU of jax 0.10.2 was seen to do (`--xla_dump_to`, the buffer
-assignment of `loop.advance`); docs/memory.md has the table of how far off they are. The
+assignment of `loop.advance`); docs/explanation/memory.md says how far off they are. The
 parts of a step use the same memory one after another: the largest counts. Other
 platforms fuse otherwise: there the terms are a guess, and `memory.compiled_bytes` is
 what counts.

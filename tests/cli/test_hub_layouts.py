@@ -1,5 +1,5 @@
-"""The commands of docs/your-own-model.md for published checkpoints, on directories of
-their layouts: the same files, tiny random weights."""
+"""The commands of docs/tutorials/your-own-checkpoint.md for published checkpoints, on
+directories of their layouts: the same files, tiny random weights."""
 
 import io
 import json

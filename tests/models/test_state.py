@@ -20,9 +20,8 @@ from stree_jax.models import (
     prefill,
     tree_nodes,
 )
+from stree_jax.models.mixer import map_leaves
 from stree_jax.models.mixers import mamba2
-from stree_jax.models.mixers.attention import AttentionState
-from stree_jax.models.mixers.mamba2 import MambaState
 from stree_jax.models.nodes import NO_NODE
 from tests.models.configs import CONFIGS
 from tests.support.native import INSTRUCTIONS, use
@@ -43,10 +42,19 @@ FEW = 3  # nodes
 LEVELS = ["off", *([] if INSTRUCTIONS is None else [""])]
 
 
-def mixers_of(layers):
-    """The states of all mixers, one by one."""
-    for entry in layers:
-        yield from entry.values()
+def rows_of(state, b):
+    """The arrays of all mixers' states in one row, with their facts: caches up to the
+    committed length, beyond which they mean nothing."""
+    found, n = [], int(state.length[b])
+
+    def visit(x, facts):
+        axis = facts.capacity_axis
+        row = np.asarray(x[b])
+        found.append((row if axis is None else row.take(range(n), axis - 1), facts))
+        return x
+
+    map_leaves(visit, state.layers)
+    return found
 
 
 class Runner:
@@ -121,20 +129,12 @@ def random_accepted(rng, parents, lengths=None):
 def assert_same_state(actual, expected, tolerance=TOLERANCE):
     """Equal where a state means something: caches up to the committed length."""
     np.testing.assert_array_equal(actual.length, expected.length)
-    pairs = (mixers_of(state.layers) for state in (actual, expected))
-    for mine, other in zip(*pairs, strict=True):
-        if isinstance(other, MambaState):
-            assert mine.ssm.dtype == jnp.float32
-            assert_near(mine.ssm, other.ssm, tolerance)
-            assert_near(mine.conv, other.conv, tolerance)
-        elif isinstance(other, AttentionState):
-            for b, n in enumerate(np.asarray(expected.length)):
-                assert_near(mine.k[b, :, :n], other.k[b, :, :n], tolerance)
-                assert_near(mine.v[b, :, :n], other.v[b, :, :n], tolerance)
-            if other.conv is not None:
-                assert_near(mine.conv, other.conv, tolerance)
-        else:
-            assert mine is None and other is None
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for b in range(len(expected.length)):
+        pairs = zip(rows_of(actual, b), rows_of(expected, b), strict=True)
+        for (mine, facts), (other, _) in pairs:
+            assert facts.role != "state" or mine.dtype == jnp.float32
+            assert_near(mine, other, tolerance)
 
 
 @cache
@@ -218,14 +218,8 @@ def test_bfloat16_nodes_and_commit():
 def assert_row_unchanged(state, before, b):
     n = int(before.length[b])
     assert int(state.length[b]) == n
-    pairs = (mixers_of(each.layers) for each in (state, before))
-    for new, old in zip(*pairs, strict=True):
-        if isinstance(old, MambaState):
-            np.testing.assert_array_equal(new.ssm[b], old.ssm[b])
-            np.testing.assert_array_equal(new.conv[b], old.conv[b])
-        elif isinstance(old, AttentionState):
-            np.testing.assert_array_equal(new.k[b, :, :n], old.k[b, :, :n])
-            np.testing.assert_array_equal(new.v[b, :, :n], old.v[b, :, :n])
+    for (new, _), (old, _) in zip(rows_of(state, b), rows_of(before, b), strict=True):
+        np.testing.assert_array_equal(new, old)
 
 
 def test_pending_is_commit_then_forward(model):

@@ -1,15 +1,16 @@
-"""The README's table; `tests/stories/test_snippets.py` runs its examples."""
+"""The page of supported models has the table that the program prints."""
 
 from pathlib import Path
 
 from stree_jax.convert import supported
 from stree_jax.convert.configs import HF_TYPES
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reference" / "supported-models.md"
 
 
 def test_the_table_of_formats_is_the_programs():
     """`python -m stree_jax.convert.supported` prints it."""
-    assert supported.table() in README.read_text()
+    assert supported.table() in PAGE.read_text("utf-8")
     known = {family.name for family in supported.FAMILIES}
     assert set(HF_TYPES) <= known
