@@ -123,7 +123,7 @@ OPTIONS = {
     "--sizes": ["1", "3"],
     "--capacities": ["128", "512"],
     "--lengths": ["5", "300"],
-    "--text": ["5"],
+    "--text-tokens": ["5"],
     "--dtypes": ["float32"],
 }
 

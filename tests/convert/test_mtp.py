@@ -258,4 +258,4 @@ def test_the_command(source, tmp_path, capsys):
     code, _, err = run(capsys, "generate", "a", "--drafter", "mtp")
     assert code == 2 and "it has no MTP layers" in err
     code, _, err = run(capsys, "generate", "a", *options, "--ngrams", "x")
-    assert code == 2 and "they guess for a drafting model" in err
+    assert code == 2 and "proposes tokens for a draft model" in err
