@@ -59,9 +59,9 @@ GENERATE_NOTES = notes(
     """
 --json prints the text, its tokens and measurements. tokens_per_s leaves out
 compilation: it counts from the ninth target forward pass on, and is null for shorter
-texts. prefill_s, decode_s and first_run_s (seconds) include compilation. With --compare,
-plain and speculative decoding run several times in turn, and all figures but first_run_s
-are those of the run with the median time.""",
+texts. prefill_s, decode_s and first_run_s (seconds) include compilation. With
+--compare, plain and speculative decoding run several times in turn, and all figures but
+first_run_s are those of the run with the median time.""",
     'stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --compare',
     "stree-jax generate --file prompt.txt --model OWNER/NAME --temperature 0.8",
 )

@@ -111,6 +111,7 @@ ONE_MEANING = {
     "--count": "prompts of each file",
     "--drafter": "what proposes draft tokens; for ngrams, whose text is counted",
     "--dtype": "dtype of weights",
+    "--dtypes": "dtypes of weights",
     "--figure": "the path of figures to write",
     "--json": "figures as JSON: printed; of a benchmark, which prints a table, a file",
     "--lengths": "tokens of a text",
