@@ -24,6 +24,7 @@ NOTES = notes(
 SUGGESTED = {
     "--drafter": DRAFTERS,
     "--model": ("demo",),
+    "path": ("demo", "demo-drafter"),
     "--rule": RULES,
     "--target": ("demo",),
     "--tree": TREES,
@@ -111,7 +112,7 @@ def _option(action: argparse.Action) -> Option:
     name = names[-1] if names else action.dest
     values = tuple(map(str, action.choices or SUGGESTED.get(name, ())))
     text = (action.help or "").replace("%%", "%").replace("%(default)s", "")
-    text = " ".join(text.split()).partition(" (default")[0]
+    text = " ".join(text.split()).partition(" (default")[0].partition(";")[0]
     paths = action.type is Path or name in PATHS
     return Option(names, text, action.nargs != 0, values, paths)
 
@@ -217,7 +218,11 @@ def zsh(commands: Sequence[Command]) -> Iterator[str]:
         else:
             yield "        && return 0"
         yield "}"
-    yield '_stree_jax "$@"'
+    yield "if [[ $funcstack[1] == _stree-jax ]]; then"  # loaded from $fpath
+    yield '    _stree_jax "$@"'
+    yield "else"
+    yield "    compdef _stree_jax stree-jax"
+    yield "fi"
 
 
 def _zsh_function(words: Sequence[str]) -> str:
@@ -235,7 +240,7 @@ def _zsh_value(option: Option) -> str:
     """Returns the part of a specification that completes a value."""
     words = " ".join(option.values)
     if option.paths and words:
-        return f": :_alternative 'names:name:({words})' 'files:file:_files'"
+        return f': : _alternative names\\:name\\:"({words})" files\\:file\\:_files'
     if option.paths:
         return ": :_files"
     return f": :({words})" if words else ": : "

@@ -73,6 +73,7 @@ def test_words_are_completed_in_bash(scripts, tmp_path):
     assert set(of("generate", "--drafter", "f")) == {"folder", "file.txt"}
     assert of("generate", "--file", "fi") == ["file.txt"]
     assert of("generate", "--max-new-tokens", "") == []
+    assert of("info", "demo-") == ["demo-drafter"]
     assert of("serve", "--po") == ["--port"]
     assert of("generate", "--po") == []
     assert of("bench", "dec") == ["decode"]
