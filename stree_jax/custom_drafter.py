@@ -84,29 +84,20 @@ def custom_drafter(name: str, target: Model) -> AnyDrafter:
 
 def _called(name: str, function: Callable[..., Any], target: Model) -> Any:
     """Returns the result of a class or function; see `custom_drafter`."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions in C have no signature
-        parameters = {}
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    needed = [
-        p.name
-        for p in parameters.values()
-        if p.default is p.empty and p.kind in (*kinds, p.KEYWORD_ONLY)
-    ]
-    if len(needed) > 1:
+    parameters = inspect.signature(function).parameters.values()
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    takes = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if len(takes) > 1:
         raise ValueError(
             f"--drafter {name}: it is called with the target only, but needs "
-            f"{', '.join(needed)}; name a function that takes the target and returns a "
-            "drafter"
+            f"{', '.join(p.name for p in takes)}; name a function that takes the target "
+            "and returns a drafter"
         )
+    takes = takes or [p for p in parameters if p.name == "target"]
     try:
-        if needed or "target" in parameters:
-            parameter = parameters[needed[0] if needed else "target"]
-            if parameter.kind in kinds and [*parameters][0] == parameter.name:
-                return function(target)
-            return function(**{parameter.name: target})
-        return function()
+        if takes and takes[0].kind == inspect.Parameter.POSITIONAL_ONLY:
+            return function(target)
+        return function(**{p.name: target for p in takes})
     except (Exception, SystemExit) as error:
         raise _failed(name, "calling it", error) from error
 

@@ -99,8 +99,9 @@ def build_parser() -> Parser:
     def command(name: str, text: str, epilog: str, arguments: str = "") -> Parser:
         usage = f"%(prog)s {arguments} [options]".replace("  ", " ")
         description = f"{text[0].upper()}{text[1:]}."
-        options = dict(description=description, epilog=epilog, usage=usage)
-        return commands.add_parser(name, help=text, **options)
+        return commands.add_parser(
+            name, help=text, description=description, epilog=epilog, usage=usage
+        )
 
     p = command("generate", "continue a prompt", GENERATE_NOTES, "[PROMPT]")
     text = "text to continue; if omitted, --file or standard input is read"
