@@ -90,8 +90,8 @@ def _called(name: str, function: Callable[..., Any], target: Model) -> Any:
     if len(takes) > 1:
         raise ValueError(
             f"--drafter {name}: it is called with the target only, but needs "
-            f"{', '.join(p.name for p in takes)}; name a function that takes the target "
-            "and returns a drafter"
+            f"{', '.join(p.name for p in takes)}; name a function that takes the "
+            "target and returns a drafter"
         )
     takes = takes or [p for p in parameters if p.name == "target"]
     try:
