@@ -72,9 +72,9 @@ CHAT_NOTES = notes(
 )
 TUNE_NOTES = notes(
     """
-Prints the time of a decoding step by the size of its tree and, with a draft model, the
-time to draft a level. The times are saved in steps.json of the cache folder, where
-generate and chat find them; otherwise these measure them when they first need them.""",
+Prints the time of a decoding step by the size of its tree, and the time to draft a
+level. The times are saved in steps.json of the cache folder, where generate and chat
+find them; otherwise these measure them when they first need them.""",
     "stree-jax tune --model OWNER/NAME --drafter lookup",
 )
 CONVERT_NOTES = notes(
@@ -479,8 +479,8 @@ def run_tune(args: argparse.Namespace) -> None:
         nodes = "1 node (plain decoding)" if size == 1 else f"{size} nodes"
         print(f"step with a tree of {nodes}: {1e3 * seconds:.3f} ms")
     if times.draft:
-        print(f"draft model, first level: {1e3 * times.draft:.3f} ms")
-        print(f"draft model, each further level: {1e3 * times.level:.3f} ms")
+        print(f"drafting, first level: {1e3 * times.draft:.3f} ms")
+        print(f"drafting, each further level: {1e3 * times.level:.3f} ms")
     print(f"CPU kernels: {cpu_kernels.describe()}")
     if not step_times.is_kept(times):
         folder = cache_folder()
