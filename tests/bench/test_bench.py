@@ -460,7 +460,7 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
         ),
         ("profile", ["--figure", "f"], "--figure: bench profile draws no figure"),
         ("decode", ["--arms", "leviathan@A"], "leviathan is for chains"),
-        ("trees", ["--drafter", "none"], "bench trees needs a drafter"),
+        ("trees", ["--drafter", "none"], "bench trees needs a draft model"),
         ("cost", ["--arms", "Q"], "unknown name 'Q'"),
         ("cost", ["--arms", "auto"], "auto has no fixed shape to predict"),
         ("unrolled", ["--beam-widths", "0"], "beam"),
