@@ -26,7 +26,7 @@ from stree_jax.options import (
 )
 
 if TYPE_CHECKING:
-    from stree_jax.sizing.plan import Planned
+    from stree_jax.sizing.plan import Choice, Planned
 
 NOTES = notes(
     """
@@ -121,7 +121,8 @@ def report(found: "Planned") -> str:
         rows.append((drafter, tree, f"{choice.tau:.2f}", speed, size))
     return "\n".join(
         [
-            f"{best}: --tree {best.tree}" if best.drafter != "none" else str(best),
+            f"fastest setup: {best}",
+            f"options: {' '.join(options_of(best))}",
             "",
             *aligned(parts),
             "",
@@ -129,6 +130,17 @@ def report(found: "Planned") -> str:
             *aligned(rows),
         ]
     )
+
+
+def options_of(choice: "Choice") -> list[str]:
+    """Returns the options with which `generate` decodes as in a choice. A draft model or
+    heads are named as for the plan."""
+    words = ["--dtype", choice.dtype]
+    if choice.drafter in ("lookup", "none"):
+        words += ["--drafter", choice.drafter]
+    if choice.drafter != "none":
+        words += ["--tree", choice.tree]
+    return words
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -30,7 +30,7 @@ def test_json_and_table_agree(capsys):
     assert best["promised"] <= report["limit"]
     code, out, _ = run(capsys, "--memory", "1GB", *ASKED)
     lines = out.splitlines()
-    assert code == 0 and lines[0].endswith(f"--tree {best['tree']}")
+    assert code == 0 and lines[1].endswith(f" --tree {best['tree']}")
     (whole,) = (line for line in lines if line.startswith("total  "))
     assert whole.endswith(f"{best['bytes'] / 1e6:.2f} MB")
 
