@@ -133,8 +133,8 @@ def report(found: "Planned") -> str:
 
 
 def options_of(choice: "Choice") -> list[str]:
-    """Returns the options with which `generate` decodes as in a choice. A draft model or
-    heads are named as for the plan."""
+    """Returns the options with which `generate` decodes as in a choice. Draft models
+    and heads are named as for the plan."""
     words = ["--dtype", choice.dtype]
     if choice.drafter in ("lookup", "none"):
         words += ["--drafter", choice.drafter]
