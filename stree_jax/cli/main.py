@@ -66,7 +66,8 @@ first_run_s are those of the run with the median time.""",
     "stree-jax generate --file prompt.txt --model OWNER/NAME --temperature 0.8",
 )
 CHAT_NOTES = notes(
-    "Ctrl-C ends an answer; /exit, Ctrl-D or the end of the input ends the chat.",
+    "/help lists the commands of a chat. Ctrl-C ends an answer; /exit, Ctrl-D or the "
+    "end of the input ends the chat.",
     "stree-jax chat --model OWNER/NAME --system 'Answer briefly.'",
     "stree-jax chat --model model-Q4_K_M.gguf --memory 8GB --context 512 --queries 20",
 )
