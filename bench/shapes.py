@@ -211,7 +211,7 @@ def granite_small() -> ModelConfig:
 
 
 def config_of(shape: str) -> ModelConfig:
-    """Returns the config of a published shape. Raises ValueError for an unknown name."""
+    """Returns the config of a published shape. Raises ValueError for another name."""
     if shape in MAMBA2_SIZES:
         return mamba2(*MAMBA2_SIZES[shape])
     others = {

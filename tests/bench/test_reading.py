@@ -202,7 +202,7 @@ def test_loaded_weights_compile_once(caplog):
         ({"lengths": ["5", "600"]}, "--lengths: 600 tokens and a path need .* has 512"),
         (
             {"text": ["127"]},
-            "--text-tokens: 127 tokens and a path need caches of 130 rows",
+            "--text-tokens: 127 tokens and a path need caches of 130",
         ),
         ({"sizes": ["0", "1"]}, "--sizes: want at least 1, got 0"),
     ],
