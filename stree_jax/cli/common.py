@@ -4,7 +4,7 @@ import contextlib
 import sys
 
 
-def message(text: str) -> None:
+def print_status(text: str) -> None:
     """Prints a line on standard error, if it is open.
 
     If nobody reads standard error any more, work goes on: only the output needs a
@@ -16,7 +16,7 @@ def message(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-tell = message  # the name in `conversation` and `terminal`
+tell = print_status  # the name in `conversation` and `terminal`
 
 
 def notes(text: str, *commands: str) -> str:

@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any
 
-from stree_jax.cli.common import message
+from stree_jax.cli.common import print_status
 from stree_jax.options import DEVICES, add, group
 
 # jax is imported in the functions that need it, so that --help is fast.
@@ -62,7 +62,7 @@ def join(args: argparse.Namespace, prompt: str) -> None:
 
 def give_up(args: argparse.Namespace) -> None:
     """Ends the process with one line, before JAX ends it with a stack trace."""
-    message(
+    print_status(
         f"stree-jax: --coordinator {args.coordinator}: {args.processes} processes did "
         f"not connect within {CONNECT_S} s; start all of them, with the same address"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from stree_jax.bench.registry import add_bench_parsers
 from stree_jax.checks import DEFAULT_NEW_TOKENS
-from stree_jax.cli.common import message, notes
+from stree_jax.cli.common import notes, print_status
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
 from stree_jax.cli.completion import add_completion_options, run_completion
 from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_of
@@ -291,10 +291,10 @@ def console() -> int:
         return CLOSED_PIPE
     except OSError as error:  # from flushing, for example to a full disk
         drop_output()
-        message(f"stree-jax: standard output: {error.strerror or error}")
+        print_status(f"stree-jax: standard output: {error.strerror or error}")
         return 2
     except KeyboardInterrupt:  # before the command itself began
-        message("stree-jax: interrupted")
+        print_status("stree-jax: interrupted")
         return 130
 
 
@@ -341,9 +341,9 @@ def execute(args: argparse.Namespace) -> int:
             "--context, --batch or --length, or use --dtype bfloat16"
         )
     except KeyboardInterrupt:
-        message("stree-jax: interrupted")
+        print_status("stree-jax: interrupted")
         return 130
-    message(f"stree-jax: {problem}")
+    print_status(f"stree-jax: {problem}")
     return 2
 
 
@@ -351,7 +351,7 @@ class StderrHandler(logging.Handler):
     """A log handler that prints each record as one line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        message(f"stree-jax: {record.getMessage()}")
+        print_status(f"stree-jax: {record.getMessage()}")
 
 
 @contextmanager
@@ -378,7 +378,7 @@ def each_warning_once() -> Callable[..., None]:
     def show(warning: Warning | str, *_: Any, **__: Any) -> None:
         if str(warning) not in printed:
             printed.add(str(warning))
-            message(f"stree-jax: warning: {warning}")
+            print_status(f"stree-jax: warning: {warning}")
 
     return show
 
@@ -434,13 +434,13 @@ def run_convert(args: argparse.Namespace) -> int:
         dst,
         dtype=args.dtype,
         dt_floor=args.dt_floor,
-        warn=lambda text: message(f"stree-jax: warning: {text}"),
+        warn=lambda text: print_status(f"stree-jax: warning: {text}"),
     )
-    message(f"wrote {dst}")
+    print_status(f"wrote {dst}")
     if not args.verify:
         return 0
     difference = parity.largest_difference(src, dst, args.dt_floor)
-    message(str(difference))
+    print_status(str(difference))
     return 0 if difference.relative <= parity.LIMIT else 1  # NaN is 1
 
 
@@ -453,7 +453,7 @@ def run_export(args: argparse.Namespace) -> None:
     src = resolve(args.src)
     model = load(src, dtype=args.dtype, mtp=bool(info(src)["mtp_layers"]))
     export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
-    message(f"wrote {args.dst}")
+    print_status(f"wrote {args.dst}")
 
 
 def run_tune(args: argparse.Namespace) -> None:
@@ -486,7 +486,7 @@ def run_tune(args: argparse.Namespace) -> None:
     if not step_times.is_kept(times):
         folder = cache_folder()
         why = "is off" if folder is None else f"{folder}: cannot be written to"
-        message(
+        print_status(
             f"step times not saved: STREE_JAX_CACHE {why}; they are measured again "
             "when they are needed"
         )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from stree_jax.cli.common import message, notes
+from stree_jax.cli.common import notes, print_status
 from stree_jax.options import (
     CONTEXT_HELP,
     DEVICES,
@@ -180,7 +180,7 @@ def name_of(args: argparse.Namespace) -> str:
 
 
 def report_status(text: str) -> None:
-    message(f"stree-jax: {text}")
+    print_status(f"stree-jax: {text}")
 
 
 def check_model(args: argparse.Namespace) -> None:

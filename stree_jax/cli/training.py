@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.cli.common import message, notes
+from stree_jax.cli.common import notes, print_status
 from stree_jax.options import DTYPES, OUTPUT, SAMPLING, Parser, add, group
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def run_heads(args: argparse.Namespace, job: "Job") -> None:
         dtype=args.dtype,
     )
     save_heads(heads, args.out, args.target)
-    message(f"wrote {args.out}: {heads}")
+    print_status(f"wrote {args.out}: {heads}")
 
 
 def run_ngrams(args: argparse.Namespace) -> None:
@@ -264,4 +264,4 @@ def run_ngrams(args: argparse.Namespace) -> None:
     drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)
     ngrams = ngrams_of(drafter, recipe)
     save_ngrams(ngrams, args.out)
-    message(f"wrote {args.out}: {ngrams}")
+    print_status(f"wrote {args.out}: {ngrams}")
