@@ -1,5 +1,6 @@
 """The hybrid stack and its pure functions: a pass over a tree, and its logits."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -85,8 +86,12 @@ class Model:
         return format_of(self.params)
 
     def __repr__(self) -> str:
-        count = parameter_count(self.params)
-        return f"{type(self).__name__}({count:,} parameters, {self.config})"
+        config, count = self.config, parameter_count(self.params)
+        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(config.kinds).items())
+        return (
+            f"{type(self).__name__}({count:,} parameters in {self.weight_format}, "
+            f"layers: {kinds}; d_model {config.d_model}, {config.num_tokens} tokens)"
+        )
 
 
 def derived(model: Model, params: Params, config: ModelConfig) -> Model:

@@ -34,6 +34,10 @@ class State:
     layers: tuple[LayerState, ...]
     length: jax.Array
 
+    def __repr__(self) -> str:
+        rows = getattr(self.length, "shape", None)
+        return f"State({len(self.layers)} layers, length {rows})"
+
 
 @struct.dataclass
 class Pending:

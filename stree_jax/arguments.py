@@ -1,4 +1,7 @@
-"""The arguments of `generate`, checked and by row; nothing here touches a device."""
+"""Validates the arguments of `generate` and expands them to one value per row.
+
+Nothing here touches a device.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,23 +25,32 @@ from stree_jax.speculation.source import Source, check_state
 from stree_jax.vocabularies import warn_of_other_tokens
 
 Prompts = str | Sequence[str | Sequence[int]] | np.ndarray
-ROWLESS = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)  # not by row
-INSIDE_JIT = "call stree_jax.generate_tokens there"
-STOP_TOKEN_BUCKET = 8  # up to so many stop tokens share a program
+# Iterables that are not a list with one value per row.
+ROWLESS = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
+INSIDE_JIT = "inside jit call stree_jax.generate_tokens"
+# Tables of stop tokens are padded to multiples of this, so that prompts with different
+# numbers of stop tokens share compiled programs.
+STOP_TOKEN_BUCKET = 8
 
 
 def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> Any:
-    """`tokens` as int32 of `ndim` axes, every id below the vocabulary's size.
+    """Checks token ids and returns them as int32.
 
-    Inside `jit`, where ids are unknown, they are not looked at.
+    Inside `jit` only the shape and the dtype are checked, because ids are unknown.
+
+    Args:
+      name: the argument's name, for messages.
+      tokens: an array, or nested lists of ints.
+      config: the model's config, for the size of the vocabulary.
+      ndim: wanted number of axes.
 
     Raises:
-      ValueError: tokens of another shape or kind, or ids outside the vocabulary.
+      ValueError: another shape or dtype, or an id outside the vocabulary.
     """
     known = not isinstance(tokens, jax.core.Tracer)
     try:
         table = np.asarray(tokens) if known else tokens
-    except (TypeError, ValueError):  # rows of different lengths, or no numbers
+    except (TypeError, ValueError):  # rows of different lengths, or not numbers
         raise ValueError(f"{name}: want integers with {ndim} axes") from None
     if table.size == 0:
         table = table.astype(np.int32)
@@ -55,11 +67,16 @@ def checked_tokens(name: str, tokens: Any, config: ModelConfig, ndim: int) -> An
 
 
 def check_model(name: str, model: Any) -> None:
-    """Raises ValueError for what is not a model; a path is a likely mistake."""
+    """Raises ValueError if an argument is not a model.
+
+    Args:
+      name: the argument's name.
+      model: its value. For a path, a likely mistake, the message suggests `load`.
+    """
     if isinstance(model, str | os.PathLike):
         what = "string" if isinstance(model, str) else "path"
         path = shown(os.fspath(model))
-        raise ValueError(f"{name}: got a {what}; give stree_jax.load({path})")
+        raise ValueError(f"{name}: got a {what}; pass stree_jax.load({path})")
     if not isinstance(model, models.Model):
         raise ValueError(
             f"{name}: want a model of stree_jax.load, got {shown(type(model))}"
@@ -67,55 +84,67 @@ def check_model(name: str, model: Any) -> None:
 
 
 def as_loaded(model: Any) -> Model:
-    """Returns the model as `load` makes one: without a tokenizer if it has no place
-    for one.
+    """Returns a model as `load` returns it; one of `models.Model` has no tokenizer.
 
     Raises:
-      ValueError: it is not a model, or its parameters are values inside `jax.jit`.
+      ValueError: it is not a model, or its parameters are traced by `jax.jit`.
     """
     check_model("model", model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(model.params)):
-        raise ValueError(f"model: is an argument of jax.jit; {INSIDE_JIT}")
+        raise ValueError(f"model: it is an argument of jax.jit; {INSIDE_JIT}")
     if isinstance(model, Model):
         return model
     return Model(model.params, model.config, mesh=model.mesh, cut=model.cut)
 
 
 def check_mesh(model: Model, source: Source, limit: int | None) -> None:
-    """Raises ValueError where models are on other devices, or bytes are limited."""
+    """Checks that a drafter's models are on the target's devices.
+
+    Args:
+      model: the target.
+      source: the drafter.
+      limit: the memory limit, which a mesh does not support.
+
+    Raises:
+      ValueError: another mesh, or a memory limit on a mesh.
+    """
     if any(x.mesh is not None and x.mesh != model.mesh for x in source.models):
-        raise ValueError("drafter: it is on a mesh that the model is not on; load both")
+        raise ValueError(
+            "drafter: it is on another mesh than the model; load both on one"
+        )
     if model.mesh is not None and limit is not None:
-        raise ValueError("memory: is counted for one device; leave it out with a mesh")
+        raise ValueError("memory: limits are for one device; leave it out with a mesh")
 
 
 def warn_of_drafter(
     target: Model, drafter: AnyDrafter | Source, name: str = "drafter"
 ) -> None:
-    """Warns of each part of a checked drafter whose tokens are not the target's.
+    """Warns about each part of a drafter whose tokens differ from the target's.
 
     Args:
-      name: what the drafter is called in the warning.
+      target: the target model.
+      drafter: a drafter that was checked.
+      name: the drafter's name in the warning.
     """
     for one in source_of(drafter).vocabularies(name):
         warn_of_other_tokens(one.name, target, one.num_tokens, one.tokenizer)
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
-    """Returns the prompts as a list, one entry each, not yet encoded.
+    """Returns the prompts as a list with one entry per prompt, not yet encoded.
 
     Raises:
-      ValueError: it is not a text or a list of prompts; the way on is named for what
-        users of other libraries give.
+      ValueError: it is not a text or a list of prompts. For values that other libraries
+        accept, the message says what to pass instead.
     """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, jax.core.Tracer):
-        raise ValueError(f"prompts: is a value inside jax.jit; {INSIDE_JIT}")
+        raise ValueError(f"prompts: they are traced by jax.jit; {INSIDE_JIT}")
     if isinstance(prompts, Mapping) or hasattr(prompts, "columns"):
         raise ValueError(
             f"prompts: want a text or a list of prompts, got {type(prompts).__name__}; "
-            "give one of its columns, such as prompts['input_ids']"
+            "pass one of its columns, such as prompts['input_ids']"
         )
     if not isinstance(prompts, Iterable) or isinstance(prompts, ROWLESS):
         raise ValueError(
@@ -128,33 +157,36 @@ def listed_prompts(prompts: Any) -> list[Any]:
         if as_integer(prompt) is not None:
             raise ValueError(
                 f"prompts[{i}]: want integers with 1 axes, got {shown(prompt)}; for "
-                "one prompt of token ids give a list of it, [[1, 2, 3]]"
+                "one prompt of token ids pass a list of it, [[1, 2, 3]]"
             )
         if isinstance(prompt, bytes | bytearray | memoryview):
             raise ValueError(
                 f"prompts[{i}]: want a text or token ids, got {type(prompt).__name__}; "
-                "give its .decode()"
+                "pass its .decode()"
             )
         if isinstance(prompt, Mapping | set | frozenset):
             raise ValueError(
                 f"prompts[{i}]: want a text or token ids, got {type(prompt).__name__}"
             )
         if isinstance(prompt, jax.core.Tracer):
-            raise ValueError(f"prompts[{i}]: is a value inside jax.jit; {INSIDE_JIT}")
+            raise ValueError(f"prompts[{i}]: it is traced by jax.jit; {INSIDE_JIT}")
     return batch
 
 
 def encode_prompts(
     model: Model, prompts: Prompts, *, resumed: bool = False
 ) -> list[list[int]]:
-    """Returns prompts as token ids.
+    """Encodes prompts as token ids.
 
     Args:
-      resumed: whether the prompts continue earlier text, which may leave them empty.
-        Nothing is then put before them, neither a special token nor a space.
+      model: the model, with its tokenizer.
+      prompts: a text, a list of texts, or a list of lists of token ids.
+      resumed: True if the prompts continue earlier text. They may then be empty, and
+        no special token and no space is put before them.
 
     Raises:
-      ValueError: an empty batch or prompt, text without a tokenizer, bad ids.
+      ValueError: an empty batch or prompt, text without a tokenizer, or an id outside
+        the vocabulary.
     """
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts: want a text or a list of prompts, got {prompts!r}")
@@ -168,7 +200,7 @@ def encode_prompts(
             if tokenizer is None:
                 raise ValueError(
                     f"prompts[{i}] is text, but this model has no tokenizer.json; "
-                    "give token ids"
+                    "pass token ids"
                 )
             try:
                 prompt.encode()
@@ -194,16 +226,21 @@ def encode_prompts(
 def continued(
     model: Model, source: Source, past: Past, new: list[list[int]]
 ) -> list[list[int]]:
-    """Returns the whole texts of a `past` and what continues its rows.
+    """Returns the tokens of a `past`, each row followed by its new tokens.
 
-    A past of plain decoding may be continued with a drafter, which then reads all of
-    it.
+    A drafter can continue a past of plain decoding; it then reads the whole text.
+
+    Args:
+      model: the target model.
+      source: the drafter.
+      past: the past to continue.
+      new: new token ids of each row.
 
     Raises:
-      ValueError: another number of rows, or a past of another model.
+      ValueError: not a past, a past of another model, or another number of rows.
     """
     if not isinstance(past, Past):
-        hint = "; give its .past" if isinstance(past, Generation) else ""
+        hint = "; pass its .past" if isinstance(past, Generation) else ""
         kind = shown(type(past) if hint else past)
         raise ValueError(f"past: want the past of an earlier result, got {kind}{hint}")
     if len(past.tokens) != len(new):
@@ -213,7 +250,7 @@ def continued(
     everywhere = model.mesh is None and all(x.is_fully_replicated for x in leaves)
     placed = None if everywhere else _several(_mesh_of(past.target.length))
     if _several(model.mesh) != placed:
-        raise ValueError("past: of a model on other devices")
+        raise ValueError("past: it belongs to a model on other devices")
     check_state("past: of another target", model, past.target, len(new))
     for row in past.tokens:
         checked_tokens("past: its tokens", row, model.config, 1)
@@ -222,28 +259,35 @@ def continued(
 
 
 def check_not_taken(past: Past) -> None:
-    """Raises ValueError for a past whose arrays have become a later state's."""
+    """Raises ValueError for a past whose arrays were reused for a later state."""
     if past.target.length.is_deleted():
         raise ValueError(
-            "past: was taken over (take_past=True); go on with the later result's past"
+            "past: its arrays were reused (take_past=True); pass the past of the later "
+            "result"
         )
 
 
 def _mesh_of(x: jax.Array) -> Any:
-    """The mesh that an array is on, if it is on one."""
+    """Returns the mesh of an array, or None."""
     return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
 
 
 def _several(mesh: Any) -> Any:
-    """A mesh of several devices; one device is as good as none."""
+    """Returns a mesh of several devices; None for one of a single device."""
     return None if mesh is None or mesh.size == 1 else mesh
 
 
 def by_row(name: str, value: Any, rows: int, one: Any) -> list:
-    """Returns `rows` values from one value, or from a sequence of one for each row.
+    """Expands one value, or a list with one value per row, to a list of `rows` values.
 
     Args:
-      one: type of a value; `int` takes what `as_integer` takes.
+      name: the argument's name, for messages.
+      value: the argument's value.
+      rows: number of prompts.
+      one: type of a value; `int` accepts what `as_integer` accepts.
+
+    Raises:
+      ValueError: values of another type, or another number of them.
     """
     if (only := _as(one, value)) is not None:
         return [only] * rows
@@ -257,10 +301,15 @@ def by_row(name: str, value: Any, rows: int, one: Any) -> list:
 
 
 def lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
-    """Returns `rows` lists from one list for all rows, or from one list for each.
+    """Expands one list for all rows, or one list per row, to `rows` lists.
+
+    A set is accepted as a list, because the order of stops does not matter.
 
     Args:
-      one: as of `by_row`. Sets are lists, too: the order of stops is of no account.
+      name, value, rows, one: as in `by_row`.
+
+    Raises:
+      ValueError: as `by_row`.
     """
     if (only := _as(one, value)) is not None:
         return [[only]] * rows
@@ -279,33 +328,46 @@ def lists_by_row(name: str, value: Any, rows: int, one: Any) -> list[list]:
 
 
 def _as(one: Any, value: Any) -> Any:
-    """Returns the value as one of a type, or None."""
+    """Returns the value if it has the type `one`, else None."""
     if one is int:
         return as_integer(value)
     return value if isinstance(value, one) else None
 
 
 def _is_list(value: Any) -> bool:
-    """True for sequences, arrays with axes, sets and generators of values."""
+    """True for a sequence, an array with axes, a set or a generator of values."""
     unordered = isinstance(value, set | frozenset)
     texts = isinstance(value, ROWLESS) and not unordered
     return isinstance(value, Iterable) and not texts and getattr(value, "ndim", 1) > 0
 
 
 def _items(value: Any, *, sets: bool = False) -> list:
-    """Returns the items of a list as of `_is_list`, or nothing for other values."""
+    """Returns the items of a value that `_is_list` accepts; empty for other values.
+
+    Args:
+      value: any value.
+      sets: True to accept sets, too.
+    """
     unordered = isinstance(value, set | frozenset)
     return list(value) if _is_list(value) and (sets or not unordered) else []
 
 
 def _noun(kind: Any) -> str:
-    """Returns what a value of one type is called."""
+    """Returns the name of a type in messages."""
     nouns = {int: "integer", str: "string"}
     return nouns[kind] if kind in nouns else str(kind.__name__)
 
 
 def counts_by_row(name: str, value: Any, rows: int, least: int) -> list[int]:
-    """Returns numbers of tokens, `least` .. MOST_TOKENS, by row."""
+    """Returns one number of tokens per row, each in `least` .. MOST_TOKENS.
+
+    Args:
+      name, value, rows: as in `by_row`.
+      least: smallest allowed number.
+
+    Raises:
+      ValueError: as `by_row`, or a number out of range.
+    """
     counts = by_row(name, value, rows, int)
     for n in counts:
         if not least <= n <= MOST_TOKENS:
@@ -315,7 +377,16 @@ def counts_by_row(name: str, value: Any, rows: int, least: int) -> list[int]:
 
 
 def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
-    """Stop tokens [rows, n] int32, padded with -1."""
+    """Returns the stop tokens [rows, n] int32, padded with -1.
+
+    Args:
+      model: the target model. Its own stop tokens are used if `stop_tokens` is None.
+      stop_tokens: the argument of `generate`.
+      rows: number of prompts.
+
+    Raises:
+      ValueError: not token ids, or ids outside the vocabulary.
+    """
     if stop_tokens is None:
         stop_tokens = model.config.stop_tokens
     if isinstance(stop_tokens, Iterator):
@@ -323,7 +394,7 @@ def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
     one_text = isinstance(stop_tokens, str)
     if one_text or any(isinstance(t, str) for t in _items(stop_tokens, sets=True)):
         raise ValueError(
-            f"stop_tokens: want token ids, got {shown(stop_tokens)}; give "
+            f"stop_tokens: want token ids, got {shown(stop_tokens)}; pass "
             "model.tokenizer.token_to_id(...) of each, or stop_strings= for texts"
         )
     lists = lists_by_row("stop_tokens", stop_tokens, rows, int)
@@ -341,7 +412,13 @@ def stop_token_table(model: Model, stop_tokens: Any, rows: int) -> np.ndarray:
 def check_min_new_tokens(
     least: Sequence[int], stop_tokens: np.ndarray, num_tokens: int
 ) -> None:
-    """Raises ValueError where a row has to go on but no token lets it."""
+    """Raises ValueError if a row has a minimum length but every token would stop it.
+
+    Args:
+      least: minimum number of new tokens of each row.
+      stop_tokens: [rows, n] int32, padded with -1.
+      num_tokens: size of the vocabulary.
+    """
     for n, ids in zip(least, stop_tokens, strict=True):
         if n and len(set(ids.tolist()) - {-1}) >= num_tokens:
             raise ValueError(f"min_new_tokens: {n}, but every token is a stop token")

@@ -1,6 +1,6 @@
 """Checks of arguments that every package may use: numbers, paths and option names.
 
-Nothing here imports jax, so that a wrong argument costs no start of a device.
+Nothing here imports jax, so a wrong argument is reported without starting a device.
 """
 
 import difflib
@@ -8,7 +8,8 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -16,158 +17,220 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEFAULT_NEW_TOKENS = 128  # of an answer, where nothing is said of it
+DEFAULT_NEW_TOKENS = 128  # tokens of a result if `max_new_tokens` is not given
 MOST_SHOWN = 80  # characters of a wrong value that a message repeats
-CLOSE = 0.6  # similarity of names above which one is suggested for the other
+MOST_SUGGESTED = 40  # characters of a value that a suggested argument repeats
+MIN_SIMILARITY = 0.6  # of a misspelt name to the one that is suggested (difflib)
 
-_SAMPLING = "sampling=Sampling({}=...)"
-_NOT_NEEDED = "leave it out, {}"
-# Options of other libraries, and what to write here instead: pairs of an option of the
-# called function and what to say. A hint is given if the function has that option.
-HINTS: dict[str, tuple[tuple[str, str], ...]] = {
-    name: (("sampling", _SAMPLING.format(here)), ("sampled", "sampled=True"))
-    for name, here in {
-        "temperature": "temperature",
-        "temp": "temperature",
-        "top_k": "top_k",
-        "top_p": "top_p",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
-        "repeat_penalty": "repetition_penalty",
-    }.items()
-}
-HINTS |= {
-    "do_sample": (
-        ("sampling", "sampling=Sampling(), or no sampling= for greedy decoding"),
+
+@dataclass(frozen=True)
+class Hint:
+    """Advice for a keyword that another library has and the called function has not.
+
+    Attributes:
+      option: an argument; the hint is given for functions that have it.
+      advice: what to write instead. "{}" stands for the value that was passed.
+    """
+
+    option: str
+    advice: str
+
+
+# Keywords of other libraries, and hints in the order in which they are tried. Every
+# function that has the option of a hint can give it.
+_HINTS: tuple[tuple[str, tuple[Hint, ...]], ...] = (
+    *(
+        (
+            f"{name} {other_names}",
+            (
+                Hint(
+                    "lengths",  # of generate_tokens
+                    f"pass sampling=sampling_rows([Sampling({name}={{}}), ...])",
+                ),
+                Hint("sampling", f"pass sampling=Sampling({name}={{}})"),
+                Hint("sampled", "pass sampled=True"),
+                Hint(name, f"pass {name}={{}}"),
+            ),
+        )
+        for name, other_names in (
+            ("temperature", "temp"),
+            ("top_k", "topk"),
+            ("top_p", "topp"),
+            ("min_p", "minp"),
+            ("repetition_penalty", "repeat_penalty"),
+        )
     ),
-    "sampling_params": (("sampling", _SAMPLING.format("temperature")),),
-    "generation_config": (("sampling", _SAMPLING.format("temperature")),),
-    **{
-        name: (
-            ("sampling", _SAMPLING.format("seed")),
-            ("key", "key=jax.random.key(seed)"),
-        )
-        for name in ("seed", "random_seed", "random_state", "rng", "generator")
-    },
-    **{
-        name: (("max_new_tokens", "max_new_tokens="),)
-        for name in (
-            *("max_tokens", "max_length", "n_predict", "num_predict", "max_gen_len"),
-            *("max_completion_tokens", "num_tokens", "length", "n_tokens"),
-        )
-    },
-    **{
-        name: (("min_new_tokens", "min_new_tokens="),)
-        for name in ("min_tokens", "min_length")
-    },
-    **{
-        name: (("stop_strings", "stop_strings= for texts, stop_tokens= for token ids"),)
-        for name in ("stop", "stops", "stop_sequences", "stop_words", "until")
-    },
-    **{
-        name: (("stop_tokens", "stop_tokens="),)
-        for name in (
-            *("eos_token_id", "eos_token_ids", "eos", "stop_token_ids", "eos_id"),
-            "stopping_criteria",
-        )
-    },
-    "ignore_eos": (("stop_tokens", "stop_tokens=()"),),
-    **{
-        name: (("drafter", "drafter="),)
-        for name in (
-            *("draft_model", "assistant_model", "speculative_model", "draft"),
-            *("draft_model_path", "drafter_model", "assistant", "speculative_config"),
-        )
-    },
-    **{
-        name: (("drafter", "drafter='lookup'"),)
-        for name in ("prompt_lookup_num_tokens", "prompt_lookup", "ngram")
-    },
-    **{
-        name: (("tree", "tree='chain:N' for N draft tokens in a row"),)
-        for name in (
-            *("num_assistant_tokens", "num_speculative_tokens", "num_draft_tokens"),
-            *("draft_tokens", "gamma", "lookahead"),
-        )
-    },
-    **{
-        name: (("tree", "tree='beam:WxD' to draft by beam search; texts have none"),)
-        for name in ("num_beams", "beam_size", "beam_width", "beams")
-    },
-    **{
-        name: (("n", "n="),)
-        for name in ("num_return_sequences", "best_of", "num_samples", "samples")
-    },
-    **{
-        name: (("logprobs", "logprobs=K for the K best of each token"),)
-        for name in ("top_logprobs", "num_logprobs", "output_scores", "output_logits")
-    },
-    **{
-        name: (("past", "past=result.past of a call with keep_past=True"),)
-        for name in ("past_key_values", "cache", "kv_cache", "state")
-    },
-    "use_cache": (("keep_past", "keep_past="),),
-    "streamer": (("prompts", "stree_jax.stream(...)"),),
-    "stream": (("prompts", "stree_jax.stream(...)"),),
-    **{
-        name: (("prompts", "prompts="), ("tokens", "tokens="))
-        for name in (
-            *("prompt", "inputs", "input_ids", "text", "texts", "prompt_token_ids"),
-            *("prompt_ids", "token_ids", "ids", "input"),
-        )
-    },
-    "messages": (("prompts", "prompts= with the chat as one text"),),
-    **{
-        name: (("prompts", _NOT_NEEDED.format("prompts of any lengths go together")),)
-        for name in ("attention_mask", "pad_token_id", "padding", "position_ids")
-    },
-    "tokenizer": (
-        ("prompts", _NOT_NEEDED.format("the model has its tokenizer")),
-        ("path_or_hub_id", _NOT_NEEDED.format("the checkpoint's is loaded with it")),
+    (
+        "do_sample sample",
+        (
+            Hint(
+                "sampling",
+                "pass sampling=Sampling() to sample; greedy decoding is the default",
+            ),
+        ),
     ),
-    **{
-        name: (("memory", "memory="),)
-        for name in ("max_memory", "mem", "memory_limit", "gpu_memory_utilization")
-    },
-    **{
-        name: (("rule", "rule="),)
-        for name in ("acceptance", "acceptance_rule", "accept", "verify", "policy")
-    },
-    **{
-        name: (("dtype", "dtype='float32', 'bfloat16' or 'int8'"),)
-        for name in ("torch_dtype", "precision", "weights_dtype", "quantize")
-    },
-    **{
-        name: (("dtype", "dtype='int8'"),)
-        for name in ("load_in_8bit", "load_in_4bit", "quantization")
-    },
-    "quantization_config": (("dtype", "dtype='int8'"),),
-    **{
-        name: (("mesh", "mesh=stree_jax.make_mesh(...)"),)
-        for name in ("device_map", "devices", "tensor_parallel_size", "tp", "sharding")
-    },
-    **{
-        name: (("path_or_hub_id", "path_or_hub_id="), ("path", "path="))
-        for name in ("model_path", "checkpoint", "repo_id", "model_id", "filename")
-    },
-    "trust_remote_code": (
-        ("path_or_hub_id", _NOT_NEEDED.format("code of a checkpoint is never run")),
+    (
+        "sampling_params generation_config sampler",
+        (Hint("sampling", "pass sampling=Sampling(temperature=0.8, top_p=0.95)"),),
     ),
-    **{
-        name: (("batch", "batch="),)
-        for name in ("batch_size", "rows", "num_prompts", "bs")
-    },
-    **{
-        name: (("context", "context="),)
-        for name in ("max_model_len", "n_ctx", "context_length", "max_seq_len")
-    },
-}
+    (
+        "seed random_seed random_state rng generator",
+        (
+            Hint("sampling", "pass sampling=Sampling(seed={})"),
+            Hint("key", "pass key=jax.random.key({})"),
+            Hint("seed", "pass seed={}"),
+        ),
+    ),
+    (
+        "max_tokens max_length n_predict num_predict max_gen_len max_completion_tokens "
+        "num_tokens length n_tokens max_new_tokens",
+        (
+            Hint("max_new_tokens", "pass max_new_tokens={}"),
+            Hint("temperature", "pass max_new_tokens={} to generate()"),
+        ),
+    ),
+    (
+        "min_tokens min_length min_new_tokens",
+        (
+            Hint("min_new_tokens", "pass min_new_tokens={}"),
+            Hint("temperature", "pass min_new_tokens={} to generate()"),
+        ),
+    ),
+    (
+        "stop stops stop_sequences stop_words until stop_strings",
+        (
+            Hint(
+                "stop_strings",
+                "pass stop_strings= with texts, or stop_tokens= with token ids",
+            ),
+            Hint("temperature", "pass stop_strings={} to generate()"),
+        ),
+    ),
+    (
+        "eos_token_id eos_token_ids eos stop_token_ids eos_id",
+        (Hint("stop_tokens", "pass stop_tokens={}"),),
+    ),
+    (
+        "stopping_criteria",
+        (
+            Hint(
+                "stop_tokens",
+                "pass stop_tokens= with token ids, or stop_strings= with texts",
+            ),
+        ),
+    ),
+    ("ignore_eos", (Hint("stop_tokens", "pass stop_tokens=()"),)),
+    (
+        "draft_model assistant_model speculative_model draft draft_model_path "
+        "drafter_model assistant speculative_config",
+        (Hint("drafter", "pass drafter=stree_jax.load(...)"),),
+    ),
+    (
+        "prompt_lookup_num_tokens prompt_lookup ngram",
+        (Hint("drafter", "pass drafter='lookup'"),),
+    ),
+    (
+        "num_assistant_tokens num_speculative_tokens num_draft_tokens draft_tokens "
+        "gamma lookahead",
+        (Hint("tree", "pass tree='chain:{}' for a chain of {} draft tokens"),),
+    ),
+    (
+        "num_beams beam_size beam_width beams",
+        (
+            Hint(
+                "tree",
+                "beam search over whole outputs is not supported (tree='beam:4x4' "
+                "drafts by beam search, with the same output)",
+            ),
+        ),
+    ),
+    (
+        "num_return_sequences best_of num_samples samples",
+        (Hint("n", "pass n={}"),),
+    ),
+    (
+        "top_logprobs num_logprobs output_scores output_logits",
+        (Hint("logprobs", "pass logprobs=K for the K best of each token"),),
+    ),
+    (
+        "past_key_values cache kv_cache state",
+        (Hint("past", "pass past=result.past, of a call of generate(keep_past=True)"),),
+    ),
+    ("use_cache", (Hint("keep_past", "pass keep_past={}"),)),
+    ("streamer stream", (Hint("prompts", "call stree_jax.stream(...) instead"),)),
+    (
+        "prompt inputs input_ids text texts prompt_token_ids prompt_ids token_ids ids "
+        "input",
+        (Hint("prompts", "pass prompts={}"), Hint("tokens", "pass tokens={}")),
+    ),
+    (
+        "messages",
+        (Hint("prompts", "pass prompts= with the whole chat as one text"),),
+    ),
+    (
+        "attention_mask pad_token_id padding position_ids",
+        (Hint("prompts", "leave it out, prompts may have different lengths"),),
+    ),
+    (
+        "tokenizer",
+        (
+            Hint("prompts", "leave it out, the model has its tokenizer"),
+            Hint("path_or_hub_id", "leave it out, load() reads the checkpoint's own"),
+        ),
+    ),
+    (
+        "max_memory mem memory_limit",
+        (Hint("memory", "pass memory={}"),),
+    ),
+    (
+        "gpu_memory_utilization",
+        (Hint("memory", "pass memory= with an amount such as '8GB'"),),
+    ),
+    (
+        "acceptance acceptance_rule accept verify policy",
+        (Hint("rule", "pass rule={}"),),
+    ),
+    (
+        "torch_dtype precision weights_dtype quantize",
+        (Hint("dtype", "pass dtype='float32', 'bfloat16' or 'int8'"),),
+    ),
+    (
+        "load_in_8bit load_in_4bit quantization quantization_config",
+        (Hint("dtype", "pass dtype='int8'"),),
+    ),
+    (
+        "device_map devices tensor_parallel_size tp sharding",
+        (Hint("mesh", "pass mesh=stree_jax.make_mesh(...)"),),
+    ),
+    (
+        "model_path checkpoint repo_id model_id filename",
+        (
+            Hint("path_or_hub_id", "pass path_or_hub_id={}"),
+            Hint("path", "pass path={}"),
+        ),
+    ),
+    (
+        "trust_remote_code",
+        (Hint("path_or_hub_id", "leave it out, code of a checkpoint is never run"),),
+    ),
+    ("batch_size rows num_prompts bs", (Hint("batch", "pass batch={}"),)),
+    (
+        "max_model_len n_ctx context_length max_seq_len",
+        (Hint("context", "pass context={}"),),
+    ),
+)
+HINTS = {name: hints for names, hints in _HINTS for name in names.split()}
 
 
 class _Fork:
-    """Whether this process was forked from one in which JAX had started."""
+    """Records whether this process was forked from one in which JAX had started.
 
-    parent_had_started = False  # noted before each fork, in the parent
+    Attributes:
+      parent_had_started: set in the parent, just before each fork.
+      broken: True in a child in which compiled programs would hang.
+    """
+
+    parent_had_started = False
     broken = False
 
 
@@ -185,8 +248,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_not_forked() -> None:
-    """Raises RuntimeError in a forked process in which a program would hang: JAX's
-    threads stay in the parent."""
+    """Raises RuntimeError in a forked process if JAX had started before the fork.
+
+    JAX's threads stay in the parent, so a compiled program would hang in the child.
+    """
     if _Fork.broken:
         raise RuntimeError(
             "this process was forked after JAX had started in its parent, and would "
@@ -195,20 +260,23 @@ def check_not_forked() -> None:
 
 
 def with_hints(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes calls with an unknown keyword raise a TypeError that names the function and
-    what to write instead, before anything else is done."""
+    """Decorates a public function so that an unknown keyword raises a helpful error.
+
+    The TypeError names the function, the keyword and what to write instead. It is
+    raised before the function does anything. The signature stays visible.
+    """
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        known = inspect.signature(call).parameters  # `generate` is given its own later
-        check_keywords(function.__name__, options, known)
+        # Read the signature at each call: `generate` gets its own after decoration.
+        check_keywords(function.__name__, options, inspect.signature(call).parameters)
         return function(*args, **options)
 
     return call
 
 
 def class_with_hints(kind: type[R]) -> type[R]:
-    """Makes a dataclass refuse an unknown field as `with_hints` does."""
+    """Decorates a dataclass as `with_hints` decorates a function."""
     init, known = kind.__init__, inspect.signature(kind).parameters
 
     @wraps(init)
@@ -221,59 +289,73 @@ def class_with_hints(kind: type[R]) -> type[R]:
     return kind
 
 
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(
+    function: str, given: Mapping[str, Any], known: Iterable[str]
+) -> None:
     """Raises TypeError for the first keyword that a function does not have.
 
     Args:
       function: name under which users call it.
-      given, known: names of keywords.
+      given: the keywords of a call and their values.
+      known: names of the function's arguments.
     """
     known = [*known]
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             raise TypeError(
-                f"{function}() got an unexpected keyword argument {name!r}; "
-                f"{_way_on(name, known)}"
+                f"{function}() has no argument {name!r}: {_advice(name, value, known)}"
             )
 
 
-def _way_on(name: str, known: list[str]) -> str:
-    """Returns the hint for an unknown keyword: what to write instead."""
-    for option, hint in HINTS.get(name.lower(), ()):
-        if option in known:
-            return hint if hint.startswith("leave") else f"use {hint}"
-    close = difflib.get_close_matches(name.lower(), known, 1, CLOSE)
+def _advice(name: str, value: Any, known: list[str]) -> str:
+    """Returns what to write instead of an unknown keyword."""
+    for hint in HINTS.get(name.lower(), ()):
+        if hint.option in known:
+            return hint.advice.replace("{}", _as_written(value))
+    close = difflib.get_close_matches(name.lower(), known, 1, MIN_SIMILARITY)
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(known)}"
+    return f"its arguments are {', '.join(known)}"
+
+
+def _as_written(value: Any) -> str:
+    """Returns a number or string as Python code, and "..." for other values."""
+    literal = value is None or isinstance(value, bool | int | float | str)
+    text = repr(value) if literal else ""
+    return text if 0 < len(text) <= MOST_SUGGESTED else "..."
 
 
 def _axes(value: Any) -> int:
-    """Returns how many axes an array has; 0 for other values."""
+    """Returns the number of axes of an array; 0 for other values."""
     return getattr(value, "ndim", None) or 0
 
 
 def as_integer(value: Any) -> int | None:
-    """Returns an int from an int of Python or NumPy or an array of one integer without
-    axes; None for anything else, a bool included."""
+    """Converts an integer of Python or NumPy, or an array of one integer without axes.
+
+    Returns:
+      the int; None for any other value. A bool is not an integer here.
+    """
     kind = getattr(getattr(value, "dtype", None), "kind", "i")
     if isinstance(value, bool) or kind not in "iu" or _axes(value):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # no number, or one that jax.jit does not know yet
+    except TypeError:  # not a number, or a traced value inside jax.jit
         return None
 
 
 def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
-    """Returns the int of `as_integer` if it is in low .. high.
+    """Returns the int of `as_integer` after checking that it is in low .. high.
 
     Args:
-      name: of the argument, for the message.
-      what: what is wanted, for the message.
+      name: the argument's name, for the message.
+      value: the argument's value.
+      low, high: smallest and largest allowed value.
+      what: description of the allowed values, for the message.
 
     Raises:
-      ValueError: anything else.
+      ValueError: `value` is not an integer, or out of range.
     """
     number = as_integer(value)
     if number is None or not low <= number <= high:
@@ -282,13 +364,16 @@ def integer(name: str, value: Any, low: int, high: int, what: str) -> int:
 
 
 def decimal(text: str) -> int | None:
-    """Returns a number from up to 9 decimal digits; None for any other text."""
+    """Converts a text of 1 to 9 decimal digits; returns None for any other text."""
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else None
 
 
 def as_real(value: Any) -> float | None:
-    """Returns a float from a number of Python or NumPy or an array of one number
-    without axes; None for anything else, a bool included."""
+    """Converts a number of Python or NumPy, or an array of one number without axes.
+
+    Returns:
+      the float; None for any other value. A bool is not a number here.
+    """
     kind = str(getattr(value, "dtype", type(value).__name__))
     if not kind.startswith(("int", "uint", "float", "bfloat")) or _axes(value):
         return None
@@ -299,7 +384,12 @@ def as_real(value: Any) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a bool of Python or NumPy; raises ValueError for anything else."""
+    """Converts a bool of Python or NumPy; raises ValueError for any other value.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the argument's value.
+    """
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if not isinstance(value, bool) and (kind != "b" or _axes(value)):
         raise ValueError(f"{name}: want True or False, got {shown(value)}")
@@ -307,16 +397,20 @@ def flag(name: str, value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a message repeats it: in one line, and shortened."""
+    """Returns the repr of a value on one line of at most MOST_SHOWN characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
 def as_path(name: str, value: Any) -> Path:
-    """Returns a path from a string or a path.
+    """Converts a string or a path to a `Path`; the file need not exist.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the argument's value.
 
     Raises:
-      ValueError: another type, an empty name, or one that no file system takes.
+      ValueError: another type, an empty name, or a name that the system rejects.
     """
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise ValueError(f"{name}: want a path, got {type(value).__name__}")
@@ -328,8 +422,8 @@ def as_path(name: str, value: Any) -> Path:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        # A file in the place of a folder, or a folder that is closed to us, is told of
-        # by whoever opens it.
+        # Opening the file reports a path through a file and a folder without
+        # permission, so these two are not errors of the name.
         if not isinstance(error, NotADirectoryError | PermissionError):
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{name}: {shown(str(value))}: {reason}") from error

@@ -1,4 +1,4 @@
-"""`generate` and `stream`: prompts in, text and statistics out."""
+"""`generate`, `stream` and `tune`: from prompts to text and statistics."""
 
 import inspect
 import time
@@ -64,7 +64,7 @@ from stree_jax.version import __version__
 
 
 class Options(TypedDict, total=False):
-    """The options of `generate` and `stream`, which documents them."""
+    """The options of `generate` and `stream`, documented at `generate`."""
 
     max_new_tokens: int | Sequence[int]
     drafter: AnyDrafter
@@ -107,16 +107,21 @@ def checked(
     take_past: bool = False,
     memory: str | int | None = None,
 ) -> tuple[Start, Spec, Plan]:
-    """Checks the arguments of `generate`, before any text is read.
+    """Validates the arguments of `generate`, before any prompt is read.
 
     Returns:
-      what the generation begins with, the decoder that reads the prompts, and what is
-      needed on the host.
+      the prompts and requests, the specification that reads the prompts, and what the
+      host needs after prefill.
+
+    Raises:
+      ValueError: an argument is wrong.
     """
     check_not_forked()
     if getattr(jax.config, "jax_debug_infs", False):
-        problem = "masks hold -inf, so every step would stop there; unset it"
-        raise ValueError(f"jax_debug_infs: {problem} (jax_debug_nans works)")
+        raise ValueError(
+            "jax_debug_infs: attention masks contain -inf, so every step would stop; "
+            "unset it (jax_debug_nans works)"
+        )
     model = as_loaded(model)
     keep_past, take_past = flag("keep_past", keep_past), flag("take_past", take_past)
     limit = None if memory is None else bytes_named(memory)
@@ -146,14 +151,14 @@ def checked(
     if sampling is not None:
         rows = sampling_rows(by_row("sampling", sampling, count, Sampling), key, n)
     elif key is not None:
-        raise ValueError("key: greedy decoding draws nothing; give sampling=")
+        raise ValueError("key: greedy decoding uses no random numbers; give sampling=")
 
     def samples(values: Sequence[int] | np.ndarray) -> jax.Array:
         return jax.device_put(np.repeat(np.asarray(values, np.int32), n, axis=0))
 
     if model.mesh is not None:
-        facts = text, limits, least, stop_ids.tolist(), strings, sampling, n, rule
-        check_agreed(__version__, model.config, spec.policy.menu, *facts)
+        request = text, limits, least, stop_ids.tolist(), strings, sampling, n, rule
+        check_agreed(__version__, model.config, spec.policy.menu, *request)
         spec = everywhere(model.mesh, spec)
     requests = Requests(
         max_new_tokens=samples(limits),
@@ -202,8 +207,10 @@ def checked(
 
 
 def _trace_step(spec: Spec, start: Start) -> None:
-    """Traces one step, so that a custom drafter that does not fit the rule is refused
-    before any text is read; nothing is run."""
+    """Traces one step without running it.
+
+    A custom drafter that does not fit the rule then raises before a prompt is read.
+    """
     if spec.target.mesh is None:
         jax.eval_shape(advance, spec, start.shapes(spec), np.int32(1))
 
@@ -211,7 +218,7 @@ def _trace_step(spec: Spec, start: Start) -> None:
 def begin(
     model: Model, prompts: Prompts, **options: Unpack[Options]
 ) -> tuple[Decoding, Plan]:
-    """Checks the arguments of `generate` and reads the prompts."""
+    """Validates the arguments of `generate` and processes the prompts (prefill)."""
     start, spec, plan = checked(model, prompts, **options)
     return start.begun(spec), plan
 
@@ -219,7 +226,10 @@ def begin(
 def _continuations(
     model: Model, text: list[list[int]], n: int
 ) -> list[Continuation] | None:
-    """Returns decoders of what follows each text, of all `n` samples of it."""
+    """Returns a decoder for the continuation of each text, repeated `n` times.
+
+    It is None if the model has no tokenizer.
+    """
     if model.tokenizer is None:
         return None
     each = (continuation(model.tokenizer, row) for row in text)
@@ -229,8 +239,15 @@ def _continuations(
 def _stop_strings(
     model: Model, lists: list[list[str]], n: int
 ) -> tuple[list[bytes] | None, StopAutomata | None]:
-    """Returns the tokens' bytes and the automata of all rows, if any row has stop
-    strings."""
+    """Returns the bytes of each token and the automata that find stop strings.
+
+    Both are None if no row has stop strings.
+
+    Args:
+      model: the target model.
+      lists: stop strings of each prompt.
+      n: samples per prompt.
+    """
     if not any(lists):
         return None, None
     if model.tokenizer is None:
@@ -245,58 +262,67 @@ def _stop_strings(
 
 @with_hints
 def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Generation:
-    """Returns text of the target, several tokens a pass where drafting pays.
+    """Generates text by speculative decoding, with the output of plain decoding.
 
-    Greedy tokens are the ones of `drafter=None` (plain decoding); sampled ones have
-    the distribution of plain sampling, and with a naive rule (the default) they are,
-    seed by seed, the very tokens of plain sampling.
+    Greedy output is identical, token for token, to plain decoding (`drafter=None`).
+    Sampled output follows the distribution of plain sampling, except with the rule
+    "typical". With the default rule it is identical to plain sampling with the same
+    seed.
 
-    What is said to be "by row" is one value for all prompts, or a list of one each.
+    An argument marked "by row" is one value for all prompts, or a list with one value
+    for each.
 
     Args:
-      model: the target.
-      prompts: text, a list of texts, or a list of token-id lists; any lengths >= 1.
-      max_new_tokens: most new tokens per prompt, by default 128; by row.
-      drafter: "auto" (the default, as on the command line) is "lookup", which drafts
-        what stood in the text before and needs no model. None decodes plainly, which
-        compiles fastest. Others: a model with the same tokenizer that fills the tree;
-        `Heads` of the target
-        (`load_heads`); "mtp", layers that the target was loaded with
-        (`load(mtp=True)`); `Staged`, a model with `NGrams` that guess for it; `NGrams`
-        alone; or any `Drafter`.
-      tree: "auto" (default: which nodes, and how many, is chosen at every step; none
-        where plain decoding is faster), a `Tree` or `Beam`, a name ("A".."E", the
-        default with n-grams alone and "mtp"; "chain:4", "binary:4", "beam:3x4"; with
-        heads "sparse:16" or "cartesian:4x2x2") or parents.
-      times: of steps, for tree "auto"; None: measured when first needed, and kept in
-        the cache folder, see `stree_jax.tune`.
-      rule: how sampled drafts are accepted and drawn: "naive/coupled" (default),
-        "naive", "leviathan", "mss", "recursive"; see `speculation.accept`.
-      sampling: `Sampling(...)`, by row; None: greedy.
-      key: base of the random numbers, a key of `jax.random.key` or `PRNGKey`; if None,
-        that of seed 0, whatever generator is jax's default.
-      min_new_tokens: no stop token or stop string ends a row before; by row.
-      stop_tokens: ids that end a text (kept in the output), for all or by row; None:
-        the model's own; (): none, the text goes on to its limit.
-      stop_strings: text that ends a text (left out of `texts`), for all or by row.
-      logprobs: how many of the best log-probabilities to return with each token's own
-        (0: only its own); None: none.
-      n: samples per prompt, which share its reading; rows come prompt by prompt.
-      past: of an earlier result; `prompts` then continue its rows, and may be empty.
-        No space and no special token is put before them.
-      keep_past: whether to return a `past`; it holds the caches on the device.
-      capacity: rows of the attention caches if more than needed, so that calls of
-        different lengths share programs.
-      take_past: whether the past's arrays become the new state, which spares a copy;
-        it cannot be continued again.
-      memory: bytes that all of it may take on the device, weights included: "8GB",
-        "500MiB" or a number. Where no tree is named, the fastest that fits is taken;
-        where nothing fits, that is said before anything is run. With `keep_past`,
-        turns that go on with `take_past` fit as well, until `capacity` is used up.
+      model: the target model.
+      prompts: a text, a list of texts, or a list of lists of token ids. Lengths may
+        differ; each prompt has at least one token.
+      max_new_tokens: most new tokens per prompt; by row. The default is 128.
+      drafter: what proposes draft tokens. "auto" (default) is "lookup": prompt lookup,
+        which copies from earlier in the text and needs no model. None decodes plainly
+        and compiles fastest. Others: a draft model with the same tokenizer; `Heads` of
+        the target (`load_heads`); "mtp" for the target's own layers
+        (`load(mtp=True)`); `Staged`, a draft model that drafts speculatively
+        itself; `NGrams`; or a custom `Drafter`.
+      tree: the shape of the draft. "auto" (default) chooses the nodes and their number
+        at every step, and decodes plainly where that is faster. Others: a `Tree` or
+        `Beam`; a list of parents; or a name: "A" .. "E" ("E" is the default for
+        n-grams alone and "mtp"), "chain:4", "binary:4", "beam:3x4", and for heads
+        "sparse:16" or "cartesian:4x2x2".
+      times: step times for tree "auto". If None, they are measured when first needed
+        and kept in the cache folder; see `stree_jax.tune`.
+      rule: how sampled drafts are drawn and accepted: "naive/coupled" (default),
+        "naive", "leviathan", "mss", "recursive" or "typical"; see
+        `speculation.accept`.
+      sampling: `Sampling(...)`; by row. If None, decoding is greedy.
+      key: base of the random numbers, from `jax.random.key` or `PRNGKey`. If None, it
+        is the key of seed 0.
+      min_new_tokens: tokens before which no stop token and no stop string ends a row;
+        by row.
+      stop_tokens: ids that end a text and are kept in the output, for all prompts or by
+        row. If None, they are the model's own. If (), only the limit ends a text.
+      stop_strings: strings that end a text and are left out of `texts`, for all prompts
+        or by row.
+      logprobs: number of the best log-probabilities to return beside that of each
+        chosen token (0: only that one). If None, there are no log-probabilities.
+      n: samples per prompt, which share its prefill. Rows come prompt by prompt.
+      past: `Generation.past` of an earlier result. The prompts then continue its rows,
+        and may be empty. No space and no special token is put before them.
+      keep_past: True to return a `past`, which keeps the caches on the device.
+      capacity: rows of the attention caches, if more than needed. Calls of different
+        lengths then share compiled programs.
+      take_past: True to reuse the memory of `past` instead of copying it. That past
+        cannot be continued again.
+      memory: most bytes on the device, weights included: "8GB", "500MiB" or a number.
+        If no tree is given, the fastest that fits is chosen. If none fits, an error is
+        raised before anything runs. With `keep_past`, later calls with `take_past` fit
+        as well, until `capacity` is used up.
+
+    Returns:
+      the texts, tokens and statistics.
 
     Raises:
-      ValueError: before anything is run, naming the argument that is wrong.
-      TypeError: an option that does not exist, with what to write instead.
+      ValueError: an argument is wrong; raised before anything runs.
+      TypeError: an option does not exist. The message says what to write instead.
     """
     (result,) = stream(model, prompts, steps=FOREVER, **options)
     return result
@@ -306,13 +332,18 @@ def generate(model: Model, prompts: Prompts, **options: Unpack[Options]) -> Gene
 def stream(
     model: Model, prompts: Prompts, *, steps: int = 8, **options: Unpack[Options]
 ) -> Iterator[Generation]:
-    """Returns an iterator over `generate`'s result as it grows: all there is so far,
-    after every `steps` passes of the loop.
+    """Generates as `generate`, and returns an iterator over the growing result.
 
-    The `new_texts` of a row put together are its text: characters are whole, and what
-    may turn out to begin a stop string is held back. The last item is the result.
-    Arguments are checked when this is called; prompts are read when the first item is
-    asked for. The iterator may be closed at any time.
+    Each item is a `Generation` with everything so far. The `new_texts` of a row, put
+    together, are its text: they contain whole characters only, and text that may turn
+    out to begin a stop string is held back. The last item is the result of `generate`.
+
+    Arguments are checked by the call. Prompts are read when the first item is
+    requested. The iterator may be closed at any time.
+
+    Args:
+      model, prompts: as in `generate`; so are all options.
+      steps: target passes between two items.
 
     Raises:
       ValueError, TypeError: as `generate`.
@@ -335,22 +366,23 @@ def _growing(
     """Yields the results of `stream`.
 
     Args:
-      start, at_first, plan: as of `checked`.
-      options: of `generate`.
-      checked_s: seconds that the checks took, which count as prefill.
+      start, at_first, plan: the result of `checked`.
+      steps: target passes between results.
+      options: the options of the call.
+      checked_s: seconds that the checks took; they count as prefill.
     """
     began = time.perf_counter() - checked_s
     past = options.get("past")
     if past is not None:
-        check_not_taken(past)  # another stream may have taken it meanwhile
+        check_not_taken(past)  # another stream may have taken it over since
     with no_collection():
         decoding = start.begun(at_first)
     jax.block_until_ready(decoding.root)
     read = time.perf_counter()
     auto = isinstance(plan.spec.policy, AdaptivePolicy)
-    # Of a text of one token, nothing is drafted, whatever steps take.
-    drafts = auto and to_host(decoding.requests.max_new_tokens).max() > 1
-    measures = drafts and options.get("times") is None
+    # A result of one token needs no draft, so step times are not needed.
+    may_draft = auto and to_host(decoding.requests.max_new_tokens).max() > 1
+    measures = may_draft and options.get("times") is None
     if measures:
         with no_collection():
             spec = step_times.timed(plan.spec, decoding, plan.spare)
@@ -380,17 +412,20 @@ def tune(
     context: int = 2048,
     sampled: bool = False,
 ) -> Measured:
-    """Measures the steps of tree "auto" on this machine, and keeps the times.
+    """Measures the step times of tree "auto" on this machine, and stores them.
 
-    `generate` does this by itself when it first needs to; a jitted pipeline hands
-    `tune(...).on_device()` to `generate_tokens`. Of a `Staged` the times are those with
-    guesses; steps without are measured, too, and which pay is logged.
+    `generate` does this by itself when it first needs them. Inside `jax.jit`, pass
+    `tune(...).on_device()` to `generate_tokens`. For a `Staged` drafter, steps with and
+    without its inner stage are measured, and the faster way is logged.
 
     Args:
-      model, drafter, tree: as of `generate`.
-      batch: rows decoded together, prompts times samples.
-      context: tokens of text and answer together that there is to be room for.
-      sampled: for `generate` with `sampling`.
+      model, drafter, tree: as in `generate`.
+      batch: rows decoded together (prompts times samples).
+      context: capacity for text and output together, in tokens.
+      sampled: True to measure for sampling instead of greedy decoding.
+
+    Returns:
+      the measured times.
 
     Raises:
       ValueError: as `generate`; a tree other than "auto".
@@ -419,7 +454,12 @@ def tune(
 
 
 def _show_options(function: Any, *more: inspect.Parameter) -> None:
-    """Lets `help` and editors see every option and default, as `checked` has them."""
+    """Gives a function the signature of `checked`, for `help` and editors.
+
+    Args:
+      function: takes the options as keywords.
+      more: parameters that it has besides.
+    """
     options = inspect.signature(checked)
     shown = [*options.parameters.values(), *more]
     returns = inspect.signature(function).return_annotation

@@ -1,13 +1,16 @@
-"""What a generation is on the host: its text, statistics and states."""
+"""What `generate` returns: text, statistics and cached state, on the host."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.models import State
+from stree_jax.models.memory import size_of
+from stree_jax.notebook import UNKNOWN, HtmlRow, html_of
 from stree_jax.sampling.continuation import UNFINISHED, Continuation, Decoder
 from stree_jax.sampling.logprobs import LogProbs
 from stree_jax.sampling.stop_strings import cut_text, held_back
@@ -20,6 +23,7 @@ from stree_jax.speculation.decoding import (
     STOP_TOKEN,
     Decoding,
 )
+from stree_jax.speculation.draft import DRAFTER, ORIGINS
 from stree_jax.speculation.drafter import DraftState, kept
 from stree_jax.speculation.loop import commit_jit
 from stree_jax.speculation.on_mesh import to_host
@@ -32,59 +36,91 @@ FINISH_REASONS = {
     OUT_OF_LENGTH: "length",
 }
 
+# What `repr` and a notebook show of a result; the attributes have everything.
+MOST_ROWS_SHOWN = 8
+MOST_TEXT_SHOWN = 64  # characters of each text in `repr`
+MOST_TOKENS_COLOURED = 2000  # tokens of each text in a notebook
+# What drafted the tokens of origin DRAFTER, by the stage of `Traffic` that it has.
+DRAFTER_NAMES = {
+    "heads": "draft heads",
+    "mtp": "MTP layers",
+    "drafter": "draft model",
+    "n-gram": "n-grams",
+}
+ORIGIN_NAMES = {
+    **dict(enumerate(ORIGINS)),
+    ORIGINS.index("lookup"): "prompt lookup",
+    ORIGINS.index("n-gram"): "n-grams",
+    ORIGINS.index("inner drafter"): "inner draft model",
+}
+
 
 @dataclass(frozen=True)
 class Past:
-    """What has been read and written, to be continued; by row.
+    """Cached state of a batch, from which a later call continues; lists are by row.
 
     Attributes:
-      target: its state, on the device.
-      drafter: the drafter's; None where nothing was drafted.
-      tokens: all the text so far, prompts included.
+      target: state of the target model, on the device.
+      drafter: state of the drafter. It is None after plain decoding.
+      tokens: all tokens so far, prompts included.
     """
 
     target: State
     drafter: DraftState
     tokens: list[list[int]]
 
+    def __repr__(self) -> str:
+        lengths = ", ".join(map(str, _few([len(row) for row in self.tokens])))
+        size = size_of((self.target, self.drafter)) / 1e6
+        drafter = "no drafter" if self.drafter is None else "a drafter"
+        return (
+            f"Past({_count(len(self.tokens), 'row')} of {lengths} tokens, "
+            f"{size:.1f} MB with {drafter})"
+        )
+
 
 @dataclass(frozen=True)
 class Generation:
-    """What `generate` returns; all lists and arrays are by row.
+    """Generated text and its statistics; all lists and arrays are by row.
+
+    `repr` shows a few lines. A notebook shows each text with the tokens coloured by
+    what proposed them.
 
     Attributes:
-      tokens: generated ids, without the prompt; a stop token, or the tokens that
-        complete a stop string, included.
-      lengths: [B] ints, how many they are.
-      texts: what the tokens add to the text of the prompt, without a stop string:
-        prompt and text put together read as the tokenizer decodes the whole sequence.
-        None if the model has no tokenizer.
-      new_texts: the part of `texts` that is new since the last item of a `stream`.
+      tokens: generated ids, without the prompt. They include the stop token, or the
+        tokens that complete a stop string.
+      lengths: [B] ints, number of generated tokens.
+      texts: text that the tokens add to the prompt, without a stop string. Prompt and
+        text put together read as the tokenizer decodes the whole sequence. It is None
+        if the model has no tokenizer.
+      new_texts: the part of `texts` that is new since the previous item of a `stream`.
       finish_reasons: "stop" or "length" ("running" within a stream).
-      stop_reasons: the stop token's id, the stop string, or None.
-      logprobs: of the tokens, NumPy, if they were asked for.
-      target_calls: [B] ints, passes of the target that the row took.
-      acceptance_length: [B] floats, tau: mean tokens gained per call.
-      origins: [n] uint8 a row, where each token comes from: 0 the target, 1 the drafter
-        (a model, or any that is not told apart), 2 lookup, 3 n-grams, 4 an inner stage;
-        `draft.ORIGINS` names them.
-      tree_sizes: K sizes that trees may have had, in nodes; 1 is plain decoding.
-      calls_by_size: [B, K] ints, target calls by size of their trees; rows of a batch
-        may have trees of other sizes, which count as the next larger one.
-      expected_tokens: [B] floats, what the calls were expected to gain; None where that
-        was not asked (fixed trees).
-      gained: [B, M + 2] ints, how many calls gained 0 .. M + 1 tokens.
-      min_margin: [B] floats, by how much scores would have had to change for another
-        token at any choice: the gap between the two best, or to the edge of top-k,
-        top-p or min-p. Where it is within rounding (about 1e-4 in float32, 0.1 in
-        bfloat16), plain decoding may have taken the other token. Infinity where p/q
-        tests decided, NaN where the target's logits were NaN.
-      promise: what of the text is plain decoding's: its "tokens" (greedy, or a naive
+      stop_reasons: id of the stop token, the stop string, or None.
+      logprobs: log-probabilities of the tokens as NumPy arrays, if requested.
+      target_calls: [B] ints, forward passes of the target while the row was running.
+      acceptance_length: [B] floats, tau: mean tokens per target pass.
+      origins: [n] uint8 for each row, what proposed each token: 0 the target, 1 the
+        drafter (a model, heads or a custom one), 2 prompt lookup, 3 n-grams, 4 the
+        inner stage of a staged drafter. `draft.ORIGINS` has their names.
+      tree_sizes: K tree sizes in nodes that a pass could have; 1 is plain decoding.
+      calls_by_size: [B, K] ints, target passes by the size of their trees. Rows of a
+        batch may have smaller trees than the pass; they count as the next larger size.
+      expected_tokens: [B] floats, number of tokens that the passes were predicted to
+        yield. It is None for fixed trees, which make no prediction.
+      gained: [B, M + 2] ints, number of passes that yielded 0 .. M + 1 tokens.
+      min_margin: [B] floats, smallest change of the scores that would have changed a
+        token: the gap between the two best scores, or to the edge of top-k, top-p or
+        min-p. If it is within rounding (about 1e-4 in float32, 0.1 in bfloat16), plain
+        decoding may have chosen another token. It is infinite if p/q tests decided,
+        and NaN if the target's logits were NaN.
+      promise: what is identical to plain decoding: the "tokens" (greedy, or a naive
         rule), their "distribution", or "nothing" (rule typical).
-      traffic: bytes that the target and who drafted for it read and wrote, all rows
+      traffic: bytes that the target and the drafter read and wrote for all rows
         together, without prompts; see `Traffic`.
-      past: to continue from, if it was asked for.
-      prefill_s, decode_s: wall seconds, compilation included.
+      past: cached state to continue from, if requested by `keep_past`.
+      prefill_s, decode_s: wall-clock seconds, including compilation.
+      decoders: decode the tokens of each row after its prompt, for the notebook's view.
+        They are not pickled or copied. None if the model has no tokenizer.
     """
 
     tokens: list[list[int]]
@@ -107,21 +143,114 @@ class Generation:
     past: Past | None
     prefill_s: float
     decode_s: float
+    decoders: Sequence[Decoder] | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A decoder holds the tokenizer, which would make each pickle megabytes larger.
+        return self.__dict__ | {"decoders": None}
+
+    def __repr__(self) -> str:
+        lines = [f"Generation: {self._summary()}"]
+        for b in range(min(len(self.tokens), MOST_ROWS_SHOWN)):
+            if self.texts is None:
+                shown = " ".join(map(str, _few(self.tokens[b], 12)))
+            else:
+                shown = _shortened(self.texts[b])
+            lines.append(f"  [{b}] {self._row_summary(b)}: {shown}")
+        if omitted := len(self.tokens) - MOST_ROWS_SHOWN:
+            lines += [f"  ... {_count(omitted, 'more text')}"] * (omitted > 0)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for b in range(min(len(self.tokens), MOST_ROWS_SHOWN)):
+            runs, omitted = self._runs(b)
+            heading = f"[{b}] {self._row_summary(b)}"
+            rows.append(HtmlRow(heading, runs, omitted))
+        omitted = len(self.tokens) - len(rows)
+        note = f"... {_count(omitted, 'more text')}" if omitted else ""
+        names = ORIGIN_NAMES | {DRAFTER: drafter_name(self.traffic)}
+        return html_of(f"Generation: {self._summary()}", rows, names, note)
+
+    def _summary(self) -> str:
+        """Returns one line about all rows together."""
+        tokens, passes = int(self.lengths.sum()), int(self.target_calls.sum())
+        return (
+            f"{_count(len(self.tokens), 'text')}, {_count(tokens, 'token')}, "
+            f"acceptance length {tokens / max(passes, 1):.2f}, "
+            f"prefill {self.prefill_s:.2f} s, decoding {self.decode_s:.2f} s"
+        )
+
+    def _row_summary(self, row: int) -> str:
+        """Returns the size and the end of one row's text."""
+        reason = self.finish_reasons[row]
+        stop = self.stop_reasons[row]
+        if isinstance(stop, str):
+            reason += f" at {_shortened(stop)}"
+        elif stop is not None:
+            reason += f" at token {stop}"
+        return (
+            f"{_count(int(self.lengths[row]), 'token')}, "
+            f"{_count(int(self.target_calls[row]), 'target pass', 'target passes')}, "
+            f"{reason}"
+        )
+
+    def _runs(self, row: int) -> tuple[list[tuple[str, int]], int]:
+        """Returns a row's text by origin, and the number of tokens left out."""
+        tokens = self.tokens[row]
+        size = None if self.texts is None else len(self.texts[row])
+        if self.decoders is None:
+            ids = " ".join(map(str, tokens[:MOST_TOKENS_COLOURED]))
+            # Without a decoder the text cannot be attributed to tokens.
+            text = ids if self.texts is None else self.texts[row]
+            omitted = len(tokens) - MOST_TOKENS_COLOURED if self.texts is None else 0
+            return [(text, UNKNOWN)], max(omitted, 0)
+        shown = tokens[:MOST_TOKENS_COLOURED]
+        origins = self.origins[row][: len(shown)].tolist()
+        runs = runs_by_origin(self.decoders[row], shown, origins, size)
+        return runs, len(tokens) - len(shown)
+
+
+def drafter_name(traffic: Sequence[Traffic]) -> str:
+    """Returns what drafted the tokens of origin DRAFTER, in words."""
+    stages = {one.stage for one in traffic}
+    names = (name for stage, name in DRAFTER_NAMES.items() if stage in stages)
+    return next(names, "drafter")
+
+
+def _count(n: int, noun: str, plural: str | None = None) -> str:
+    """Returns a number and its noun, such as "1 token" or "2 tokens"."""
+    return f"{n} {noun if n == 1 else plural or noun + 's'}"
+
+
+def _few(values: Sequence[Any], most: int = MOST_ROWS_SHOWN) -> list[Any]:
+    """Returns the first values, and "..." if there are more."""
+    return [*values[:most], *["..."] * (len(values) > most)]
+
+
+def _shortened(text: str) -> str:
+    """Returns the repr of a text, without the middle of a long one."""
+    if len(text) > MOST_TEXT_SHOWN:
+        ends = MOST_TEXT_SHOWN // 2
+        return f"{text[:ends]!r} ... {text[-ends:]!r}"
+    return repr(text)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated call: what the steps after prefill need on the host; lists by row.
+    """The validated arguments of a call, as needed on the host after prefill.
+
+    Lists are by row.
 
     Attributes:
-      model: the target, with its tokenizer.
-      spec: what the programs take.
-      text: token ids before anything was generated.
+      model: the target model, with its tokenizer.
+      spec: target, drafter, rule and policy for the compiled programs.
+      text: token ids before the generated ones.
       continuations: decode what follows each text; None if the model has no tokenizer.
-      stop_strings, min_new_tokens: as they were asked for.
-      pieces: bytes of each token; None where no row has stop strings.
-      keep_past: whether to return a `Past`.
-      spare: bytes that are left of a limit; None without one.
+      stop_strings, min_new_tokens: the options of the same names.
+      pieces: bytes of each token of the vocabulary; None if no row has stop strings.
+      keep_past: True if the result has a `Past`.
+      spare: bytes left of the memory limit; None if there is no limit.
     """
 
     model: Model
@@ -147,9 +276,12 @@ def text_so_far(
 
     Args:
       decoder: the `Continuation` of the row's prompt.
-      finish: as of `Decoding`; with STOP_STRING the last token completes one.
-      strings: its stop strings, looked for from token `begin` on.
-      pieces: bytes of each token; None where no row has stop strings.
+      tokens: the row's generated token ids.
+      finish: value of `Decoding.finish`. If it is STOP_STRING, the last token
+        completes a stop string.
+      strings: the row's stop strings.
+      pieces: bytes of each token of the vocabulary; None if no row has stop strings.
+      begin: first token from which stop strings are searched.
     """
     reason = None
     if finish == STOP_STRING:
@@ -167,28 +299,36 @@ def runs_by_origin(
     origins: Sequence[int],
     size: int | None = None,
 ) -> list[tuple[str, int]]:
-    """Returns a text's pieces, and the origin of each, as in `draft.ORIGINS`.
+    """Splits a text into runs of tokens with the same origin.
 
-    A character whose bytes have two origins belongs to the later piece.
+    A character whose bytes have two origins belongs to the later run.
 
     Args:
       decoder: the `Continuation` of the prompt that the tokens follow.
-      size: characters of the text, where a stop string is cut off it; None: all.
+      tokens: generated token ids.
+      origins: origin of each token, an index of `draft.ORIGINS`.
+      size: number of characters to keep, if a stop string is cut off the text. If
+        None, the whole text is kept.
+
+    Returns:
+      the text of each run, and its origin.
     """
     runs, done = [], ""
     for place, origin in enumerate(origins):
         ends = place + 1 == len(origins) or origins[place + 1] != origin
         text = decoder.decode(list(tokens[: place + 1])) if ends else ""
         if not ends or (text.endswith(UNFINISHED) and text != done):
-            continue  # a run goes on, or has ended within a character
+            continue  # the run continues, or ends within a character
         runs.append((text[len(done) : size], int(origin)))
         done = text
     return runs
 
 
 def promise_of(rule: Rule, sampled: bool) -> Promise:
-    """Returns which part of a text is exactly plain decoding's; greedy text is, all of
-    it."""
+    """Returns what of the output is identical to plain decoding.
+
+    Greedy output is identical under every rule.
+    """
     return rule.promise if sampled else "tokens"
 
 
@@ -199,12 +339,14 @@ def summarise(
     seconds: tuple[float, float],
     running: bool,
 ) -> Generation:
-    """The host's view of a decoding.
+    """Copies the state of a decoding to the host as a `Generation`.
 
     Args:
-      shown: characters of each row that earlier items had; updated.
-      seconds: of prefill and of decoding.
-      running: whether there is more to come.
+      plan: the validated arguments of the call.
+      decoding: the batch on the device.
+      shown: number of characters of each row in earlier items; updated in place.
+      seconds: wall-clock seconds of prefill and of decoding.
+      running: True if more steps follow.
     """
     fields = ("tokens", "length", "finish", "origin", "used", "gained", "margin")
     names = (*fields, "logprobs")
@@ -276,4 +418,5 @@ def summarise(
         past=past,
         prefill_s=seconds[0],
         decode_s=seconds[1],
+        decoders=plan.continuations,
     )

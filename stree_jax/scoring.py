@@ -1,4 +1,4 @@
-"""Logits of given tokens: along a sequence, or over a tree below a prefix."""
+"""Logits for known tokens: along a sequence, or over a tree that follows a prefix."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +30,7 @@ from stree_jax.speculation.tree import Tree, make_tree
 
 @jax.jit
 def _score(model: models.Model, tokens: jax.Array) -> jax.Array:
+    """Returns logits [B, T, V] float32 of tokens [B, T], T a multiple of the chunk."""
     return whole_on(model, _score_chunks, tokens)
 
 
@@ -49,13 +50,14 @@ def _score_chunks(model: models.Model, tokens: jax.Array) -> jax.Array:
 
 @with_hints
 def score(model: Model, tokens: Any) -> jax.Array:
-    """Logits after every token of plain sequences.
+    """Returns the logits after every token of each sequence.
 
     Args:
+      model: the model.
       tokens: [B, T] ints below the vocabulary size; T >= 1.
 
     Returns:
-      [B, T, V] float32; row t holds the prediction of token t + 1.
+      [B, T, V] float32. Row t predicts token t + 1.
 
     Raises:
       ValueError: tokens of another shape, or ids outside the vocabulary.
@@ -74,17 +76,23 @@ def score(model: Model, tokens: Any) -> jax.Array:
 def first_difference(
     model: Model, prompt: Sequence[int], tokens: Sequence[int], others: Sequence[int]
 ) -> tuple[int, float] | None:
-    """Finds where two continuations differ, and how close the model's choice was there.
+    """Finds the first difference of two continuations, and the gap of the logits there.
 
     A gap within rounding (about 1e-5 in float32) means that the two tokens tie: which
-    one is the argmax depends on the order of additions. A larger one means a defect.
+    one is the argmax depends on the order of additions. A larger gap means a defect.
+
+    Args:
+      model: the model that wrote both.
+      prompt: [S] token ids, S >= 1.
+      tokens, others: token ids of the two continuations.
 
     Returns:
-      None if they are equal, else the position of the first difference and the gap
-      between the two tokens' logits; infinity where one begins with all of the other.
+      None if the continuations are equal. Otherwise the position of the first
+      difference, and the gap between the logits of the two tokens there. The gap is
+      infinite if one continuation begins with the whole other one.
 
     Raises:
-      ValueError: ids that are not those of one text each; an empty prompt.
+      ValueError: an empty prompt, ids outside the vocabulary, or ids with more axes.
     """
     check_model("model", model)
     read, ours, theirs = (
@@ -97,7 +105,7 @@ def first_difference(
         return None
     pairs = zip(ours, theirs, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:  # one is the beginning of the other
+    if place is None:  # one is a prefix of the other
         return min(len(ours), len(theirs)), float("inf")
     text = [*read, *ours[:place]]
     logits = np.asarray(score(model, [text]))[0, -1]
@@ -132,15 +140,18 @@ def _score_nodes(
 def score_tree(
     model: Model, prefix: Any, tokens: Any, parents: Sequence[int]
 ) -> jax.Array:
-    """Logits after every node of a token tree that continues a prefix.
+    """Returns the logits after every node of a token tree that continues a prefix.
 
     Args:
-      prefix: [S] ints, the committed text; S may be 0.
+      model: the model.
+      prefix: [S] ints, the tokens before the tree; S may be 0.
       tokens: [T] ints, the tree's tokens.
-      parents: [T] ints, parent row of each node, -1 for the root, parents first.
+      parents: [T] ints, the parent of each node. It is -1 for the root, and comes
+        before its children.
 
     Returns:
-      [T, V] float32; row t equals the last row of scoring prefix + t's path.
+      [T, V] float32. Row t equals the last row of `score` for the prefix followed by
+      the path from the root to node t.
 
     Raises:
       ValueError: an invalid tree, shapes that disagree, ids outside the vocabulary.
@@ -168,12 +179,16 @@ _rank_of_jit = jax.jit(rank_of)
 def drafter_ranks(
     drafter: Model, prompt: Sequence[int], text: Sequence[int]
 ) -> np.ndarray:
-    """Ranks [n] int32 of a text's tokens among the drafter's guesses.
+    """Returns the rank of each token of a text in the draft model's predictions.
 
     Args:
+      drafter: the draft model.
       prompt: [S] token ids, S >= 1.
-      text: [n] token ids that the target wrote after it; entry i of the result is the
-        rank of text[i] once the drafter has read prompt + text[:i].
+      text: [n] token ids that the target generated after the prompt.
+
+    Returns:
+      [n] int32. Entry i is the rank of text[i] (0 is the best) after the draft model
+      has read prompt + text[:i].
 
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary.
@@ -183,7 +198,7 @@ def drafter_ranks(
     if read.size == 0:
         raise ValueError("prompt: want at least one token, got none")
     size = read.size + tokens.size
-    # Whole chunks, so that texts of about equal sizes share compiled programs.
+    # Pad to whole chunks, so that texts of similar length share compiled programs.
     both = np.pad(np.concatenate([read, tokens]), (0, -size % PREFILL_CHUNK))
     guesses = score(drafter, both[None])[0, :, : drafter.config.num_tokens]
     ranks = _rank_of_jit(guesses, jnp.asarray(np.roll(both, -1)))

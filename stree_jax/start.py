@@ -1,4 +1,4 @@
-"""What a generation begins with: texts and requests, for `loop.init_decoding`."""
+"""The start of a generation: prompts and requests, for `loop.init_decoding`."""
 
 import gc
 import warnings
@@ -32,10 +32,10 @@ Text = Sequence[int]
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No search for garbage in here, where programs may be traced.
+    """Disables garbage collection in a `with` block in which programs may be traced.
 
-    What is traced are a great many objects, most of which stay; going through them
-    again and again takes some 0.1 s of the first call with tree "auto".
+    Tracing creates many objects that stay alive. Scanning them repeatedly takes about
+    0.1 s of the first call with tree "auto".
     """
     if not gc.isenabled():
         yield
@@ -49,17 +49,19 @@ def no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Start:
-    """A generation before its first pass, whoever decodes it.
+    """A generation before its first forward pass; it does not depend on the drafter.
+
+    Bp is the number of prompts.
 
     Attributes:
-      text: token ids of Bp prompts, what a past has read included.
-      requests: of Bp * `samples` rows; arrays may be abstract.
-      room: O, size of the output buffer.
-      capacity: rows of the attention caches if more than needed.
+      text: token ids of the Bp prompts, including what a past has read.
+      requests: requests of Bp * `samples` rows; the arrays may be abstract.
+      room: O, size of the output buffer in tokens.
+      capacity: rows of the attention caches, if more than needed.
       samples: rows per prompt.
-      top_logprobs: as of `init_decoding`.
-      past: states of target and drafter that have read a beginning of each text.
-      take_past: whether its arrays may become the new state's.
+      top_logprobs: as in `init_decoding`.
+      past: states of target and drafter after the start of each text, or None.
+      take_past: True if the arrays of `past` may be reused for the new state.
     """
 
     text: Sequence[Text]
@@ -73,44 +75,49 @@ class Start:
 
     @property
     def rows(self) -> int:
+        """B, the number of rows."""
         return len(self.text) * self.samples
 
     def width(self, depth: int) -> int:
-        """Tokens that the texts are padded to, for trees so deep.
+        """Returns the length that the texts are padded to, in tokens.
 
-        A conversation grows from turn to turn; one width for all that its caches have
-        room for, or wide steps where nothing was said of them, keep it in one program.
+        A conversation grows from turn to turn. To keep using one compiled program, its
+        texts are padded to what its caches can hold, or to a coarse multiple if
+        `capacity` is 0.
+
+        Args:
+          depth: depth of the deepest tree.
         """
         longest = max(max(len(ids) for ids in self.text) - 1, 1)
         if self.past is None:
             return bucket(longest) + 1
-        room = whole_blocks(self.capacity)
+        capacity = whole_blocks(self.capacity)
         for widest in range(self.capacity, longest - 1, -PREFILL_CHUNK):
             fits = widest - widest % PREFILL_CHUNK
-            if cache_capacity(fits + 1, self.room, depth, resumed=True) <= room:
+            if cache_capacity(fits + 1, self.room, depth, resumed=True) <= capacity:
                 break
         else:
             fits = 0
         return (fits if longest <= fits else bucket(longest, PAST_STEP)) + 1
 
     def caches(self, depth: int) -> int:
-        """Rows of the attention caches for trees so deep."""
+        """Returns the rows of the attention caches, for trees of at most this depth."""
         resumed = self.past is not None
         least = cache_capacity(self.width(depth), self.room, depth, resumed=resumed)
         return whole_blocks(max(least, self.capacity))
 
     def text_room(self, spec: Spec) -> int:
-        """Tokens of text that there is room for; see `lookup.begin_history`."""
+        """Returns the capacity of the token history; see `lookup.begin_history`."""
         depth = deepest(spec.policy)
         return max(self.width(depth), self.caches(depth))
 
     def begun(self, spec: Spec) -> Decoding:
-        """Read the texts."""
+        """Processes the prompts (prefill). Returns the batch before its first step."""
         padded = np.zeros((len(self.text), self.width(deepest(spec.policy))), np.int32)
         for row, ids in zip(padded, self.text, strict=True):
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in self.text], np.int32)
-        with warnings.catch_warnings():  # small arrays of a past, of other shapes
+        with warnings.catch_warnings():  # JAX cannot reuse small arrays of a past
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(self._reader(spec), past=self.past, **self._sizes(spec))
             inputs = *jax.device_put((padded, lengths)), self.requests
@@ -119,7 +126,7 @@ class Start:
             return read(spec, *inputs)
 
     def lowered(self, spec: Spec) -> Any:
-        """The program that `begun` runs, for the compiler."""
+        """Lowers the program that `begun` runs, and returns it for compilation."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             read = partial(
@@ -128,7 +135,7 @@ class Start:
             return read(spec, *self._abstract_texts(spec), self.requests)
 
     def shapes(self, spec: Spec) -> Decoding:
-        """Returns the shapes of the result of `begun`; nothing is run."""
+        """Returns the shapes of the result of `begun`, without running it."""
         sizes = self._sizes(spec)
 
         def begin(spec: Spec, texts: Any, requests: Any, past: Any) -> Decoding:
@@ -139,8 +146,10 @@ class Start:
         return jax.eval_shape(begin, spec, texts, self.requests, self.past)
 
     def continued(self, spec: Spec) -> "Start":
-        """A turn that takes over this one's past, abstract; the same for all turns
-        until the caches are full."""
+        """Returns an abstract later turn that takes over the past of this one.
+
+        All later turns have the same shapes, until the caches are full.
+        """
         decoding = self.shapes(spec)
         return replace(
             self,
@@ -152,15 +161,18 @@ class Start:
         )
 
     def _reader(self, spec: Spec) -> Any:
+        """Returns the compiled function that processes the prompts."""
         if self.past is None or not self.take_past:
             return init_decoding_jit
         rows = cache_rows(self.past[0])
         if rows is not None and rows < self.caches(deepest(spec.policy)):
-            return init_decoding_jit  # larger caches are other arrays
+            return (
+                init_decoding_jit  # the caches grow, so their memory cannot be reused
+            )
         return resume_decoding_jit
 
     def _sizes(self, spec: Spec) -> dict[str, Any]:
-        """Returns the sizes of the program, which is the same for all texts."""
+        """Returns the static sizes that the compiled program depends on."""
         return {
             "max_new_tokens": self.room,
             "capacity": self.caches(deepest(spec.policy)),
@@ -169,6 +181,7 @@ class Start:
         }
 
     def _abstract_texts(self, spec: Spec) -> tuple[Any, Any]:
+        """Returns the shapes of the padded token ids and of their lengths."""
         count, width = len(self.text), self.width(deepest(spec.policy))
         ids = jax.ShapeDtypeStruct((count, width), jnp.int32)
         return ids, jax.ShapeDtypeStruct((count,), jnp.int32)

@@ -41,11 +41,11 @@ def run(file: Path, count: int, options: list[str]) -> list[tuple[int, int]]:
     """Resident bytes and bytes of arrays after each turn."""
     sizes = []
     args = main.build_parser().parse_args(["chat", *options])
-    speaker = conversation.speaker_of(args)
+    model = conversation.chat_model_of(args)
     talk = conversation.Conversation()
     for turn in turns_of(file, count):
         with contextlib.redirect_stdout(io.StringIO()):
-            longer = conversation.answer(speaker, talk, turn)
+            longer = conversation.answer(model, talk, turn)
         if longer is talk:
             raise SystemExit(f"turn {len(sizes) + 1} was refused")
         talk = longer

@@ -122,7 +122,7 @@ def test_a_past_that_was_taken_over_is_gone(target):
         target, [[7], [7]], **asked, past=first.past, take_past=True
     )
     assert kept.tokens == taken.tokens
-    with pytest.raises(ValueError, match=r"^past: was taken over"):
+    with pytest.raises(ValueError, match=r"^past: its arrays were reused"):
         stree_jax.generate(target, [[7], [7]], **asked, past=first.past)
     larger = asked | {"capacity": 1024}  # other arrays: nothing to take over
     grown = stree_jax.generate(

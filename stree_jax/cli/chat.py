@@ -1,9 +1,9 @@
-"""Turn a conversation into the tokens to feed a model that keeps its state.
+"""Converts a conversation to the tokens that a model with cached state reads next.
 
-A checkpoint's chat template is a Jinja program that spells a whole conversation as one
-text. A state-space model cannot forget, so between turns it is fed only the text that
-is new; where the template spells the past differently from what the model has read and
-produced, the conversation has to be fed anew.
+A checkpoint's chat template is a Jinja program that writes a whole conversation as one
+text. A state-space model cannot roll back its state, so at each turn it reads only the
+new text. If the template writes earlier turns differently from what the model has read
+and produced, the whole conversation has to be read again.
 """
 
 import json
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEMPLATE_FILES = ("chat_template.jinja", f"{TEMPLATES}/default.jinja")
-PROCESSOR_TEMPLATE = "chat_template.json"  # beside processors of images and sound
+PROCESSOR_TEMPLATE = "chat_template.json"  # saved with processors of images and audio
 
 
 class Message(TypedDict):
-    """One turn of a conversation; roles are what the template knows, as "user"."""
+    """One message of a conversation. Roles are the template's, such as "user"."""
 
     role: str
     content: str
@@ -40,11 +40,11 @@ class Message(TypedDict):
 def read_chat_template(files: CheckpointFiles) -> str | None:
     """Returns the checkpoint's chat template, or None if it has none.
 
-    The first of `TEMPLATE_FILES` goes before the `chat_template` of
-    tokenizer_config.json, and that before chat_template.json.
+    It is the first of `TEMPLATE_FILES` that exists, else the `chat_template` of
+    tokenizer_config.json, else that of chat_template.json.
 
     Raises:
-      CheckpointError: a file is malformed, or there are templates but no default one.
+      CheckpointError: a file is malformed, or no template is named default.
     """
     for name in TEMPLATE_FILES:
         if files.has(name):
@@ -90,13 +90,20 @@ def render(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Spell a conversation as text, the way Hugging Face's tokenizers do.
+    """Writes a conversation as text, as Hugging Face's tokenizers do.
 
-    The template comes with the checkpoint, so it runs in a sandbox: it can reach
-    neither files nor the interpreter, and its time and output are limited.
+    The template comes with the checkpoint, so it runs in a sandbox: it cannot access
+    files or the interpreter, and its time and output are limited.
 
     Args:
-      variables: others of the template, such as `enable_thinking`.
+      template: the Jinja template.
+      messages: the conversation.
+      special_tokens: texts of special tokens, such as `bos_token`.
+      add_generation_prompt: True to end with the start of an answer.
+      variables: other variables of the template, such as `enable_thinking`.
+
+    Raises:
+      ValueError: the template failed.
     """
     from stree_jax.cli.template_limits import rendered
 
@@ -113,7 +120,11 @@ def render(
 
 
 def given_template(file: Path | None) -> str | None:
-    """Returns the text of --chat-template; raises ValueError if it is no template."""
+    """Returns the text of the file of --chat-template, or None without one.
+
+    Raises:
+      ValueError: the file is not a readable template.
+    """
     if file is None:
         return None
     try:
@@ -135,8 +146,9 @@ def check_template(template: str) -> None:
 
 
 def _template_problem(error: Exception) -> str:
+    """Returns an error of a template in one line, with its line number if known."""
     reason = " ".join(str(error).split()) or type(error).__name__
-    line = getattr(error, "lineno", None)  # of syntax errors alone
+    line = getattr(error, "lineno", None)  # only syntax errors have it
     where = "chat template" if line is None else f"chat template, line {line}"
     return f"{where}: {reason}"
 
@@ -153,16 +165,25 @@ def next_turn(
     messages: Sequence[Message],
     fed: Sequence[int],
 ) -> tuple[bool, list[int]]:
-    """Return whether the past can be kept, and the token ids to feed next.
+    """Returns the tokens to read before the next answer.
 
-    `messages` is the conversation up to a user's message, and `fed` every token that
-    the model has read or produced in it. The past is kept where it and the new tokens
-    together spell exactly what the template makes of the conversation, or are the very
-    tokens of it. Where not, as when the template rewrites the past, the ids are those
-    of the whole conversation.
+    The cached state stays valid if the cached and the new tokens together decode to
+    the template's text of the conversation, or are exactly its tokens. A template that
+    rewrites earlier turns makes it invalid.
 
-    A special token spelled out in a message becomes that token, as it does in Hugging
-    Face's tokenizers: whoever writes the messages can forge turns.
+    The text of a special token in a message becomes that token, as in Hugging Face's
+    tokenizers. So untrusted messages can inject chat turns.
+
+    Args:
+      tokenizer: the model's tokenizer.
+      template: its chat template. If None, only the last message is encoded.
+      special_tokens: texts of special tokens, for the template.
+      messages: the conversation, which ends with a message of the user.
+      fed: every token that the model has read or produced in the conversation.
+
+    Returns:
+      whether the cached state stays valid, and the ids to read: the new ones if it
+      does, else those of the whole conversation.
     """
     tokenizer = for_whole_texts(tokenizer)
     if template is None:
@@ -172,8 +193,8 @@ def next_turn(
     if fed:
         so_far = tokenizer.decode(fed, skip_special_tokens=False)
         new = encode_continuation(tokenizer, text.removeprefix(so_far))
-        # Decode again, because a prefix is not enough: some tokenizers put a space
-        # after every special token.
+        # Compare decoded texts: a common prefix is not enough, because some tokenizers
+        # put a space after every special token.
         if tokenizer.decode([*fed, *new], skip_special_tokens=False) == text:
             return True, new
     ids = _encode(tokenizer, text)
@@ -183,12 +204,12 @@ def next_turn(
 
 
 def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
-    """Encode what a template has spelled, which includes the special tokens."""
+    """Encodes a template's text, which already has the special tokens."""
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _default_template(fields: ConfigFields, named: list[Any]) -> str:
-    """The template named default of a list of {"name": ..., "template": ...}."""
+    """Returns the entry named default of a list of {"name": ..., "template": ...}."""
     templates = {}
     for entry in named:
         values = entry if isinstance(entry, dict) else {}
@@ -217,7 +238,7 @@ def _environment() -> "Environment":
     from stree_jax.cli.template_limits import LimitedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks text to train on; here it is text like any."""
+        """Renders `{% generation %}`, which marks text to train on, as plain text."""
 
         tags = {"generation"}
 
@@ -244,7 +265,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which models have not been trained on."""
+    """Replaces Jinja's filter, which escapes HTML: models are trained without that."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -16,9 +16,6 @@ def print_status(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-tell = print_status  # the name in `conversation` and `terminal`
-
-
 def notes(text: str, *commands: str) -> str:
     """Returns the end of a command's help: paragraphs, then example commands."""
     title = "example:" if len(commands) == 1 else "examples:"

@@ -89,6 +89,3 @@ def mesh_of(args: argparse.Namespace) -> Any:
     from stree_jax.devices import make_mesh
 
     return make_mesh(args.mesh)
-
-
-mesh_asked = mesh_of  # the name in `terminal`

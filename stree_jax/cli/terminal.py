@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ import numpy as np
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import resolve
-from stree_jax.cli.common import tell
-from stree_jax.cli.comparison import median_run, speed_of, timed_in_turn
+from stree_jax.cli.common import print_status
+from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
 from stree_jax.cli.devices import join, mesh_of
 from stree_jax.convert.checkpoint_files import CheckpointFiles
@@ -61,7 +61,8 @@ def load_models(
     can_plan = args.ngrams is None and not is_custom(args.drafter or "")
     if request is not None and args.tree is None and can_plan:
         best = planned(args, request).best
-        tell(f"stree-jax: {best}, {shown_bytes(best.memory.promised)} of {args.memory}")
+        size = shown_bytes(best.memory.promised)
+        print_status(f"stree-jax: using {best} ({size} of the {args.memory} limit)")
         tree = None if best.drafter == "none" else best.tree
         without_model = [source.name for source in WITHOUT_MODEL]
         name = best.drafter if best.drafter in without_model else name
@@ -186,10 +187,10 @@ def waiting_for_input(what: str) -> Iterator[None]:
     line = f"stree-jax: {what}"
     if sys.stdin is None or sys.stdin.isatty():
         if sys.stdin is not None:
-            tell(line)
+            print_status(line)
         yield
         return
-    timer = threading.Timer(PATIENCE_S, tell, (line,))
+    timer = threading.Timer(PATIENCE_S, print_status, (line,))
     timer.daemon = True
     timer.start()
     try:
@@ -233,9 +234,15 @@ def working() -> str:
 def follow(
     parts: Iterator[Generation], before: str | None
 ) -> tuple[list[Generation], bool]:
-    """The first and the last item of a stream, and whether Ctrl-C ended it.
+    """Reads a stream to its end, and prints the first text as it grows.
 
-    Unless `before` is None, it and the first row's text are printed as it comes.
+    Args:
+      parts: the stream.
+      before: text to print before the first new text. If None, nothing is printed.
+
+    Returns:
+      the first and the last item (one item if they are the same), and whether Ctrl-C
+      ended the stream.
     """
     ends: list[Generation] = []
     try:
@@ -300,7 +307,17 @@ def compare(
     options: Options,
     plainly: Options,
 ) -> None:
-    """Adds the figures of plain decoding, and whether it gives the same tokens."""
+    """Times both ways of decoding and adds the results to a report.
+
+    Args:
+      report: figures of `result`; updated in place with those of the median run, the
+        figures of plain decoding, the speedup and whether the tokens are equal.
+      target: the target model.
+      prompt: the prompt's text.
+      result: the generation that was shown.
+      options: options of speculative decoding.
+      plainly: options of plain decoding.
+    """
     with waiting(f"plain decoding, {working()}"):
         generate(target, prompt, **plainly)
     with waiting("timing both ways of decoding"):
@@ -315,8 +332,8 @@ def compare(
     report["plain"] = figures(target, plain)
     report["speedup"] = plain.decode_s / timed.decode_s
     report["turns"] = len(drafted)
-    if result.promise != "tokens":
-        report["equal_to_plain"] = None  # equal in distribution, if that
+    if result.promise != "tokens":  # another random sample: nothing to compare
+        report["equal_to_plain"] = None
         return
     equal = plain.tokens == timed.tokens == result.tokens
     report["equal_to_plain"] = equal
@@ -328,7 +345,13 @@ def compare(
 
 
 def tokens_per_s(result: Generation, before: Generation | None) -> float | None:
-    """Tokens a second, since an item `before` of its stream that waited to compile."""
+    """Returns the decoding throughput, or None if no time has passed.
+
+    Args:
+      result: the last item of a stream.
+      before: an earlier item; time and tokens up to it, which include compilation, do
+        not count. If None, all count.
+    """
     tokens, seconds = int(result.lengths.sum()), result.decode_s
     if before is not None:
         tokens -= int(before.lengths.sum())
@@ -339,7 +362,15 @@ def tokens_per_s(result: Generation, before: Generation | None) -> float | None:
 def figures(
     target: Model, result: Generation, before: Generation | None = None
 ) -> dict[str, Any]:
-    """The report of a one-prompt generation; of several samples, by sample."""
+    """Returns a JSON-like report of a generation from one prompt.
+
+    With several samples, the figures of each are in a list under "samples".
+
+    Args:
+      target: the target model.
+      result: the generation.
+      before: as of `tokens_per_s`.
+    """
     samples = [
         {
             "text": None if result.texts is None else result.texts[b],
@@ -371,8 +402,8 @@ def figures(
 
 
 def drafting_of(result: Generation, row: int) -> dict[str, Any]:
-    """Returns, for a report, the origins of a row's tokens and the sizes of its
-    trees."""
+    """Returns the part of a report about the origins of a row's tokens and its tree
+    sizes."""
     counts = np.bincount(result.origins[row], minlength=len(ORIGINS)).tolist()
     sizes = zip(result.tree_sizes, result.calls_by_size[row].tolist(), strict=True)
     expected = result.expected_tokens
@@ -385,7 +416,7 @@ def drafting_of(result: Generation, row: int) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity: null where a margin or log-probability has no number."""
+    """Returns a report with None for every infinity and NaN, which JSON cannot hold."""
     match value:
         case dict():
             return {key: finite(v) for key, v in value.items()}
@@ -405,55 +436,7 @@ def log_probabilities(result: Generation, row: int) -> dict[str, Any]:
     return {"logprobs": {name: getattr(entries, name).tolist() for name in names}}
 
 
-def closing_line(report: dict[str, Any]) -> str:
-    rows = report.get("samples", [report])
-    count = sum(len(row["tokens"]) for row in rows)
-    tau = count / max(sum(row["target_calls"] for row in rows), 1)
-    line = f"[{count} tokens, tau {tau:.2f}"
-    if report["promise"] == "nothing":
-        line += ", not the target's text (rule typical)"
-    if "plain" not in report:
-        return line + f", {report['first_run_s']:.1f} s with compilation]"
-    line += f", {speed_of(report)}; "
-    if report["promise"] == "nothing":
-        line += "another text than plain decoding's]"
-    elif report["equal_to_plain"] is None:
-        line += "equal to plain decoding in distribution]"
-    else:
-        line += verdict(report) + "]"
-    return line + "\n" + drafting_line(rows)
-
-
-def verdict(report: dict[str, Any]) -> str:
-    """Returns whether the text equals plain decoding's, or the first place where it
-    differs."""
-    if report["equal_to_plain"]:
-        return "text equal to plain decoding"
-    return (
-        f"text DIFFERS from plain decoding from token "
-        f"{report.get('first_difference')}, where the two tokens' logits are "
-        f"{report.get('logit_gap_there', 0):.1g} apart"
-    )
-
-
-def drafting_line(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a line with origins of tokens, sizes of trees and expected gains."""
-
-    def total(name: str) -> dict[str, int]:
-        return {key: sum(row[name][key] for row in rows) for key in rows[0][name]}
-
-    origins, sizes = total("tokens_by_origin"), total("calls_by_tree_size")
-    count = max(sum(origins.values()), 1)
-    parts = [f"{name} {n / count:.0%}" for name, n in origins.items() if n]
-    line = f"[tokens by {', '.join(parts)}; calls by nodes: "
-    line += ", ".join(f"{calls} of {size}" for size, calls in sizes.items() if calls)
-    expected = [row["expected_tokens"] for row in rows]
-    if None not in expected:
-        line += f"; {sum(expected):.0f} of {count} tokens expected"
-    return line + "]"
-
-
-# Green, blue, yellow, cyan.
+# ANSI colours: green, blue, yellow, cyan.
 COLOURS = {"drafter": "32", "lookup": "34", "n-gram": "33", "inner drafter": "36"}
 BRACKETS = {
     "drafter": ("{", "}"),
@@ -470,25 +453,27 @@ def coloured(stream: Any) -> bool:
 
 
 def explained(decoder: Decoder, result: Generation, colours: bool) -> str:
-    """Returns the first row's text, draft tokens marked by origin, and a legend.
+    """Returns the first text with its draft tokens marked by origin, and a legend.
 
     Args:
       decoder: the `Continuation` of the prompt.
+      result: the generation.
+      colours: True to mark by colours, False to mark by brackets.
     """
     origins = result.origins[0].tolist()
     size = None if result.texts is None else len(result.texts[0])
     runs = runs_by_origin(decoder, result.tokens[0], origins, size)
     marked = "".join(mark(text, ORIGINS[origin], colours) for text, origin in runs)
-    usual = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
-    there = sorted(usual | set(origins))
-    names = ", ".join(mark(ORIGINS[o], ORIGINS[o], colours) for o in there)
+    always = {ORIGINS.index(name) for name in ("target", "drafter", "lookup")}
+    listed = sorted(always | set(origins))
+    names = ", ".join(mark(ORIGINS[o], ORIGINS[o], colours) for o in listed)
     passes = ", ".join(f"{stage.stage} {stage.passes}" for stage in result.traffic)
     stages = f"\n[passes and lookups: {passes}]" if len(result.traffic) > 2 else ""
-    return f"{marked}\n[by {names}]{stages}"
+    return f"{marked}\n[proposed by: {names}]{stages}"
 
 
 def mark(text: str, origin: str, colours: bool) -> str:
-    """Text in its origin's colour, or in brackets; the target's own as it is."""
+    """Returns text in the colour or brackets of its origin; the target has neither."""
     if origin not in COLOURS or not text:
         return text
     if colours:

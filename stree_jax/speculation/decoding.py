@@ -83,6 +83,10 @@ class Decoding:
         """Returns the distribution that the tokens below the root are chosen from."""
         return Distribution(self.requests, self.length, self.seen, num_tokens)
 
+    def __repr__(self) -> str:
+        shape = getattr(self.tokens, "shape", None)
+        return f"Decoding(tokens {shape}; fields: {', '.join(self.__annotations__)})"
+
 
 class Stop(NamedTuple):
     """Where rows stand after a cut: `finish` and `stop_state` of a `Decoding`."""

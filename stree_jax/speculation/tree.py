@@ -62,6 +62,16 @@ class Tree:
         """Mask, depth and convolution windows for a batch of rows."""
         return tree_nodes(self.rows(batch), conv_taps)
 
+    def __repr__(self) -> str:
+        parents: Any = self.parents
+        if isinstance(parents, np.ndarray | jax.Array):
+            traced = isinstance(parents, jax.core.Tracer)
+            parents = parents if traced else parents.tolist()
+        return (
+            f"Tree(parents={parents}, depth={self.depth}, width={self.width}, "
+            f"inner={self.inner}, children={self.children})"
+        )
+
 
 @struct.dataclass
 class Beam:

@@ -93,7 +93,7 @@ def test_the_same_command_ends_with_the_same_heads(folder, capsys, tmp_path):
 
 def test_they_draft_the_targets_own_text(folder, capsys):
     code, out, _ = run(capsys, *generate(folder, "--compare"))
-    assert code == 0 and "text equal to plain decoding" in out
+    assert code == 0 and "output identical" in out
     assert "not the target's" not in out
     code, out, _ = run(capsys, *generate(folder, "--json", "--tree", "cartesian:3x2"))
     report = json.loads(out)
@@ -102,14 +102,15 @@ def test_they_draft_the_targets_own_text(folder, capsys):
 
 
 def test_typical_text_is_said_not_to_be_the_targets(folder, capsys):
-    """In the closing line, with --compare, and as what --json promises."""
+    """In the closing line, with --compare, and in the field "promise" of --json."""
     hot = ["--temperature", "1", "--rule", "typical"]
     code, out, _ = run(capsys, *generate(folder, *hot))
     assert code == 0
-    assert "not the target's text (rule typical)" in out.splitlines()[-1]
+    unlike = "not the target's distribution (rule typical)"
+    assert unlike in out.splitlines()[-1]
     code, out, _ = run(capsys, *generate(folder, *hot, "--compare"))
-    assert code == 0 and "not the target's text (rule typical)" in out
-    assert "another text than plain decoding's" in out and "in distribution" not in out
+    assert code == 0 and "not the distribution of plain decoding" in out
+    assert "same distribution" not in out and "identical" not in out
     code, out, _ = run(capsys, *generate(folder, *hot, "--compare", "--json"))
     report = json.loads(out)
     assert (code, report["promise"], report["equal_to_plain"]) == (0, "nothing", None)
@@ -125,7 +126,8 @@ def test_a_chat_says_so_too(folder, capsys, monkeypatch, rule, said):
     pair = ["--model", folder / "target", "--drafter", folder / "heads"]
     code, _, err = run(capsys, "chat", *pair, "--temperature", 1, "--rule", rule)
     assert code == 0
-    assert ("rule typical: answers are not the model's own text" in err) is said
+    note = "rule typical: answers do not follow the model's distribution"
+    assert (note in err) is said
 
 
 def refused(capsys, *args):

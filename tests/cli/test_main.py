@@ -75,7 +75,7 @@ def test_streamed_text_is_the_text(folder, capsys, tmp_path):
     assert code == 0
     shown, closing = out.rstrip("\n").rsplit("\n[", 1)
     assert shown == "def f" + text
-    assert closing.startswith("12 tokens, tau 1.00, ")
+    assert closing.startswith("12 tokens, acceptance length 1.00, ")
 
 
 def test_lookup_drafts_where_nothing_else_does(folder, capsys, monkeypatch):
@@ -92,10 +92,10 @@ def test_lookup_drafts_where_nothing_else_does(folder, capsys, monkeypatch):
     assert "measuring steps" in err
     code, out, err = run(capsys, *args, "--explain", "--compare")
     assert code == 0 and "measuring" not in err  # kept
-    shown, figures = out.split("\n[by target, {drafter}, <lookup>]\n")
+    shown, figures = out.split("\n[proposed by: target, {drafter}, <lookup>]\n")
     assert shown.replace("<", "").replace(">", "").endswith(report["text"])
-    assert "text equal to plain decoding]\n[tokens by target " in figures
-    assert "24 tokens expected]" in figures
+    assert "output identical]\n[proposed by: target " in figures
+    assert "24 tokens predicted]" in figures
     code, out, _ = run(
         capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4"
     )

@@ -12,7 +12,7 @@ from stree_jax.cli.completion import commands_of
 from stree_jax.options import HelpFormatter, Parser, add
 
 COMMANDS = (
-    *("generate", "chat", "serve", "info", "convert", "export", "plan", "tune"),
+    *("generate", "demo", "chat", "serve", "info", "convert", "export", "plan", "tune"),
     *("train", "distill", "heads", "ngrams", "bench", "completion"),
 )
 

@@ -92,9 +92,12 @@ def test_prompts_that_are_no_text(capsys, monkeypatch, tmp_path):
     assert "bytes: not UTF-8 text" in err
     assert str(tmp_path) in refused(capsys, "generate", "--file", tmp_path)
     assert "the prompt: not UTF-8 text" in refused(capsys, "generate", "\udcff")
-    for command in ("generate", "chat"):
-        monkeypatch.setattr("sys.stdin", no_text())
-        assert "standard input: not UTF-8 text" in refused(capsys, command)
+    monkeypatch.setattr("sys.stdin", no_text())
+    assert "standard input: not UTF-8 text" in refused(capsys, "generate")
+    monkeypatch.setattr("sys.stdin", no_text())
+    code, out, err = run(capsys, "chat")  # the last line of stderr, after the banner
+    assert (code, out) == (2, "")
+    assert "standard input: not UTF-8 text" in err.splitlines()[-1]
     err = refused(capsys, "chat", "--context", 0)
     assert "--context: want at least 1 token, got 0" in err
 
@@ -225,7 +228,7 @@ def test_words_are_marked_by_who_drafted_them():
         origins=[np.array([0, 1, 1, 2, 2, 0], np.uint8)],  # é is half looked up
     )
     shown = terminal.explained(Spelling(), one, False)
-    assert shown == "a{bc}dé\n[by target, {drafter}, <lookup>]"
+    assert shown == "a{bc}dé\n[proposed by: target, {drafter}, <lookup>]"
     shown = terminal.explained(Spelling(), one, True)
     assert shown.startswith("a\x1b[32mbc\x1b[0mdé\n")
 

@@ -1,4 +1,4 @@
-"""Calls of the Python API as scripts, notebooks and services make them."""
+"""Calls of the Python API, as in scripts, notebooks and services."""
 
 import asyncio
 import copy
@@ -24,7 +24,7 @@ from tests.support.tiny import tiny
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A llama that writes a, b, c, d and so on through the letters, and never ends."""
+    """A llama that writes the letters of the alphabet in order, and never ends."""
     tokenizer = byte_level()
     letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
     chain = follow(tokenizer, [*letters, "a"])
@@ -36,13 +36,13 @@ def model(tmp_path_factory):
     return stree_jax.load(path)
 
 
-def test_a_length_of_its_own_when_none_is_given(model):
-    """As many tokens as the command makes: 128."""
+def test_the_default_length(model):
+    """It is 128 tokens, as in the command."""
     (text,) = stree_jax.generate(model, "a").texts
     assert text == ("bcdefghijklmnopqrstuvwxyza" * 5)[:128]
 
 
-def test_a_model_without_a_place_for_a_tokenizer(model):
+def test_a_model_of_the_class_without_a_tokenizer(model):
     bare = models.Model(model.params, model.config)
     ids = model.tokenizer.encode("a").ids
     result = stree_jax.generate(bare, [ids], max_new_tokens=3)
@@ -65,8 +65,8 @@ def test_stop_tokens_of_many_types(model, kind):
     assert result.texts == ["bcde"]
 
 
-def test_wrong_arguments_of_a_stream_are_told_at_once(model):
-    with pytest.raises(TypeError, match=r"^stream\(\) got an unexpected"):
+def test_wrong_arguments_of_a_stream_raise_at_once(model):
+    with pytest.raises(TypeError, match=r"^stream\(\) has no argument"):
         stree_jax.stream(model, "a", temperature=1.0)
     with pytest.raises(ValueError, match="^max_new_tokens: "):
         stree_jax.stream(model, "a", max_new_tokens=0)
@@ -138,7 +138,7 @@ def test_a_forked_process_is_refused_and_does_not_hang(model):
 
 @struct.dataclass
 class Guess:
-    """A custom drafter that guesses token 9 everywhere and says nothing of its odds."""
+    """A custom drafter that proposes token 9 at every node, without probabilities."""
 
     def init(self, prompts, past):
         return None
@@ -148,32 +148,34 @@ class Guess:
         layout = tree_layout(tree, tree.rows(root.shape[0]))
         return Draft(layout, guesses.at[:, 0].set(root)), state
 
-    def commit(self, state, news):
+    def commit(self, state, update):
         return state
 
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
     def run(*_):
-        raise AssertionError("a text was read before the arguments were refused")
+        raise AssertionError("a prompt was read before the arguments were checked")
 
     monkeypatch.setattr(Start, "begun", run)
 
 
 @pytest.mark.parametrize("rule", ["mss", "recursive", "leviathan"])
-def test_a_drafter_without_odds_and_a_rule_that_needs_them(rule, model, nothing_runs):
+def test_a_rule_that_needs_probabilities_of_a_drafter_without_them(
+    rule, model, nothing_runs
+):
     how = dict(drafter=Guess(), tree="chain:2", sampling=Sampling(), rule=rule)
     with pytest.raises(ValueError, match=f"^rule: {rule} tests drafts by the probab"):
         stree_jax.generate(model, "a", **how)
 
 
 @pytest.mark.parametrize("tree", ["beam:2x2", "auto"])
-def test_a_custom_drafter_fills_fixed_trees_alone(tree, model, nothing_runs):
+def test_a_custom_drafter_needs_a_fixed_tree(tree, model, nothing_runs):
     with pytest.raises(ValueError, match="^tree: .* a custom drafter|^tree: a custom"):
         stree_jax.generate(model, "a", drafter=Guess(), tree=tree)
 
 
-def test_a_custom_drafter_that_is_no_pytree(model, nothing_runs):
+def test_a_custom_drafter_must_be_a_pytree(model, nothing_runs):
     class Plain(Guess):
         pass
 
@@ -189,8 +191,8 @@ def test_a_custom_drafter_drafts(model):
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, 3, 0, -5])
-def test_wrong_lengths_inside_jit_are_the_nearest_right_ones(length):
-    """Nobody can refuse them there; they must not run for minutes either."""
+def test_wrong_lengths_inside_jit_are_clipped(length):
+    """They cannot be refused there, and must not make the loop run for minutes."""
     target = tiny(1, layers=("mamba",))
 
     @jax.jit
@@ -212,7 +214,7 @@ def test_wrong_lengths_inside_jit_are_the_nearest_right_ones(length):
         (jnp.zeros((1, 0), int), jnp.array([1]), "^prompts: want at least one token"),
     ],
 )
-def test_wrong_types_and_shapes_are_told_inside_jit(prompts, lengths, message):
+def test_wrong_types_and_shapes_raise_inside_jit(prompts, lengths, message):
     target = tiny(1, layers=("mamba",))
 
     def inside(prompts, lengths):
@@ -223,7 +225,7 @@ def test_wrong_types_and_shapes_are_told_inside_jit(prompts, lengths, message):
         jax.jit(inside)(prompts, lengths)
 
 
-def test_generate_inside_jit_names_the_way_on(model):
+def test_generate_inside_jit_suggests_generate_tokens(model):
     with pytest.raises(ValueError, match="^prompts: .*generate_tokens"):
         jax.jit(lambda ids: stree_jax.generate(model, ids))(jnp.zeros((1, 2), int))
     with pytest.raises(ValueError, match="^model: .*generate_tokens"):

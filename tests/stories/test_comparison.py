@@ -17,8 +17,12 @@ class Timed:
 
 
 def turns(monkeypatch, seconds, times):
-    """The arms in the order of their runs, and the medians, on a clock where each run
-    takes so many seconds."""
+    """Returns the order of the runs and the median times.
+
+    Args:
+      seconds: duration of each run on the fake clock.
+      times: `decode_s` of each run, by arm.
+    """
     now, order = [0.0], []
 
     def arm(name):
@@ -33,8 +37,8 @@ def turns(monkeypatch, seconds, times):
     return "".join(order), [comparison.median_run(r).decode_s for r in results]
 
 
-def test_both_ways_run_in_turn_and_medians_count(monkeypatch):
-    """One slow run of an arm (a = 9, b = 8) changes nothing."""
+def test_arms_alternate_and_medians_are_reported(monkeypatch):
+    """One slow run of an arm (a = 9, b = 8) does not change the medians."""
     times = {"a": [1.0, 9.0, 2.0], "b": [8.0, 3.0, 4.0]}
     order, medians = turns(monkeypatch, 1.0, times)
     assert order == "abbaab" and medians == [2.0, 4.0]
@@ -49,7 +53,7 @@ def test_short_runs_are_repeated_and_long_ones_are_not(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Says "abcdefgh..." after "a", never twice the same."""
+    """A model that writes "bcdefgh..." after "a", without a repetition."""
     tokenizer = byte_level()
     letters = [chr(ord("a") + i) for i in range(20)]
     chain = follow(tokenizer, [*letters, "</s>"], rest=2)
@@ -63,8 +67,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def two_turns(monkeypatch):
-    monkeypatch.setattr(comparison, "LEAST_S", 0.0)
-    monkeypatch.setattr(comparison, "LEAST_TURNS", 2)
+    monkeypatch.setattr(comparison, "MIN_S", 0.0)
+    monkeypatch.setattr(comparison, "MIN_TURNS", 2)
 
 
 def compared(capsys, model, *options):
@@ -74,12 +78,12 @@ def compared(capsys, model, *options):
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
-def test_where_nothing_is_drafted_no_speedup_is_claimed(
+def test_no_speedup_is_reported_if_nothing_was_drafted(
     model, drafter, capsys, two_turns
 ):
     out = compared(capsys, model, "--drafter", drafter)
     assert "nothing was drafted (plain decoding: " in out
-    assert "x plain decoding" not in out and "text equal to plain decoding" in out
+    assert "x plain decoding" not in out and "output identical" in out
     report = json.loads(compared(capsys, model, "--drafter", drafter, "--json"))
     assert report["calls_by_tree_size"] == {"1": 12} | {
         size: 0 for size in report["calls_by_tree_size"] if size != "1"
@@ -87,8 +91,8 @@ def test_where_nothing_is_drafted_no_speedup_is_claimed(
     assert report["speedup"] > 0 and report["equal_to_plain"] is True
 
 
-def test_the_other_arm_drafts_nothing(model, capsys, two_turns, monkeypatch):
-    """With a drafter the speedup is over runs without one."""
+def test_the_plain_arm_has_no_drafter(model, capsys, two_turns, monkeypatch):
+    """The speedup over plain decoding is measured on runs without a drafter."""
     asked = []
 
     def recorded(*args, **options):

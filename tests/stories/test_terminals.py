@@ -71,7 +71,7 @@ def test_a_text_that_the_terminal_has_no_characters_for(
     code, out, err = run(monkeypatch, encoding, "generate", "a", *plain)
     assert code == 0 and out.startswith(f"a{shown}\n["), err
     code, out, _ = run(monkeypatch, encoding, "generate", "a", *plain, "--explain")
-    assert code == 0 and out.startswith(f"a{shown}\n[by target")
+    assert code == 0 and out.startswith(f"a{shown}\n[proposed by: target")
     code, out, _ = run(monkeypatch, encoding, "generate", "a", *plain, "--json")
     assert code == 0 and json.loads(out)["text"] == SAID
     code, out, _ = run(monkeypatch, encoding, "chat", *plain, stdin=b"a")

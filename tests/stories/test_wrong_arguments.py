@@ -1,7 +1,7 @@
-"""Wrong values of every argument of every public function: one line that names it.
+"""Wrong values of every argument of every public function raise one line that names it.
 
-No model runs: what would read a text raises `Ran`, and a value that gets there was
-taken. What each argument may take is said by hand in `TAKEN`.
+No model runs: reading a prompt raises `Ran`, so a value that gets there was accepted.
+`TAKEN` lists by hand which of the values each argument accepts.
 """
 
 import inspect
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import stree_jax
-from stree_jax import Sampling, scoring
+from stree_jax import Sampling, checks, scoring
 from stree_jax.speculation import loop
 from stree_jax.start import Start
 from tests.support.tiny import tiny
 
 
 class Ran(Exception):
-    """The arguments were taken."""
+    """Raised in place of running a model: the arguments were accepted."""
 
 
 WRONG = {
@@ -79,7 +79,7 @@ TAKEN = {
 
 
 def calls():
-    """Public functions with arguments that are right."""
+    """Returns valid arguments of every public function."""
     model = tiny(1, layers=("mamba", "mlp"))
     ids = dict(prompts=[[8, 9]], max_new_tokens=4)
     arrays = dict(prompts=jnp.array([[1, 2]]), lengths=jnp.array([2]), max_new_tokens=3)
@@ -127,7 +127,7 @@ def nothing_runs(monkeypatch):
 
 
 def names(function, argument, message):
-    """Whether a message begins with the argument, or the function and it."""
+    """True if a message begins with the argument, or with the function and it."""
     first = message.removeprefix("tree: ") if argument == "parents" else message
     own = ("rule", "tree") if function in ("Rule", "resolve_rule") else ()
     builders = {"full_tree", "layered", "pruned", "chain", "Beam", "Auto"}
@@ -172,66 +172,97 @@ def test_wrong_values_are_refused_in_one_line(
     assert not faults, "\n".join(faults)
 
 
-HINTS = {
-    "temperature": "use sampling=Sampling(temperature=...)",
-    "top_p": "use sampling=Sampling(top_p=...)",
-    "seed": "use sampling=Sampling(seed=...)",
-    "do_sample": "use sampling=Sampling()",
-    "max_tokens": "use max_new_tokens=",
-    "max_length": "use max_new_tokens=",
-    "num_beams": "use tree='beam:WxD'",
-    "stop": "use stop_strings=",
-    "eos_token_id": "use stop_tokens=",
-    "draft_model": "use drafter=",
-    "assistant_model": "use drafter=",
-    "num_return_sequences": "use n=",
-    "attention_mask": "leave it out",
-    "max_new_token": "did you mean 'max_new_tokens'?",
-    "drafters": "did you mean 'drafter'?",
-    "stoptokens": "did you mean 'stop_tokens'?",
-    "frobnicate": "known: model, prompts, max_new_tokens",
-}
+HINTS = [  # keyword, value, and what the message suggests
+    ("temperature", 0.8, "pass sampling=Sampling(temperature=0.8)"),
+    ("topp", 0.9, "pass sampling=Sampling(top_p=0.9)"),
+    ("seed", 3, "pass sampling=Sampling(seed=3)"),
+    ("do_sample", True, "pass sampling=Sampling() to sample"),
+    ("max_tokens", 64, "pass max_new_tokens=64"),
+    ("max_length", 64, "pass max_new_tokens=64"),
+    ("num_beams", 4, "beam search over whole outputs is not supported"),
+    ("stop", "###", "pass stop_strings= with texts"),
+    ("eos_token_id", 2, "pass stop_tokens=2"),
+    ("draft_model", "x/y", "pass drafter=stree_jax.load(...)"),
+    ("assistant_model", object(), "pass drafter=stree_jax.load(...)"),
+    ("num_assistant_tokens", 5, "pass tree='chain:5'"),
+    ("prompt_lookup_num_tokens", 5, "pass drafter='lookup'"),
+    ("num_return_sequences", 2, "pass n=2"),
+    ("past_key_values", [object()], "pass past=result.past"),
+    ("attention_mask", np.ones((1, 4)), "leave it out"),
+    ("max_memory", {0: "8GB"}, "pass memory=..."),
+    ("max_new_token", 8, "did you mean 'max_new_tokens'?"),
+    ("drafters", None, "did you mean 'drafter'?"),
+    ("stoptokens", 2, "did you mean 'stop_tokens'?"),
+    ("frobnicate", 1, "its arguments are model, prompts, max_new_tokens"),
+]
 
 
-@pytest.mark.parametrize("name", HINTS)
+@pytest.mark.parametrize(("name", "value", "hint"), HINTS, ids=[h[0] for h in HINTS])
 @pytest.mark.parametrize("function", ["generate", "stream"])
-def test_keywords_of_other_libraries_name_the_way_on(function, name, nothing_runs):
+def test_keywords_of_other_libraries_name_the_right_one(
+    function, name, value, hint, nothing_runs
+):
     model = calls()["stream"]["model"]
-    begin = f"{function}() got an unexpected keyword argument '{name}'; "
     with pytest.raises(TypeError) as caught:
-        getattr(stree_jax, function)(model, "a", **{name: 1})
-    assert str(caught.value).startswith(begin + HINTS[name])
+        getattr(stree_jax, function)(model, "a", **{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{function}() has no argument '{name}': {hint}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", checks.HINTS)
+def test_every_hint_is_about_an_unknown_keyword_of_a_public_function(name):
+    """A hint that no function can give, or that no function needs, is a mistake."""
+    options = {hint.option for hint in checks.HINTS[name]}
+    lists = [
+        set(inspect.signature(getattr(stree_jax, function)).parameters)
+        for function in calls()
+    ]
+    assert any(name not in known and options & known for known in lists)
+
+
+def test_signatures_stay_visible():
+    """Of a decorated function, for editors, `help` and type checkers."""
+    for function in calls():
+        parameters = inspect.signature(getattr(stree_jax, function)).parameters
+        kinds = {p.kind for p in parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD}, function
+    assert "max_new_tokens" in inspect.signature(stree_jax.generate).parameters
+    assert stree_jax.generate.__doc__.startswith("Generates text")
 
 
 @pytest.mark.parametrize(
     ("function", "name", "hint"),
     [
-        ("load", "torch_dtype", "use dtype="),
+        ("load", "torch_dtype", "pass dtype="),
         ("load", "trust_remote_code", "leave it out"),
-        ("load", "device_map", "use mesh="),
-        ("tune", "temperature", "use sampled=True"),
-        ("tune", "batch_size", "use batch="),
-        ("plan", "draft_model", "use drafter="),
-        ("score", "input_ids", "use tokens="),
+        ("load", "device_map", "pass mesh="),
+        ("load", "dtyp", "did you mean 'dtype'?"),
+        ("tune", "temperature", "pass sampled=True"),
+        ("tune", "batch_size", "pass batch=1"),
+        ("plan", "draft_model", "pass drafter="),
+        ("score", "input_ids", "pass tokens=1"),
         ("score", "token", "did you mean 'tokens'?"),
-        ("generate_tokens", "temperature", "use sampling="),
-        ("generate", "prompt", "use prompts="),
-        ("generate", "input_ids", "use prompts="),
+        ("generate_tokens", "temperature", "pass sampling=sampling_rows([Sampling("),
+        ("generate", "prompt", "pass prompts="),
+        ("generate", "input_ids", "pass prompts="),
         ("generate", "options", "did you mean "),
         ("stream", "step", "did you mean 'steps'?"),
-        ("save", "destination", "known: model, dst"),
-        ("sampling_rows", "seed", "use key="),
-        ("Sampling", "topk", "did you mean 'top_k'?"),
-        ("Sampling", "max_tokens", "known: temperature, top_k"),
+        ("save", "destination", "its arguments are model, dst"),
+        ("sampling_rows", "seed", "pass key=jax.random.key(1)"),
+        ("Sampling", "topk", "pass top_k=1"),
+        ("Sampling", "temprature", "did you mean 'temperature'?"),
+        ("Sampling", "max_tokens", "pass max_new_tokens=1 to generate()"),
+        ("Sampling", "frobnicate", "its arguments are temperature, top_k"),
         ("Rule", "draft", "did you mean 'drafting'?"),
-        ("chain", "length", "known: n"),
+        ("chain", "length", "its arguments are n"),
         ("make_tree", "parent", "did you mean 'parents'?"),
     ],
 )
-def test_keywords_of_other_functions(function, name, hint):
+def test_unknown_keywords_of_other_functions(function, name, hint):
     with pytest.raises(TypeError) as caught:
         getattr(stree_jax, function)(**{name: 1})
-    begin = f"{function}() got an unexpected keyword argument '{name}'; {hint}"
+    begin = f"{function}() has no argument '{name}': {hint}"
     assert str(caught.value).startswith(begin)
 
 
@@ -243,7 +274,7 @@ def test_numbers_of_arrays_are_numbers(value, stored):
     assert Sampling(temperature=value) == Sampling(temperature=stored)
 
 
-def test_a_number_too_small_for_float32_is_told_as_that():
+def test_a_number_too_small_for_float32_is_refused():
     with pytest.raises(ValueError, match=r"^temperature: want 0 \(greedy\) or .*1e-40"):
         Sampling(temperature=1e-40)
 
@@ -271,21 +302,21 @@ def test_results_and_paths_in_wrong_places():
     model = tiny(1, layers=("mamba",))
     with pytest.raises(ValueError, match=r"^drafter: got a path; give stree_jax.load"):
         stree_jax.generate(model, [[8]], drafter=pathlib.Path("demo-drafter"))
-    with pytest.raises(ValueError, match=r"^prompts\[0\].* give a list of it"):
+    with pytest.raises(ValueError, match=r"^prompts\[0\].* pass a list of it"):
         stree_jax.generate(model, np.array([8, 9]))
     for stops in ("</s>", ["</s>"]):
         with pytest.raises(ValueError, match="^stop_tokens: .* stop_strings= for text"):
             stree_jax.generate(model, [[8]], stop_tokens=stops)
     result = stree_jax.generate(model, [[8]], max_new_tokens=1)
-    with pytest.raises(ValueError, match="^past: .*; give its .past"):
+    with pytest.raises(ValueError, match="^past: .*; pass its .past"):
         stree_jax.generate(model, [[8]], past=result)
     with pytest.raises(ValueError, match=r"^tree: unknown name 'e'; did you mean 'E'"):
         stree_jax.generate(model, [[8]], drafter="lookup", tree="e")
 
 
 def test_names_of_drafters_are_the_same_everywhere(nothing_runs):
-    """ "auto", the default of `generate`, is taken wherever a drafter is named; "none",
-    the command's name for plain decoding, leads to None."""
+    """ "auto", the default of `generate`, is accepted wherever a drafter is named. For
+    "none", the command's name for plain decoding, the message suggests None."""
     for function in ("generate", "stream", "tune", "generate_tokens"):
         call, right = getattr(stree_jax, function), calls()[function]
         right.pop("sampling", None)
@@ -306,7 +337,7 @@ def test_names_of_drafters_are_the_same_everywhere(nothing_runs):
 @pytest.mark.parametrize(
     "name", ["n", "capacity", "steps", "samples", "ahead", "width"]
 )
-def test_numbers_out_of_range_are_told_the_range(name):
+def test_numbers_out_of_range_name_the_range(name):
     model, big = tiny(1, layers=("mamba",)), 2**40
     with pytest.raises(ValueError, match=rf"^{name}: want [01]\.\.\d+ .*, got {big}"):
         match name:
