@@ -43,11 +43,12 @@ def add_options(b: argparse.ArgumentParser) -> None:
     models = "shapes, random weights; or directory, hub id or demo"
     add(b, "--models", str, MODELS, models, "+")
     add(b, "--sizes", int, (1, 16), "nodes of a pass", "+")
-    rows = "rows of the caches, with --text tokens in them"
+    rows = "rows of the caches, with --text-tokens in them"
     add(b, "--capacities", int, (256, 1024, 4096, 16384, 65536), rows, "+")
     lengths = "tokens of text in the largest caches"
     add(b, "--lengths", int, (20, 250, 1000, 4000, 16000, 60000), lengths, "+")
-    add(b, "--text", int, 20, "tokens, while the capacity changes")
+    text = "tokens of text while the capacity changes"
+    add(b, "--text-tokens", int, 20, text, dest="text")
     add(b, "--dtypes", str, DTYPES, "of weights", "+", WEIGHTS)
 
 
@@ -109,7 +110,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 def check_sizes(args: argparse.Namespace) -> None:
     """Raises ValueError for a text that is too long for the caches."""
     for text, rows, option in (
-        (args.text, min(args.capacities), "--text"),
+        (args.text, min(args.capacities), "--text-tokens"),
         (max(args.lengths), max(args.capacities), "--lengths"),
     ):
         needed = max(Case(n, "packed", context=text).rows for n in args.sizes)

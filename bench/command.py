@@ -15,18 +15,21 @@ def run(args: argparse.Namespace) -> int:
     """Runs a benchmark.
 
     Args:
-      args: of `stree_jax.bench.registry`.
+      args: as `stree_jax.bench.registry.parse_bench` returns them.
+
+    Returns:
+      the exit code.
 
     Raises:
-      ValueError: options that contradict each other, or a missing package.
+      ValueError: the options contradict each other, or a package is missing.
     """
     module = load(args.benchmark)
     if args.benchmark == "all":
         module.write_all(args)
         return 0
-    if args.figure is not None:  # refused before anything is measured
+    if args.figure is not None:  # checked before anything is measured
         if not hasattr(module, "figures"):
-            raise ValueError(f"--figure: bench {args.benchmark} has no figure")
+            raise ValueError(f"--figure: bench {args.benchmark} draws no figure")
         check_matplotlib()
     report = measure(args)
     if args.json is not None:
@@ -35,15 +38,16 @@ def run(args: argparse.Namespace) -> int:
     if args.figure is not None:
         save_figures(report, args.figure)
     if not report["complete"]:
-        print("stree-jax: stopped at --minutes; not complete", file=sys.stderr)
+        message = "stree-jax: stopped at --minutes; the report is not complete"
+        print(message, file=sys.stderr)
     return 0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the report of a benchmark; a value given twice is measured once.
+    """Returns the report of a benchmark. A value that is given twice is measured once.
 
     Raises:
-      ValueError: wrong options. Nothing has been measured.
+      ValueError: the options are wrong, and nothing has been measured.
     """
     for name, value in vars(args).items():
         if isinstance(value, list):
@@ -52,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """Returns how to measure; raises ValueError for wrong options."""
+    """Returns how to measure. Raises ValueError for wrong options."""
     positive = "repeats batch max_new_tokens sizes capacities lengths"
     for name in positive.split():
         values = getattr(args, name, 1)
@@ -74,12 +78,12 @@ def run_of(args: argparse.Namespace) -> Run:
 
 
 def table_of(report: dict[str, Any]) -> str:
-    """Returns the report as Markdown, with the machine it was measured on below."""
+    """Returns the report as Markdown, followed by a line about the machine."""
     return f"{load(report['kind']).table(report)}\n\n{machine_line(report)}"
 
 
 def save_figures(report: dict[str, Any], path: Path) -> None:
-    """Writes the figures of a report beside `path`, and the pages that belong to it."""
+    """Writes the figures and pages of a report, with names that begin with `path`."""
     stem = path.with_suffix("") if path.suffix in (".png", ".svg") else path
     for end, figure in load(report["kind"]).figures(report).items():
         whole = stem.with_name(stem.name + end)

@@ -49,7 +49,7 @@ def add_options(b: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
-    pairs = {"": load_models(args)}
+    pairs = {"": load_models(args, allow_custom=True)}
     others = None
     if getattr(args, "transformers", False):  # an option of this benchmark only
         if args.batch != 1:
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 
 
 def measure_pairs(
-    pairs: dict[str, tuple[Model, Model]],
+    pairs: dict[str, tuple[Model, Any]],
     args: argparse.Namespace,
     run: Run,
     others: Any = None,

@@ -65,7 +65,8 @@ GRAM = 4  # tokens of a run that may be repeated
 def add_options(b: argparse.ArgumentParser) -> None:
     add_prompts(b, 10)
     add_temperatures(b, (0, 1))
-    add(b, "--heads", str, "demo-heads", "directory of the target's heads")
+    heads = "directory or hub id of Medusa heads for the target"
+    add(b, "--heads-path", str, "demo-heads", heads, metavar="PATH", dest="heads")
     table = "n-grams of the drafter, for a staged arm (default: no such arm)"
     b.add_argument("--ngrams", metavar="FILE", help=table)
     add(b, "--trees", str, TREES, "of the heads", "+")

@@ -7,22 +7,30 @@ from typing import Any
 from stree_jax.bench.prompts import Prompt, read_prompts
 from stree_jax.bench.widen import sizes_of, widened
 from stree_jax.checkpoints.load import Model
-from stree_jax.pair import load_pair
+from stree_jax.pair import is_custom, load_pair
 
 RANDOM_PROMPT = 128  # tokens
 
 
-def load_models(args: argparse.Namespace) -> tuple[Model, Model]:
-    """Returns the target, as wide as `--widen` says, and the drafter.
+def load_models(
+    args: argparse.Namespace, allow_custom: bool = False
+) -> tuple[Model, Any]:
+    """Returns the target, as wide as `--widen` says, and the draft model.
+
+    Args:
+      allow_custom: if True, the drafter may also be a custom one, `MODULE:NAME`.
 
     Raises:
-      ValueError: the drafter is no model.
+      ValueError: another drafter is named, or a custom one with `--widen`.
     """
     target, drafter = load_pair(args.model, args.drafter, args.dtype)
-    if not isinstance(drafter, Model):
+    custom = allow_custom and is_custom(args.drafter or "")
+    if not custom and not isinstance(drafter, Model):
         raise ValueError(
-            f"bench {args.benchmark} needs a drafter, a model; give --drafter"
+            f"bench {args.benchmark} needs a draft model; name one with --drafter"
         )
+    if custom and args.widen != 1:
+        raise ValueError("--widen: a custom drafter cannot draft for a wider target")
     return widened(target, args.widen), drafter
 
 
@@ -32,7 +40,7 @@ def load_prompts(args: argparse.Namespace) -> dict[str, list[Prompt]]:
 
 def settings_of(
     benchmark: str,
-    pairs: Mapping[str, tuple[Model, Model]],
+    pairs: Mapping[str, tuple[Model, Any]],
     prompts: Mapping[str, Sequence[Prompt]],
 ) -> dict[str, Any]:
     """Returns the settings that all measurements of pairs on prompts have."""

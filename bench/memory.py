@@ -62,7 +62,8 @@ def add_options(b: argparse.ArgumentParser) -> None:
     add_prompts(b, 2, needed=False, without="none, and nothing is measured")
     parts = (*COUNTED, *MEASURED, TURNS)
     add(b, "--parts", str, COUNTED, "what to count and measure", "+", parts)
-    add(b, "--heads", str, "demo-heads", "directory of the target's heads")
+    heads = "directory or hub id of Medusa heads for the target"
+    add(b, "--heads-path", str, "demo-heads", heads, metavar="PATH", dest="heads")
     add(b, "--shapes", str, SHAPES, "published ones, and the pair", "+")
     add(b, "--memory", str, "16GB", "that shapes are to fit in")
     add(b, "--small", str, "64MB", "that the pair is to fit in")

@@ -4,25 +4,32 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree_jax.options import add, add_model_options
+from stree_jax.options import MODEL, OUTPUT, add, add_model_options, group
 
 SHAPE = "mamba2-130m"
 PAIR = "NAME=TARGET:DRAFTER"
+PROMPTS, MEASURING = "Prompts", "Measuring"
+DRAFT_MODEL_HELP = (
+    "draft model: directory, GGUF file, hub id or demo; decode, temperature and trees "
+    "also take MODULE:NAME, a custom drafter (default: demo for --model demo)"
+)
 
 
 def add_run_options(b: argparse.ArgumentParser, repeats: int) -> None:
     """Adds the options that all benchmarks have."""
-    add(b, "--repeats", int, repeats, "turns of each arm after its first call")
-    json = "write the report here; a killed run resumes (default: nowhere)"
-    b.add_argument("--json", type=Path, help=json)
-    figure = "write FIGURE.png and FIGURE.svg (default: no figure)"
-    b.add_argument("--figure", type=Path, help=figure)
+    measuring = group(b, MEASURING)
+    add(measuring, "--repeats", int, repeats, "runs of each arm after its first call")
     add_minutes(b)
+    output = group(b, OUTPUT)
+    json = "write the report to this file, from which an interrupted run resumes "
+    add(output, "--json", Path, None, json + "(default: no report)", metavar="FILE")
+    figure = "write PATH.png and PATH.svg (default: no figure)"
+    add(output, "--figure", Path, None, figure)
 
 
 def add_minutes(b: argparse.ArgumentParser) -> None:
-    text = "begin nothing new after so many (default: no limit)"
-    b.add_argument("--minutes", type=float, help=text)
+    text = "start no further measurement after N minutes (default: no limit)"
+    add(group(b, MEASURING), "--minutes", float, None, text, metavar="N")
 
 
 def add_prompts(
@@ -31,15 +38,25 @@ def add_prompts(
     needed: bool = True,
     without: str = "random ones, with --shape",
 ) -> None:
-    """Adds the options of a pair of models and of the prompts that it decodes."""
-    add_model_options(b)
-    files = ".jsonl[.gz] files, a prompt, turns or question a line"
+    """Adds the options of a pair of models and of the prompts that it decodes.
+
+    Args:
+      count: default number of prompts in a file.
+      needed: if True, --prompts must be given.
+      without: what the help says happens without --prompts.
+    """
+    add_model_options(b, drafter_help=DRAFT_MODEL_HELP)
+    wide = "pad the target with zeros to 4 or 16 times its width: same text, more work"
+    add(group(b, MODEL), "--widen", int, 1, wide)
+    prompts = group(b, PROMPTS)
+    files = ".jsonl or .jsonl.gz files with a prompt, turns or question on each line"
     files += "" if needed else f" (default: {without})"
-    b.add_argument("--prompts", type=Path, nargs="+", required=needed, help=files)
-    add(b, "--count", int, count, "prompts per file")
-    add(b, "--max-new-tokens", int, 128, "tokens per prompt; no text ends before")
-    wide = "the target among zeros, 4 or 16 times as wide: same text, more work"
-    add(b, "--widen", int, 1, wide)
+    prompts.add_argument(
+        "--prompts", type=Path, nargs="+", required=needed, metavar="FILE", help=files
+    )
+    add(prompts, "--count", int, count, "prompts of each file")
+    text = "new tokens per prompt; stop tokens are ignored"
+    add(prompts, "--max-new-tokens", int, 128, text)
 
 
 def add_arms(
@@ -47,12 +64,14 @@ def add_arms(
     default: Sequence[str],
     what: str = "TREE, RULE@TREE or lookup",
 ) -> None:
-    add(b, "--arms", str, default, what, "+")
+    text = f"setups to measure beside plain decoding: {what}"
+    add(group(b, MEASURING), "--arms", str, default, text, "+", metavar="ARM")
 
 
 def add_temperatures(b: argparse.ArgumentParser, default: Sequence[float]) -> None:
-    add(b, "--temperatures", float, default, "of sampling; 0 is greedy", "+")
+    text = "sampling temperatures; 0 is greedy"
+    add(group(b, MEASURING), "--temperatures", float, default, text, "+")
 
 
 def add_batch(b: argparse.ArgumentParser, what: str = "prompts") -> None:
-    add(b, "--batch", int, 1, f"{what} decoded together")
+    add(group(b, MEASURING), "--batch", int, 1, f"{what} decoded together")

@@ -1,9 +1,9 @@
-"""The benchmarks by name. A benchmark is a module that is imported when it is used.
+"""The benchmarks by name. Each is a module that is imported when it is used.
 
 Such a module has NAME, REPEATS (the default of `--repeats`) and these functions:
 `add_options(parser)`; `measure(args, run)`, which returns a report; `table(report)`,
-which returns Markdown; and `figures(report)` where it draws any, by the end of a
-file's name. A figure may also be the text of a page.
+which returns Markdown; and optionally `figures(report)`, which returns figures by the
+end of their file's name. A figure can also be the text of a page.
 """
 
 import argparse
@@ -15,27 +15,25 @@ from stree_jax.bench.options import add_run_options
 from stree_jax.options import Parser
 
 BENCHMARKS = {
-    "decode": "plain, chain and trees on prompts (Table 2)",
-    "temperature": "acceptance rules against temperature (Fig. 4)",
-    "staged": "n-grams that guess for the drafter (Spector and Re, Tables 1 and 2)",
-    "heads": "Medusa heads beside other drafters; what typical acceptance does to "
-    "texts",
-    "memory": "where the bytes go and what fits in few of them (SpecMemo's figures)",
-    "trees": "the static trees A to E (Table 3)",
-    "attention": "pairs with more and less attention (Table 4)",
-    "unrolled": "beam trees packed and unrolled (Table 1)",
-    "forward": "one pass against its nodes, packed and unrolled (Fig. 2, 3)",
-    "cost": "which tree is fastest here, predicted and measured",
-    "profile": "where the time of a step goes, by the device's trace",
-    "kernels": "time of the ops by implementation",
-    "peers": "llama.cpp and transformers on the same weights",
-    "prompts": "reading a prompt against its length, beside transformers",
-    "capacity": "one pass against the capacity of its caches and the length of its "
-    "text",
-    "devices": "what devices of a mesh hold and exchange, from compiled programs",
-    "all": "everything, and a report with figures",
+    "decode": "plain decoding, chains and trees on prompts (STree, Table 2)",
+    "temperature": "acceptance rules by temperature (STree, Fig. 4)",
+    "trees": "the static trees A to E (STree, Table 3)",
+    "attention": "pairs with more and less attention (STree, Table 4)",
+    "unrolled": "beam trees, packed and unrolled (STree, Table 1)",
+    "forward": "one forward pass by its number of nodes (STree, Fig. 2 and 3)",
+    "cost": "which tree is fastest on this machine, predicted and measured",
+    "heads": "Medusa heads compared with other drafters, and typical acceptance",
+    "staged": "n-grams that propose tokens for the draft model (Spector and Re 2023)",
+    "memory": "memory by part, and what fits in a limit (SpecMemo's figures)",
+    "prompts": "prefill by prompt length, compared with transformers",
+    "capacity": "one forward pass by the capacity of its caches and the text length",
+    "profile": "where the time of a decoding step goes, from the device's trace",
+    "kernels": "time of each op by implementation",
+    "devices": "what the devices of a mesh hold and exchange, from compiled programs",
+    "peers": "decoding throughput compared with llama.cpp and transformers",
+    "all": "the benchmarks of STree's tables and figures, and a report",
 }
-MODULES = {"prompts": "reading", "all": "everything"}  # where they differ from the name
+MODULES = {"prompts": "reading", "all": "everything"}  # modules with another name
 
 
 def load(name: str) -> Any:
@@ -52,10 +50,19 @@ def add_options(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def add_bench_parsers(parser: Parser) -> None:
-    """Adds a subcommand for every benchmark; each gets its options when it is used."""
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True)
+    """Adds a command for every benchmark, which gets its options when it is used."""
+    benchmarks = parser.add_subparsers(
+        prog=parser.prog,
+        dest="benchmark",
+        required=True,
+        title="benchmarks",
+        metavar="BENCHMARK",
+    )
     for name, text in BENCHMARKS.items():
-        found = benchmarks.add_parser(name, help=text, description=text)
+        description = f"{text[0].upper()}{text[1:]}."
+        found = benchmarks.add_parser(
+            name, help=text, description=description, usage="%(prog)s [options]"
+        )
         found.add_options = partial(add_options, name)
 
 

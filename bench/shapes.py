@@ -22,6 +22,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.config import blocks, named
 from stree_jax.models.keys import default_numbers, key_of
+from stree_jax.options import suggestion
 
 MAMBA2_SIZES = {  # d_model, layers
     "mamba2-130m": (768, 24),
@@ -210,7 +211,7 @@ def granite_small() -> ModelConfig:
 
 
 def config_of(shape: str) -> ModelConfig:
-    """Raises ValueError for an unknown name."""
+    """Returns the config of a published shape. Raises ValueError for another name."""
     if shape in MAMBA2_SIZES:
         return mamba2(*MAMBA2_SIZES[shape])
     others = {
@@ -225,7 +226,7 @@ def config_of(shape: str) -> ModelConfig:
     }
     if shape in others:
         return others[shape]()
-    raise ValueError(f"--shape: unknown {shape!r}; known: {', '.join(NAMES)}")
+    raise ValueError(f"--shape: unknown {shape!r}; {suggestion(shape, NAMES)}")
 
 
 def random_model(config: ModelConfig, dtype: Any, seed: int = 0) -> Model:

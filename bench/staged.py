@@ -68,8 +68,10 @@ def add_options(b: argparse.ArgumentParser) -> None:
     table = "n-grams of the drafter, as stree-jax ngrams makes them"
     b.add_argument("--ngrams", required=True, metavar="FILE", help=table)
     add(b, "--tree", str, "E", "that is drafted")
-    add(b, "--ahead", int, (1, 2, 3), "levels that are guessed at a time", "+")
-    add(b, "--width", int, (1,), "tokens of each node that are guessed", "+")
+    levels = "levels of the tree that the n-grams propose at a time"
+    add(b, "--ngram-levels", int, (1, 2, 3), levels, "+")
+    width = "tokens that the n-grams propose for each node"
+    add(b, "--ngram-width", int, (1,), width, "+")
     b.add_argument("--auto", action="store_true", help="tree auto, too (default: none)")
     add(b, "--top-k", int, 50, "of sampling; 0: all tokens")
     add_batch(b)
@@ -110,13 +112,13 @@ def measure(args: argparse.Namespace, run: Run) -> dict[str, Any]:
 def arms_of(args: argparse.Namespace) -> list[Arm]:
     """Returns plain decoding, the drafter alone, with n-grams, and n-grams alone."""
     arms = [Arm(PLAIN, None), Arm(SPECULATIVE, args.tree)]
-    for ahead, width in product(args.ahead, args.width):
+    for ahead, width in product(args.ngram_levels, args.ngram_width):
         name = f"staged, {ahead} ahead" + (f" x {width}" if width > 1 else "")
         arm = Arm(name, args.tree, drafting="staged", ahead=ahead, width=width)
         arms.append(arm)
     if args.auto:
         arms.append(Arm("auto", "auto"))
-        ahead = max(args.ahead)
+        ahead = max(args.ngram_levels)
         arms.append(Arm("auto, staged", "auto", drafting="staged", ahead=ahead))
     return [*arms, Arm(NGRAMS_ALONE, args.tree, drafting="ngrams")]
 

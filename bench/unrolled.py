@@ -66,8 +66,9 @@ def add_options(b: argparse.ArgumentParser) -> None:
     shape = "random weights of this target's shape, random prompts (default: --prompts)"
     b.add_argument("--shape", help=shape)
     add(b, "--drafter-shape", str, SHAPE, "of the drafter, with --shape")
-    add(b, "--widths", int, (2, 3, 4, 5), "nodes of a beam's level", "+")
-    add(b, "--depths", int, (4, 8, 16), "levels of a beam below the root", "+")
+    widths, depths = "nodes of a beam's level", "levels of a beam below the root"
+    add(b, "--beam-widths", int, (2, 3, 4, 5), widths, "+", dest="widths")
+    add(b, "--beam-depths", int, (4, 8, 16), depths, "+", dest="depths")
     scans = "how the tokens of a path are gone through"
     add(b, "--scans", str, ("step",), scans, "+", ["step", "chunk"])
 

@@ -31,9 +31,15 @@ from stree_jax.models.weights.formats import is_weight
 KINDS = {"mamba", "attention", "mlp"}
 
 
-def sizes_of(*models: Model) -> list[int]:
-    """Returns the number of parameters of each model."""
-    return [parameter_count(model.params) for model in models]
+def sizes_of(*models: Any) -> list[int]:
+    """Returns the number of parameters of each model, or of values in a custom
+    drafter."""
+    return [
+        parameter_count(model.params)
+        if isinstance(model, Model)
+        else sum(np.size(leaf) for leaf in jax.tree.leaves(model))
+        for model in models
+    ]
 
 
 def widened(model: Model, factor: int) -> Model:

@@ -1,4 +1,4 @@
-"""A target and its drafter, by the names that commands take."""
+"""A target and its drafter, loaded by the names that commands take."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,30 +10,38 @@ from stree_jax.checkpoints.info import described
 from stree_jax.checkpoints.load import Model, load
 from stree_jax.checkpoints.ngrams import load_ngrams
 from stree_jax.checkpoints.resolve import headers
+from stree_jax.checks import integer
 from stree_jax.convert.gguf.header import is_gguf
 from stree_jax.convert.hub import hub_name
+from stree_jax.custom_drafter import custom_drafter, import_drafter
+from stree_jax.custom_drafter import is_custom as has_custom_form
 from stree_jax.models import ModelConfig
-from stree_jax.models.heads import Heads, HeadsConfig
+from stree_jax.models.heads import HeadsConfig
+from stree_jax.options import DRAFTERS, suggestion
 from stree_jax.speculation.drafters.lookup import LOOKUP
 from stree_jax.speculation.drafters.mtp import MTP
 from stree_jax.speculation.drafters.ngrams import NGrams
 from stree_jax.speculation.drafters.staged import AHEAD, WIDTH, Staged
+from stree_jax.speculation.drafters.table import AnyDrafter
 from stree_jax.speculation.specs import AUTO
+from stree_jax.speculation.tree import DEEPEST
 
 DEMO, NO_DRAFTER = "demo", "none"
+MAX_NGRAM_WIDTH = 16  # of `Staged`
 
 
-def named_drafter(
+def drafter_name(
     target: str,
     drafter: str | None,
     ngrams: str | None = None,
-    ahead: int | None = None,
-    width: int | None = None,
+    ngram_levels: int | None = None,
+    ngram_width: int | None = None,
 ) -> str:
-    """Returns the drafter's name, the default one if none is given; nothing is read.
+    """Returns the drafter's name, or the default if it is None. Reads no model, but
+    imports the module of a custom drafter.
 
     Args:
-      target, drafter, ngrams, ahead, width: as of `load_pair`.
+      target, drafter, ngrams, ngram_levels, ngram_width: as of `load_pair`.
 
     Raises:
       ValueError: the drafter does not exist, or does not go with the other options.
@@ -42,14 +50,18 @@ def named_drafter(
         drafter = DEMO if target == DEMO else LOOKUP
     name = str(drafter)
     _check_drafter(name)
-    if ngrams is None and ahead is not None:
-        raise ValueError("--ahead: levels that n-grams guess; add --ngrams FILE")
-    if ngrams is None and width is not None:
-        raise ValueError("--width: tokens that n-grams guess; add --ngrams FILE")
-    if ngrams is not None and name in (LOOKUP, MTP, NO_DRAFTER):
+    for option, value, most in (
+        ("--ngram-levels", ngram_levels, DEEPEST),
+        ("--ngram-width", ngram_width, MAX_NGRAM_WIDTH),
+    ):
+        if value is not None and ngrams is None:
+            raise ValueError(f"{option}: needs n-grams; add --ngrams FILE")
+        if value is not None:
+            integer(option, value, 1, most, f"1..{most}")
+    if ngrams is not None and (name in (LOOKUP, MTP, NO_DRAFTER) or is_custom(name)):
         raise ValueError(
-            "--ngrams: they guess for a drafting model; give one with --drafter "
-            "(for n-grams alone: --drafter FILE)"
+            "--ngrams: proposes tokens for a draft model; give one with --drafter (to "
+            "draft with n-grams alone, use --drafter FILE)"
         )
     return name
 
@@ -59,74 +71,82 @@ def load_pair(
     drafter: str | None,
     dtype: str | None,
     ngrams: str | None = None,
-    ahead: int | None = None,
-    width: int | None = None,
+    ngram_levels: int | None = None,
+    ngram_width: int | None = None,
     mesh: Mesh | None = None,
-) -> tuple[Model, Model | Heads | NGrams | Staged | str | None]:
-    """The target and what drafts for it: a model, heads, n-grams, stages, a name, or
-    None.
+) -> tuple[Model, AnyDrafter]:
+    """Loads a target and its drafter.
 
     Args:
       target: a directory, a GGUF file, a hub id or "demo", the bundled target.
-      drafter: likewise ("demo" is the bundled drafter), a directory of Medusa heads
-        ("demo-heads" are the bundled ones), a file of n-grams, "lookup", "mtp" (the
-        target is loaded with those layers) or "none"; None, or "auto", is the bundled
-        one beside the bundled target, and lookup beside others.
-      dtype: "float32", "bfloat16" or "int8" of the weights; if None, each model keeps
-        the dtype that it is stored in, as with `load`.
-      ngrams: a file of n-grams that guess for the drafter, or None.
-      ahead: levels that they guess; None: as many as is usual.
-      width: tokens of a node that they guess, likewise.
-      mesh: the devices that the target is cut over; a drafting model is whole on each.
+      drafter: a draft model, named like the target ("demo" is the bundled draft model);
+        a directory or hub id of Medusa heads ("demo-heads" are the bundled ones); a
+        file of n-grams; "lookup"; "mtp", which loads the target with its MTP layers; a
+        custom drafter as "MODULE:NAME"; or "none". None and "auto" are the bundled
+        draft model for the bundled target, and "lookup" for others.
+      dtype: "float32", "bfloat16" or "int8" weights. If None, each model keeps the
+        dtype that it is stored in, as with `load`.
+      ngrams: a file of n-grams that propose tokens for the draft model, or None.
+      ngram_levels: levels of the tree that they propose at a time. If None, 2.
+      ngram_width: tokens that they propose for each node. If None, 1.
+      mesh: the devices over which the target is sharded. A draft model is replicated.
+
+    Returns:
+      the target, and the drafter as `generate` takes it (None for plain decoding).
     """
-    drafter = named_drafter(target, drafter, ngrams, ahead, width)
+    name = drafter_name(target, drafter, ngrams, ngram_levels, ngram_width)
     table = None if ngrams is None else load_ngrams(ngrams)
-    model = load(target, dtype=dtype, mtp=drafter == MTP, mesh=mesh)
-    if drafter == NO_DRAFTER:
+    model = load(target, dtype=dtype, mtp=name == MTP, mesh=mesh)
+    if name == NO_DRAFTER:
         return model, None
-    if drafter in (LOOKUP, MTP):
-        return model, drafter
-    if _is_ngrams(str(drafter)):
+    if name in (LOOKUP, MTP):
+        return model, name
+    if is_custom(name):
+        return model, custom_drafter(name, model)
+    if _is_ngrams(name):
         if table is not None:
-            raise ValueError("--ngrams: n-grams need no others to guess for them")
-        return model, load_ngrams(str(drafter))
-    if _are_heads(str(drafter)):
+            raise ValueError("--ngrams: proposes tokens for a draft model, not n-grams")
+        return model, load_ngrams(name)
+    if _are_heads(name):
         if table is not None:
-            raise ValueError("--ngrams: they guess for a model, and these are heads")
-        return model, load_heads(str(drafter), dtype=dtype)
-    name = "demo-drafter" if drafter == DEMO else str(drafter)
-    drafting = load(name, dtype=dtype, mesh=mesh, whole=mesh is not None)
+            raise ValueError("--ngrams: proposes tokens for a draft model, not heads")
+        return model, load_heads(name, dtype=dtype)
+    path = "demo-drafter" if name == DEMO else name
+    draft_model = load(path, dtype=dtype, mesh=mesh, whole=mesh is not None)
     if table is None:
-        return model, drafting
-    ahead = AHEAD if ahead is None else ahead
-    return model, Staged(drafting, table, ahead, WIDTH if width is None else width)
+        return model, draft_model
+    levels = AHEAD if ngram_levels is None else ngram_levels
+    width = WIDTH if ngram_width is None else ngram_width
+    return model, Staged(draft_model, table, levels, width)
 
 
 class PairConfigs(NamedTuple):
-    """What `load_pair` would load, without its weights.
+    """A target and drafter as `load_pair` would load them, without weights.
 
     Attributes:
       target: the architecture.
-      drafter: the architecture of a model or heads, n-grams, a name, or None.
-      dtype: name of the dtype that the target is stored in, as `load` keeps it.
+      drafter: the architecture of a draft model or of heads; otherwise the drafter.
+      dtype: name of the dtype in which `load` keeps the target.
     """
 
     target: ModelConfig
-    drafter: ModelConfig | HeadsConfig | NGrams | str | None
+    drafter: ModelConfig | HeadsConfig | AnyDrafter
     dtype: str
 
 
 def pair_configs(target: str, drafter: str | None) -> PairConfigs:
-    """Returns the architectures of what `load_pair` would load; n-grams are read."""
+    """Returns the architectures of the models that `load_pair` would load. N-grams are
+    read, and for a custom drafter, which may depend on its weights, the target is."""
     with headers(target) as directory:
         found = described(directory)
-    if drafter in (None, AUTO):
-        drafter = DEMO if target == DEMO else LOOKUP
-    return PairConfigs(found.config, _drafter_config(str(drafter)), found.dtype.name)
+    name = drafter_name(target, drafter)
+    if is_custom(name):
+        custom = custom_drafter(name, load(target))
+        return PairConfigs(found.config, custom, found.dtype.name)
+    return PairConfigs(found.config, _drafter_config(name), found.dtype.name)
 
 
 def _drafter_config(drafter: str) -> ModelConfig | HeadsConfig | NGrams | str | None:
-    _check_drafter(drafter)
     if drafter == NO_DRAFTER:
         return None
     if drafter in (LOOKUP, MTP):
@@ -139,17 +159,23 @@ def _drafter_config(drafter: str) -> ModelConfig | HeadsConfig | NGrams | str | 
         return described(directory).config
 
 
+def is_custom(name: str) -> bool:
+    """True if a name stands for a custom drafter, and not for an existing file."""
+    return has_custom_form(name) and not Path(name).exists()
+
+
 def _check_drafter(name: str) -> None:
-    """Raises ValueError for an unknown name, such as a misspelt one."""
-    known = (LOOKUP, MTP, NO_DRAFTER, DEMO, "demo-heads", "demo-drafter")
-    if name not in known and "/" not in name and not Path(name).exists():
-        raise ValueError(
-            f"--drafter: {name} is no file or directory, and none of {', '.join(known)}"
-        )
+    """Raises ValueError for an unknown name, such as a misspelt one, or a custom
+    drafter that cannot be imported."""
+    if is_custom(name):
+        import_drafter(name)
+    elif name not in DRAFTERS and "/" not in name and not Path(name).exists():
+        hint = suggestion(name, DRAFTERS)
+        raise ValueError(f"--drafter: {name} is not a file or directory; {hint}")
 
 
 def _is_ngrams(drafter: str) -> bool:
-    """True if a name is of a table of n-grams: a file that is no model."""
+    """True if a name stands for a file of n-grams: a file that is not a model."""
     path = Path(drafter)
     if path.exists():
         return path.is_file() and not is_gguf(path)
@@ -158,5 +184,5 @@ def _is_ngrams(drafter: str) -> bool:
 
 
 def _are_heads(drafter: str) -> bool:
-    """True if a name is of Medusa heads."""
+    """True if a name stands for Medusa heads."""
     return drafter not in (DEMO, "demo-drafter") and is_heads(drafter)

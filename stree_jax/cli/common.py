@@ -1,27 +1,23 @@
-"""What commands share: options with their defaults in their help, a word on stderr."""
+"""What all commands share: messages on standard error, and examples in the help."""
 
-import argparse
 import contextlib
 import sys
-from typing import Any
 
 
-def option(
-    p: argparse.ArgumentParser, name: str, kind: type, default: Any, text: str
-) -> None:
-    """Add an option whose help ends with its default; where that is None, `text` may
-    say what happens without the option."""
-    if default is not None:
-        text += "; default %(default)s"
-    p.add_argument(name, type=kind, default=default, help=text)
+def print_status(text: str) -> None:
+    """Prints a line on standard error, if it is open.
 
-
-def tell(text: str) -> None:
-    """Prints a line on stderr, if it is open; `print` would take stdout.
-
-    If nobody reads stderr any more, work goes on: only the output needs a reader.
+    If nobody reads standard error any more, work goes on: only the output needs a
+    reader.
     """
-    if sys.stderr is None:
+    if sys.stderr is None:  # `print` would write to standard output
         return
     with contextlib.suppress(BrokenPipeError):
         print(text, file=sys.stderr)
+
+
+def notes(text: str, *commands: str) -> str:
+    """Returns the end of a command's help: paragraphs, then example commands."""
+    title = "example:" if len(commands) == 1 else "examples:"
+    lines = [title, *(f"  {command}" for command in commands)]
+    return "\n".join([*([text.strip("\n"), ""] if text else []), *lines])

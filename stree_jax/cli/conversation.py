@@ -21,7 +21,7 @@ from stree_jax.cli.chat import (
     read_chat_template,
     read_special_tokens,
 )
-from stree_jax.cli.common import tell
+from stree_jax.cli.common import print_status
 from stree_jax.cli.template_use import render_checked
 from stree_jax.cli.terminal import (
     check_text,
@@ -152,7 +152,7 @@ def answer(chat: ChatModel, conversation: Conversation, text: str) -> Conversati
         fed = ()
     prompt_length = len(fed) + len(ids)
     if chat.max_prompt is not None and prompt_length > chat.max_prompt:
-        tell(
+        print_status(
             f"stree-jax: the conversation has {prompt_length} tokens, and --memory "
             f"has space for {chat.max_prompt} before an answer: send a shorter "
             "message, start anew with /new, or run with more --queries or --context"
@@ -250,7 +250,7 @@ def run_chat(args: argparse.Namespace) -> int:
             raise ValueError(f"--system: {args.model} has no chat template")
         content = check_text("--system", args.system)
         conversation = with_system(chat, conversation, content, "--system")
-    tell(banner(args, chat))
+    print_status(banner(args, chat))
     while True:
         try:
             text = next_line()
@@ -298,16 +298,16 @@ def run_command(
         case "/help":
             width = max(map(len, COMMANDS))
             for command, purpose in COMMANDS.items():
-                tell(f"  {command:{width}}  {purpose}")
+                print_status(f"  {command:{width}}  {purpose}")
         case "/new":
             conversation = new_conversation(conversation)
-            tell("started a new conversation")
+            print_status("started a new conversation")
         case "/system":
             conversation = set_system(chat, conversation, rest)
         case "/stats":
-            tell(statistics(chat, conversation))
+            print_status(statistics(chat, conversation))
         case _:
-            tell(f"{name} is not a command; /help lists the commands")
+            print_status(f"{name} is not a command; /help lists the commands")
     return conversation
 
 
@@ -315,17 +315,17 @@ def set_system(chat: ChatModel, conversation: Conversation, text: str) -> Conver
     """Starts a conversation with a system message, or prints the current one if the
     text is empty."""
     if chat.template is None:
-        tell("this model has no chat template, so it takes no system message")
+        print_status("this model has no chat template, so it takes no system message")
     elif not text:
         current = system_of(conversation)
-        tell(current[0]["content"] if current else "there is no system message")
+        print_status(current[0]["content"] if current else "there is no system message")
     else:
         try:
             changed = with_system(chat, conversation, text, "/system")
         except ValueError as error:
-            tell(str(error))
+            print_status(str(error))
         else:
-            tell("started a new conversation with this system message")
+            print_status("started a new conversation with this system message")
             return changed
     return conversation
 
@@ -421,7 +421,7 @@ def parameters_in_words(count: int) -> str:
 def tell_dimmed(text: str) -> None:
     """Prints a line on stderr, dimmed on a terminal that shows colours."""
     dim = sys.stderr is not None and coloured(sys.stderr)
-    tell(f"\x1b[2m{text}\x1b[0m" if dim else text)
+    print_status(f"\x1b[2m{text}\x1b[0m" if dim else text)
 
 
 def is_terminal(stream: Any) -> bool:

@@ -19,7 +19,7 @@ from stree_jax.cli.chat import (
     read_chat_template,
     read_special_tokens,
 )
-from stree_jax.cli.common import tell
+from stree_jax.cli.common import print_status
 from stree_jax.cli.comparison import median_run, timed_in_turn
 from stree_jax.cli.conversation import parameters_in_words
 from stree_jax.cli.terminal import waiting, working
@@ -91,7 +91,7 @@ def run_demo(args: argparse.Namespace) -> int:
     """
     path = installed_model() if args.model is None else str(args.model)
     if path is not None and args.model is None and find_spec("gguf") is None:
-        tell(
+        print_status(
             f"stree-jax: {path} needs the package gguf to be read (pip install gguf); "
             "using the bundled pair"
         )

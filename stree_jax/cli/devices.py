@@ -6,46 +6,49 @@ import sys
 import threading
 from typing import Any
 
-from stree_jax.cli.common import option, tell
+from stree_jax.cli.common import print_status
+from stree_jax.options import DEVICES, add, group
 
-# jax is imported in the functions that need it: --help is fast.
+# jax is imported in the functions that need it, so that --help is fast.
 
-CONNECT_S = 60  # that processes wait for each other; less than `devices.PATIENCE_S`
-TOGETHER = ("coordinator", "processes", "process_id")
-OWN = ("process_id", "model", "drafter", "ngrams", "file")  # paths, each machine's own
+# Seconds in which all processes have to connect. Less than `devices.PATIENCE_S`, after
+# which JAX would end the process with a stack trace.
+CONNECT_S = 60
+PROCESS_OPTIONS = ("coordinator", "processes", "process_id")
+# Options that may differ between processes: paths differ between machines.
+LOCAL_OPTIONS = ("process_id", "model", "drafter", "ngrams", "file")
 
 
 def add_mesh_option(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--mesh",
-        metavar="data=N,model=N",
-        help="cut the model over so many devices, and rows over so many groups of them",
-    )
+    text = "shard the model over model=N devices, the batch over data=N groups of them"
+    mesh = "data=N,model=N"
+    add(group(p, DEVICES), "--mesh", str, None, text, metavar=mesh)
 
 
 def add_process_options(p: argparse.ArgumentParser) -> None:
     """Adds the options of a mesh over several processes."""
-    option(p, "--coordinator", str, None, "HOST:PORT of process 0; with --mesh")
-    option(p, "--processes", int, None, "how many there are, each started with --mesh")
-    option(p, "--process-id", int, None, "which of them this is, from 0; 0 prints")
+    devices = group(p, DEVICES)
+    address = "address of process 0, if several processes share the mesh"
+    add(devices, "--coordinator", str, None, address, metavar="HOST:PORT")
+    add(devices, "--processes", int, None, "number of processes that share the mesh")
+    number = "number of this process, from 0; process 0 prints the output"
+    add(devices, "--process-id", int, None, number)
 
 
 def join(args: argparse.Namespace, prompt: str) -> None:
-    """Make this process one of several if it is to be, and check that all agree.
-
-    All but the first write what they would print nowhere.
-    """
-    given = [name for name in TOGETHER if getattr(args, name) is not None]
+    """Connects this process to the others if the options ask for several, and checks
+    that all have the same options and prompt. Only process 0 prints."""
+    given = [name for name in PROCESS_OPTIONS if getattr(args, name) is not None]
     if not given:
         return
-    if len(given) < len(TOGETHER) or args.mesh is None:
+    if len(given) < len(PROCESS_OPTIONS) or args.mesh is None:
         raise ValueError(
-            "--coordinator, --processes, --process-id and --mesh go together: all are "
-            "needed to run in several processes"
+            "--coordinator, --processes, --process-id and --mesh go together: several "
+            "processes need all four"
         )
     from stree_jax.devices import check_agreed, connect
 
-    keep_stdout(args.process_id == 0)
+    redirect_output(args.process_id == 0)
     timer = threading.Timer(CONNECT_S, give_up, (args,))
     timer.daemon = True
     timer.start()
@@ -53,34 +56,34 @@ def join(args: argparse.Namespace, prompt: str) -> None:
         connect(args.coordinator, args.processes, args.process_id)
     finally:
         timer.cancel()
-    asked = {k: v for k, v in vars(args).items() if k not in OWN}
-    check_agreed(sorted(asked.items(), key=str), prompt)
+    shared = {k: v for k, v in vars(args).items() if k not in LOCAL_OPTIONS}
+    check_agreed(sorted(shared.items(), key=str), prompt)
 
 
 def give_up(args: argparse.Namespace) -> None:
-    """End the process with a line, before JAX does with a stack trace."""
-    tell(
+    """Ends the process with one line, before JAX ends it with a stack trace."""
+    print_status(
         f"stree-jax: --coordinator {args.coordinator}: {args.processes} processes did "
-        f"not meet within {CONNECT_S} s; start all of them, with the same address"
+        f"not connect within {CONNECT_S} s; start all of them, with the same address"
     )
     os._exit(2)
 
 
-def keep_stdout(prints: bool) -> None:
-    """Standard output for what Python prints, if this process is to print.
+def redirect_output(prints: bool) -> None:
+    """Reserves standard output for what Python prints, if this process prints.
 
-    What carries collectives between CPUs writes about its connections to the same file
-    descriptor; that goes to standard error.
+    The library that carries collectives between CPUs writes log lines to file
+    descriptor 1; these go to standard error.
     """
     sys.stdout.flush()
-    place = os.dup(1) if prints else os.open(os.devnull, os.O_WRONLY)
-    kinds = sys.stdout.encoding, sys.stdout.errors
-    sys.stdout = os.fdopen(place, "w", encoding=kinds[0], errors=kinds[1])
+    target = os.dup(1) if prints else os.open(os.devnull, os.O_WRONLY)
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = os.fdopen(target, "w", encoding=encoding, errors=errors)
     os.dup2(2, 1)
 
 
-def mesh_asked(args: argparse.Namespace) -> Any:
-    """The mesh of --mesh; None: one device."""
+def mesh_of(args: argparse.Namespace) -> Any:
+    """Returns the mesh of --mesh, or None for one device."""
     if getattr(args, "mesh", None) is None:
         return None
     from stree_jax.devices import make_mesh

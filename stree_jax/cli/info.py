@@ -1,4 +1,4 @@
-"""`stree-jax info`: what a checkpoint holds, and the bytes of decoding with it.
+"""`stree-jax info`: the contents of a checkpoint, and the memory that decoding needs.
 
 Imports nothing heavy before it runs: --help is fast.
 """
@@ -7,47 +7,56 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.cli.common import option
-from stree_jax.cli.plan import Draw, add_figure_option, aligned
+from stree_jax.cli.common import notes
+from stree_jax.cli.plan import Draw, add_report_options, aligned
+from stree_jax.options import CONTEXT_HELP, add, group
 
 if TYPE_CHECKING:
     from stree_jax.models import ModelConfig
 
+NOTES = notes(
+    "Reads configuration and headers only: no weights are loaded or downloaded.",
+    "stree-jax info OWNER/NAME",
+    "stree-jax info model-Q4_K_M.gguf --context 8192",
+)
+
 
 def add_info_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("path", help="directory, GGUF file, hub id, demo or demo-drafter")
-    option(p, "--batch", int, 1, "rows of the plain decoding whose bytes are shown")
-    option(p, "--context", int, 2048, "its tokens, prompt and answer")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    add_figure_option(p)
+    p.epilog = NOTES
+    text = "model directory, GGUF file, hub id, demo or demo-drafter"
+    p.add_argument("path", metavar="PATH", help=text)
+    work = group(p, "Workload of the memory estimate")
+    add(work, "--batch", int, 1, "sequences decoded together")
+    add(work, "--context", int, 2048, CONTEXT_HELP)
+    add_report_options(p)
 
 
 def run_info(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.checkpoints.info import info_and_config
     from stree_jax.sizing.units import shown_bytes
 
-    facts, config = info_and_config(args.path)
-    decoding = plain_decoding(config, facts["dtype"], args.batch, args.context)
+    contents, config = info_and_config(args.path)
+    decoding = plain_decoding(config, contents["dtype"], args.batch, args.context)
     if args.figure:
         title = f"Plain decoding, {args.batch} x {args.context} tokens"
         draw(args.figure, title, {args.path: decoding["parts"]}, None)
     if args.json:
-        print(json.dumps(facts | {"plain_decoding": decoding}))
+        print(json.dumps(contents | {"plain_decoding": decoding}))
         return
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
+    width = max(len(name) for name in contents)
+    for name, value in contents.items():
         print(f"{name:{width}}  {value}")
-    print(f"\nbytes of plain decoding, {args.batch} x {args.context} tokens")
+    print(f"\nmemory of plain decoding, {args.batch} x {args.context} tokens")
     parts = [(name, n) for name, n in decoding["parts"].items() if n]
-    parts.append(("in all", decoding["bytes"]))
+    parts.append(("total", decoding["bytes"]))
     print("\n".join(aligned([(name, shown_bytes(n)) for name, n in parts])))
 
 
 def plain_decoding(
     config: "ModelConfig", dtype: str, batch: int, context: int
 ) -> dict[str, Any]:
-    """Predicts the bytes of plain decoding by part; `stree-jax plan` does so for trees,
-    drafters and limits."""
+    """Predicts the bytes of plain decoding by part. `stree-jax plan` does so for trees
+    and drafters."""
     from stree_jax.models import without_mtp
     from stree_jax.sizing.memory import abstract_model, memory_of
     from stree_jax.sizing.plan import Request
@@ -56,5 +65,5 @@ def plain_decoding(
     request = Request(batch, context, max_new_tokens=new)
     model = without_mtp(abstract_model(config, dtype))
     memory = memory_of(model, None, "chain:0", request.room(0))
-    facts = {"batch": batch, "context": context, "bytes": memory.total}
-    return facts | {"parts": memory.parts}
+    workload = {"batch": batch, "context": context, "bytes": memory.total}
+    return workload | {"parts": memory.parts}

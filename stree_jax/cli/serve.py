@@ -1,4 +1,4 @@
-"""`stree-jax serve`: its options, and what it loads."""
+"""`stree-jax serve`: its options, their checks, and the models it loads."""
 
 import argparse
 import ipaddress
@@ -10,8 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from stree_jax.cli.common import option, tell
-from stree_jax.options import add_pair_options
+from stree_jax.cli.common import notes, print_status
+from stree_jax.options import (
+    CONTEXT_HELP,
+    DEVICES,
+    MODEL,
+    add,
+    add_pair_options,
+    add_rule,
+    group,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -24,53 +32,71 @@ if TYPE_CHECKING:
     from stree_jax.speculation.step import Spec
 
 KEY_VARIABLE = "STREE_JAX_API_KEY"
-ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # where they are not named
-NOTES = f"""
+ROWS, CONTEXT, PREFIXES = 4, 2048, 4  # defaults
+NOTES = notes(
+    f"""
 Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. A client's
-base_url is http://HOST:PORT/v1. Where an API key is set, in {KEY_VARIABLE} or a file,
-/v1 wants it. Until "ready" is printed, requests get 503 with Retry-After, and /health
-says "starting". SIGTERM and Ctrl-C end the server in order."""
+base_url is http://HOST:PORT/v1. If {KEY_VARIABLE} is set or --api-key-file is given,
+requests to /v1 need one of these API keys. Until "ready" is printed, requests get
+status 503 with Retry-After, and /health answers "starting". SIGTERM and Ctrl-C let
+running requests finish, at most --grace seconds.""",
+    "stree-jax serve --model OWNER/NAME",
+    "stree-jax serve --model model-Q4_K_M.gguf --memory 8GB --rows 8 --port 8080",
+)
 
 
 def add_serve_options(p: argparse.ArgumentParser) -> None:
+    p.epilog = NOTES
     add_pair_options(p)
-    option(
-        p,
-        "--rule",
-        str,
-        None,
-        "how sampled drafts are accepted; default naive/coupled: a seed's text is its "
-        "own, whatever stands beside it",
-    )
-    option(p, "--host", str, "127.0.0.1", "address to listen on; 0.0.0.0: all")
-    option(p, "--port", int, 8000, "to listen on; 0: any that is free")
-    option(p, "--name", str, None, "of the model, for clients; default: as of --model")
-    less = "default {}, with --memory less if need be"
-    option(p, "--rows", int, None, f"texts decoded together; {less.format(ROWS)}")
-    more = f"most tokens of a prompt and its answer; {less.format(CONTEXT)}"
-    option(p, "--context", int, None, more)
-    more = "ended texts whose states are kept for prompts that go on from them; "
-    option(p, "--prefixes", int, None, more + less.format(PREFIXES))
-    more = "bytes to keep to on the device, weights included, such as 8GB"
-    option(p, "--memory", str, None, more)
-    option(p, "--queue", int, 64, "texts that may wait; more are refused (429)")
-    option(p, "--steps", int, 8, "target calls between two looks at who comes and goes")
-    option(p, "--timeout", float, 600.0, "seconds that a request may take (504)")
-    option(p, "--grace", int, 30, "seconds that answers have to end, when stopping")
-    option(p, "--max-body", int, 1 << 20, "bytes of a request (413)")
-    option(p, "--logprobs", int, 5, "most alternatives with a log-probability")
-    option(
-        p, "--api-key-file", Path, None, "keys, one a line; clients have to send one"
-    )
-    option(p, "--chat-template", Path, None, "a Jinja file; default: the model's own")
-    p.add_argument(
+    add_rule(p, "naive/coupled, with which a seed gives the same text in every batch")
+    model = group(p, MODEL)
+    text = "name of the model for clients (default: the value of --model)"
+    add(model, "--name", str, None, text, metavar="NAME")
+    text = "Jinja file with a chat template (default: the model's own)"
+    add(model, "--chat-template", Path, None, text, metavar="FILE")
+
+    network = group(p, "Network")
+    text = "address to listen on; 0.0.0.0 for all interfaces"
+    add(network, "--host", str, "127.0.0.1", text, metavar="HOST")
+    add(network, "--port", int, 8000, "port to listen on; 0 for any free port")
+    text = "file of API keys, one a line; clients must send one of them"
+    add(network, "--api-key-file", Path, None, text, metavar="FILE")
+    network.add_argument(
         "--allow-origin",
         action="append",
         metavar="ORIGIN",
-        help="web pages that may use the server, such as http://localhost:3000; may be "
-        "given several times; '*': any, 'none': no page; default: pages of this "
-        "machine (localhost, 127.0.0.1, [::1])",
+        help="origin of web pages that may use the server, such as "
+        "http://localhost:3000; can be repeated; '*' for any, 'none' for no page "
+        "(default: pages from this machine: localhost, 127.0.0.1, [::1])",
     )
+
+    batching = group(p, "Batching and caches")
+
+    def size(name: str, default: int, text: str) -> None:
+        text += f" (default: {default}; less if --memory requires it)"
+        add(batching, name, int, None, text)
+
+    size("--rows", ROWS, "requests decoded together")
+    size("--context", CONTEXT, CONTEXT_HELP)
+    size("--prefixes", PREFIXES, "finished texts whose state is kept to reuse prefixes")
+    text = "decoding steps between two looks at new and finished requests"
+    add(batching, "--steps", int, 8, text)
+
+    limits = group(p, "Limits")
+    text = "requests that may wait; further ones are refused (429)"
+    add(limits, "--queue", int, 64, text)
+    text = "seconds that a request may take (504)"
+    add(limits, "--timeout", float, 600.0, text)
+    text = "seconds that running requests get to finish when the server stops"
+    add(limits, "--grace", int, 30, text)
+    add(limits, "--max-body", int, 1 << 20, "bytes of a request body (413)")
+    text = (
+        "most alternatives per token with log-probabilities that a request may ask for"
+    )
+    add(limits, "--logprobs", int, 5, text)
+
+    text = "memory limit on the device, weights included, such as 8GB"
+    add(group(p, DEVICES), "--memory", str, None, text, metavar="SIZE")
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -93,9 +119,12 @@ def run_serve(args: argparse.Namespace) -> int:
     with run.bound_socket(args.host, args.port) as sock:
         check_model(args)
         if not keys and not is_loopback(sock.getsockname()[0]):
-            say(f"warning: {args.host} is open to others, and no API key is wanted")
+            report_status(
+                f"warning: {args.host} can be reached from other machines, and no API "
+                "key is set"
+            )
         begin = partial(ready, args, keys, template, time.perf_counter())
-        return run.run(begin, sock, say, args.grace, around)
+        return run.run(begin, sock, report_status, args.grace, around)
 
 
 def is_loopback(address: str) -> bool:
@@ -113,9 +142,10 @@ def ready(
     """Loads the model, compiles, and returns the server.
 
     Args:
+      keys: API keys, one of which requests must have. If empty, none is needed.
       template: a chat template to use in place of the model's.
       began: when the command began, by `time.perf_counter`.
-      say: prints how far it has come.
+      say: prints the progress.
     """
     from stree_jax.server.app import make_app
     from stree_jax.server.batch import Batch
@@ -149,28 +179,31 @@ def name_of(args: argparse.Namespace) -> str:
     return args.name or str(args.model)
 
 
-def say(text: str) -> None:
-    tell(f"stree-jax: {text}")
+def report_status(text: str) -> None:
+    print_status(f"stree-jax: {text}")
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Raises ValueError for what is known to be wrong before weights are read: a path
-    that does not exist, or is no model; a model without a tokenizer, or with fewer
-    tokens than alternatives are offered; weights above --memory. Models of the hub are
-    not fetched for it."""
+    """Checks the options before weights are read. Models on the hub are not checked,
+    because they would have to be downloaded.
+
+    Raises:
+      ValueError: a path does not exist or is not a model, the model has no tokenizer or
+        fewer tokens than --logprobs, or the weights alone exceed --memory.
+    """
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.convert.checkpoint_files import CheckpointFiles
     from stree_jax.convert.tokenizer import has_tokenizer
-    from stree_jax.pair import NO_DRAFTER, named_drafter, pair_configs
+    from stree_jax.pair import NO_DRAFTER, drafter_name, is_custom, pair_configs
     from stree_jax.server.service import NO_TOKENIZER
     from stree_jax.sizing.units import bytes_named
 
     limit = None if args.memory is None else bytes_named(args.memory)
-    named_drafter(args.model, args.drafter, args.ngrams, args.ahead, args.width)
+    drafter_name(args.model, args.drafter, *ngrams_of(args))
     if on_hub(args.model):
         return
     drafter = args.drafter
-    if drafter is not None and on_hub(drafter):
+    if drafter is not None and (is_custom(drafter) or on_hub(drafter)):
         drafter = NO_DRAFTER
     config = pair_configs(args.model, drafter).target
     check_alternatives(args, config.num_tokens)
@@ -181,7 +214,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def on_hub(name: str) -> bool:
-    """True if a name can only be one on the hub, and is no path of this machine."""
+    """True if a name is a hub id, and not a path on this machine."""
     from stree_jax.convert.hub import hub_name
 
     return hub_name(name) is not None and not Path(name).exists()
@@ -189,12 +222,12 @@ def on_hub(name: str) -> bool:
 
 def check_alternatives(args: argparse.Namespace, tokens: int) -> None:
     if args.logprobs > tokens:
-        raise ValueError(f"--logprobs: there are {tokens} tokens")
+        raise ValueError(f"--logprobs: the model has only {tokens} tokens")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that nothing can be served with."""
-    for name, least in (
+    """Raises ValueError for numbers that are out of range."""
+    for name, low in (
         ("rows", 1),
         ("context", 2),
         ("prefixes", 0),
@@ -206,9 +239,9 @@ def check_options(args: argparse.Namespace) -> None:
         ("port", 0),
     ):
         value = getattr(args, name)
-        if value is not None and value < least:
-            shown = name.replace("_", "-")
-            raise ValueError(f"--{shown}: want at least {least}, got {value}")
+        if value is not None and value < low:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}: want at least {low}, got {value}")
     if args.port > 65535:
         raise ValueError(f"--port: want at most 65535, got {args.port}")
     if not args.timeout > 0:
@@ -216,13 +249,14 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def api_keys(file: Path | None) -> tuple[bytes, ...]:
-    """Keys of a file, one a line, or else of the environment."""
+    """Returns the API keys in a file, one a line, or without a file the key in the
+    environment."""
     from stree_jax.convert.errors import CheckpointError
     from stree_jax.convert.files import read_file
 
     if file is None:
-        own = os.environ.get(KEY_VARIABLE, "").strip()
-        return (own.encode(),) if own else ()
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        return (key.encode(),) if key else ()
     try:
         lines = read_file(file, pipe=True).splitlines()
     except CheckpointError as error:
@@ -230,12 +264,21 @@ def api_keys(file: Path | None) -> tuple[bytes, ...]:
     keys = tuple(line.strip() for line in lines)
     keys = tuple(key for key in keys if key)
     if not keys:
-        raise ValueError(f"--api-key-file: {file} has no key")
+        raise ValueError(f"--api-key-file: {file} contains no key")
     return keys
 
 
+def ngrams_of(args: argparse.Namespace) -> tuple[str | None, int | None, int | None]:
+    """Returns the options of n-grams that propose tokens for the draft model."""
+    return args.ngrams, args.ngram_levels, args.ngram_width
+
+
 def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
-    """The model, who decodes, in which sizes, and how many bytes that leaves."""
+    """Loads the models and chooses the sizes of the batch.
+
+    Returns the target, how to decode, the sizes, and the bytes that --memory leaves
+    (None without a limit).
+    """
     from stree_jax.arguments import warn_of_drafter
     from stree_jax.cli.terminal import waiting
     from stree_jax.default_tree import spec_for
@@ -248,58 +291,60 @@ def loaded(args: argparse.Namespace) -> "tuple[Model, Spec, Sizes, int | None]":
     if limit is not None:
         check_weights(args, limit)
     with waiting(f"reading {args.model}"):
-        pair = args.model, args.drafter, args.dtype, args.ngrams, args.ahead, args.width
+        pair = args.model, args.drafter, args.dtype, *ngrams_of(args)
         model, drafter = load_pair(*pair)
     check_alternatives(args, model.config.num_tokens)
     if (args.rule or "").partition("/")[0] == "typical":
-        say("rule typical: answers are not the model's own text")
-    wish, named = sizes_of(args)
+        report_status("rule typical: answers do not follow the model's distribution")
+    sizes, named = sizes_of(args)
     warn_of_drafter(model, drafter)
     if limit is None:
-        return model, spec_for(model, drafter, args.tree, args.rule, None), wish, None
+        return model, spec_for(model, drafter, args.tree, args.rule, None), sizes, None
     task = ServeTask(model, drafter, args.tree, args.rule)
-    (found,) = fastest(task, smaller(wish, named), limit)
-    served = task.described(found.request, found.candidate)
-    say(f"{served}: {shown_bytes(found.size)} of {shown_bytes(limit)}")
+    (found,) = fastest(task, smaller(sizes, named), limit)
+    setup = task.described(found.request, found.candidate)
+    report_status(
+        f"using {setup} ({shown_bytes(found.size)} of the {shown_bytes(limit)} limit)"
+    )
     return model, found.candidate.spec, found.request, limit - found.size
 
 
 def sizes_of(args: argparse.Namespace) -> "tuple[Sizes, list[str]]":
-    """Returns the requested sizes and the names of those that the user gave."""
+    """Returns the sizes of the batch, and the names of those that options set."""
     from stree_jax.server.batch import Sizes
 
-    usual = {"rows": ROWS, "context": CONTEXT, "prefixes": PREFIXES}
-    given = {name: getattr(args, name) for name in usual}
-    named = {name: value for name, value in given.items() if value is not None}
+    defaults = {"rows": ROWS, "context": CONTEXT, "prefixes": PREFIXES}
+    values = {name: getattr(args, name) for name in defaults}
+    named = {name: value for name, value in values.items() if value is not None}
     others = {"steps": args.steps, "top_logprobs": args.logprobs}
-    return Sizes(**usual | named | others), list(named)
+    return Sizes(**defaults | named | others), list(named)
 
 
 def check_weights(args: argparse.Namespace, limit: int) -> None:
-    """Raises ValueError if the weights alone take more than `limit` bytes; they are not
-    read for it."""
+    """Raises ValueError if the weights of the target alone exceed `limit` bytes. They
+    are not read for this."""
     from stree_jax.convert.store import weights_named
     from stree_jax.models.memory import size_of
-    from stree_jax.pair import pair_configs
+    from stree_jax.pair import NO_DRAFTER, pair_configs
     from stree_jax.sizing.memory import abstract_model
     from stree_jax.sizing.units import shown_bytes
 
-    found = pair_configs(args.model, args.drafter)
+    found = pair_configs(args.model, NO_DRAFTER)
     dtype = weights_named(args.dtype or found.dtype)
     size = size_of(abstract_model(replace(found.target, mtp=()), dtype))
     if size > limit:
         raise ValueError(
-            f"memory: {shown_bytes(limit)} are too few; the weights alone are "
-            f"{shown_bytes(size)}: take a smaller model or --dtype"
+            f"--memory: {shown_bytes(limit)} is too little: the weights alone take "
+            f"{shown_bytes(size)}; use a smaller model or --dtype"
         )
 
 
 def speller(name: str, model: "Model", template: str | None = None) -> "Spell | None":
-    """Returns what spells conversations as tokens, or None without a chat template.
+    """Returns a function that encodes conversations, or None without a chat template.
 
     Args:
-      name: of the model, as of --model.
-      template: to use in place of the model's.
+      name: the model's name, as in --model.
+      template: a template to use in place of the model's.
     """
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.chat import Message, read_chat_template, read_special_tokens
@@ -315,8 +360,8 @@ def speller(name: str, model: "Model", template: str | None = None) -> "Spell | 
     special = read_special_tokens(files)
 
     def spell(messages: Sequence[dict[str, str]], turn: "Turn") -> list[int]:
-        said = cast(Sequence[Message], messages)
-        text = render_checked(template, said, special, **vars(turn))
+        checked = cast(Sequence[Message], messages)
+        text = render_checked(template, checked, special, **vars(turn))
         whole = for_whole_texts(tokenizer)
         return whole.encode(text, add_special_tokens=False).ids
 

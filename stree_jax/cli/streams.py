@@ -1,4 +1,4 @@
-"""Standard streams as a terminal, a pipe or a script leaves them to us."""
+"""Standard streams, in whatever state a terminal, pipe or script leaves them."""
 
 import io
 import os
@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 def open_closed_streams() -> None:
     """Points closed standard streams (`>&-`, `2>&-`) at the null device.
 
-    Otherwise the next file that is opened takes their number, and is written to by
-    whatever prints to standard output or standard error.
+    Otherwise the next file that is opened gets their number, and receives everything
+    that is printed to standard output or standard error.
     """
     for number in range(3):
         try:
@@ -24,15 +24,15 @@ def open_closed_streams() -> None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
 
 
-REFUSE = ("strict", "surrogateescape")  # ways that raise for characters of no code
+RAISING = ("strict", "surrogateescape")  # error handlers that raise
 
 
 @contextmanager
 def printable() -> Iterator[None]:
-    """Lets standard output take every character: one that its encoding lacks, as an
-    ASCII terminal lacks most, is written as an escape (\\xe9) instead of an error."""
+    """Lets standard output accept every character: one that its encoding lacks, such as
+    é on an ASCII terminal, is written as an escape (\\xe9)."""
     stream = sys.stdout
-    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in REFUSE:
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in RAISING:
         yield
         return
     before = stream.errors
@@ -45,7 +45,7 @@ def printable() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Lets what is still to be written go nowhere, so that the interpreter's end does
-    not fail to write it again."""
+    """Discards output that is not written yet, so that the interpreter does not fail
+    again when it flushes at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

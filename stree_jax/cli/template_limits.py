@@ -1,8 +1,9 @@
 """A sandbox for chat templates whose time and output are limited.
 
-A template comes with the checkpoint. Jinja's sandbox keeps it from files and from the
-interpreter; here it cannot hold up a server either: loops and macros look at a clock,
-and operators that make huge values in one step are checked.
+A template comes with the checkpoint, so it is not trusted. Jinja's sandbox denies it
+files and the interpreter. This module also keeps it from blocking a server: loops and
+macros check a time limit, and operators that can create huge values in one step check
+the size of their result.
 """
 
 import time
@@ -14,26 +15,26 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MOST_SECONDS = 5.0
-MOST_CHARACTERS = 1 << 24  # of a conversation, and of what an operator makes
-BITS_COUNT = 1 << 8  # a power may have so many times fewer bits
+MAX_SECONDS = 5.0
+MAX_CHARACTERS = 1 << 24  # of a conversation, and of the result of an operator
+BITS_WEIGHT = 1 << 8  # characters that one bit of a power counts as
 TICK, CONCAT = "_stree_tick", "_stree_concat"
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates `rendered` can stop."""
+    """A sandbox whose templates can be stopped by `rendered`."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.globals[CONCAT] = _joined
-        del self.globals["lipsum"]  # text of any length in one call
+        del self.globals["lipsum"]  # returns text of any length in one call
 
     def _parse(
         self, source: str, name: str | None, filename: str | None
     ) -> nodes.Template:
-        """Parse a template, and add a look at the clock to every loop and macro."""
+        """Parses a template, and adds a check of the time to every loop and macro."""
         template = _Joins().visit(super()._parse(source, name, filename))
         for node in template.find_all((nodes.For, nodes.Macro)):
             tick = nodes.Output([_call(TICK, [])]).set_lineno(node.lineno)
@@ -41,13 +42,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return template.set_environment(self)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _size(operator, left, right) > MOST_CHARACTERS:
-            raise TemplateError(f"{operator} makes a value that is too large")
+        if _size(operator, left, right) > MAX_CHARACTERS:
+            raise TemplateError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
 
 class _Joins(NodeTransformer):
-    """Replaces the operator ~, which no environment intercepts, by a call."""
+    """Replaces the operator ~, which an environment cannot intercept, by a call."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -60,14 +61,14 @@ def _call(name: str, args: list[nodes.Expr]) -> nodes.Call:
 
 def _joined(*parts: Any) -> str:
     texts = [str(part) for part in parts]
-    if sum(map(len, texts)) > MOST_CHARACTERS:
-        raise TemplateError("~ makes a value that is too large")
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise TemplateError("the result of ~ is too large")
     return "".join(texts)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Returns how large a result is, in characters, items or bits; 0 for numbers that
-    are small anyway."""
+    """Returns the size of a result in characters or items; bits of a power count
+    `BITS_WEIGHT` times. 0 for results that are always small."""
     if operator == "+":
         return len(left) + len(right) if _sized(left) and _sized(right) else 0
     if operator == "*":
@@ -75,7 +76,7 @@ def _size(operator: str, left: Any, right: Any) -> int:
             left, right = right, left
         return len(left) * right if _sized(left) and isinstance(right, int) else 0
     both = isinstance(left, int) and isinstance(right, int)
-    return left.bit_length() * right * BITS_COUNT if both else 0
+    return left.bit_length() * right * BITS_WEIGHT if both else 0
 
 
 def _sized(value: Any) -> bool:
@@ -83,22 +84,22 @@ def _sized(value: Any) -> bool:
 
 
 def rendered(template: Template, variables: Mapping[str, Any]) -> str:
-    """Returns a template's text.
+    """Returns the text that a template renders.
 
     Raises:
-      TemplateError: it takes too long, or makes too much text.
+      TemplateError: rendering takes too long, or the text is too long.
     """
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS
 
     def tick() -> str:
         if time.monotonic() > end:
-            raise TemplateError(f"it takes more than {MOST_SECONDS:g} seconds")
+            raise TemplateError(f"rendering takes more than {MAX_SECONDS:g} seconds")
         return ""
 
     parts, size = [], 0
     for part in template.generate({**variables, TICK: tick}):
         parts.append(part)
         size += len(part)
-        if size > MOST_CHARACTERS:
-            raise TemplateError(f"it makes more than {MOST_CHARACTERS} characters")
+        if size > MAX_CHARACTERS:
+            raise TemplateError(f"its text has more than {MAX_CHARACTERS} characters")
     return "".join(parts)

@@ -1,7 +1,7 @@
-"""What a chat template makes of a conversation, and what of it the template drops.
+"""Renders conversations with a chat template, and reports what the template drops.
 
-A template is free to ignore roles and fields that it does not know, so that half of a
-request could vanish without a word. Here each text of the messages is followed into the
+A template may ignore roles and fields that it does not know, so that part of a request
+could be lost silently. This module checks that every text of the messages is in the
 prompt.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from stree_jax.cli.chat import Message, render
 
-MOST_CHECKS = 16  # messages that are looked at one by one
+MAX_CHECKS = 16  # messages that are checked one by one
 FIELDS = ("content", "name")
 REASONING = "reasoning_content"
 Spell = Callable[[Sequence[Message]], str]
@@ -26,16 +26,16 @@ def render_checked(
     continues: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns a conversation as text, all of whose messages are in it.
+    """Returns a conversation as text that contains all of its messages.
 
     Args:
-      begins: whether the text ends with the beginning of the model's turn.
-      continues: whether it ends with the last message's content instead, for the model
-        to go on with.
-      variables: others of the template.
+      begins: if True, the text ends with the beginning of the model's turn.
+      continues: if True, it ends with the content of the last message, which the model
+        then continues.
+      variables: further variables of the template.
 
     Raises:
-      ValueError: the template raises an error, or drops a message or one of its fields.
+      ValueError: the template fails, or drops a message or one of its fields.
     """
     messages = [_known_role(template, message) for message in messages]
 
@@ -57,25 +57,26 @@ def render_checked(
     if not found:
         raise ValueError(
             "continue_final_message: the chat template changes the end of the last "
-            "message, so nothing can go on from it"
+            "message, so it cannot be continued"
         )
     return before
 
 
 def _known_role(template: str, message: Message) -> Message:
-    """Returns the message with role "system" for "developer", the newer name of it,
-    unless the template knows that."""
+    """Returns the message; role "developer", the newer name of "system", becomes
+    "system" unless the template knows it."""
     if message["role"] == "developer" and "developer" not in template:
         return cast(Message, {**message, "role": "system"})
     return message
 
 
 def checked(spell: Spell, messages: Sequence[Message]) -> str:
-    """Returns `spell(messages)`; raises ValueError if a content or a name is not in it.
+    """Returns `spell(messages)`. Raises ValueError if a content or name is not in it.
 
-    All texts are marked and looked for at once. A mark that is missing does not prove
-    that the text is (it may be spelled in another way), so those texts are changed one
-    by one: where the prompt stays the same, the text is not part of it.
+    First all texts get a random mark, and the prompt is searched for the marks. A
+    missing mark does not prove that the text is missing, because the template may
+    rewrite it. So these texts are changed one by one: if the prompt stays the same, the
+    text is not part of it.
     """
     places = [
         (i, name)
@@ -95,9 +96,9 @@ def checked(spell: Spell, messages: Sequence[Message]) -> str:
     try:
         text = marked(places)
         missing = [place for place in places if marks[place] not in text]
-    except ValueError:  # the template checks its texts
+    except ValueError:  # the template validates its texts
         missing = places
-    for i, name in missing[:MOST_CHECKS]:
+    for i, name in missing[:MAX_CHECKS]:
         try:
             same = marked([(i, name)]) == plain
         except ValueError:

@@ -18,10 +18,10 @@ import numpy as np
 
 from stree_jax.checkpoints.load import Model
 from stree_jax.checkpoints.resolve import resolve
-from stree_jax.cli.common import tell
+from stree_jax.cli.common import print_status
 from stree_jax.cli.comparison import closing_line, median_run, timed_in_turn
 from stree_jax.cli.compile_cache import kept_programs
-from stree_jax.cli.devices import join, mesh_asked
+from stree_jax.cli.devices import join, mesh_of
 from stree_jax.convert.checkpoint_files import CheckpointFiles
 from stree_jax.convert.files import MOST_TEXT, read_text, universal
 from stree_jax.convert.tokenizer import encoding, read_tokenizer
@@ -31,7 +31,7 @@ from stree_jax.generation import (
     generate,
     stream,
 )
-from stree_jax.pair import load_pair, pair_configs
+from stree_jax.pair import is_custom, load_pair, pair_configs
 from stree_jax.result import Generation, runs_by_origin
 from stree_jax.sampling.continuation import Decoder, continuation
 from stree_jax.sampling.settings import Sampling
@@ -54,20 +54,23 @@ def load_models(
 
     Args:
       request: what is to be served in `args.memory`: only what decodes it is loaded.
-        Where something is named that plans know nothing of (a tree, n-grams that guess
-        for the drafter) all is, and `generate` says whether it fits.
+        If a tree, n-grams for the draft model or a custom drafter are named, nothing is
+        planned: all is loaded, and `generate` checks whether it fits.
     """
     name, tree, heads = args.drafter, args.tree, None
-    if request is not None and args.tree is None and args.ngrams is None:
+    can_plan = args.ngrams is None and not is_custom(args.drafter or "")
+    if request is not None and args.tree is None and can_plan:
         best = planned(args, request).best
-        tell(f"stree-jax: {best}, {shown_bytes(best.memory.promised)} of {args.memory}")
+        size = shown_bytes(best.memory.promised)
+        print_status(f"stree-jax: using {best} ({size} of the {args.memory} limit)")
         tree = None if best.drafter == "none" else best.tree
         without_model = [source.name for source in WITHOUT_MODEL]
         name = best.drafter if best.drafter in without_model else name
         heads = best.heads or None
     with waiting(f"reading {args.model}"):
-        pair = args.model, name, args.dtype, args.ngrams, args.ahead, args.width
-        target, drafter = load_pair(*pair, mesh_asked(args))
+        ngrams = args.ngrams, args.ngram_levels, args.ngram_width
+        pair = args.model, name, args.dtype, *ngrams
+        target, drafter = load_pair(*pair, mesh_of(args))
     if heads is not None:
         drafter = source_of(drafter).narrowed(heads).value
     if drafter is None and tree:
@@ -149,11 +152,10 @@ def read_prompt(args: argparse.Namespace) -> str:
         raise ValueError("give the prompt as an argument or with --file, not both")
     if args.prompt is not None:
         return check_text("the prompt", args.prompt)
-    if args.file is None and sys.stdin is not None and sys.stdin.isatty():
-        tell("stree-jax: reading the prompt; Ctrl-D ends it")
     if args.file is not None:
         return read_text(args.file, pipe=True)
-    return read_stdin()
+    with waiting_for_input("reading the prompt from standard input (end with Ctrl-D)"):
+        return read_stdin()
 
 
 def read_stdin(line: bool = False) -> str:
@@ -176,6 +178,25 @@ def read_stdin(line: bool = False) -> str:
     if len(found) > MOST_TEXT:
         raise ValueError(f"standard input: more than {MOST_TEXT} bytes")
     return check_text("standard input", text)
+
+
+@contextmanager
+def waiting_for_input(what: str) -> Iterator[None]:
+    """Prints a line on standard error if input is awaited: at once if it is typed in a
+    terminal, else after a second without the end of the input."""
+    line = f"stree-jax: {what}"
+    if sys.stdin is None or sys.stdin.isatty():
+        if sys.stdin is not None:
+            print_status(line)
+        yield
+        return
+    timer = threading.Timer(PATIENCE_S, print_status, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

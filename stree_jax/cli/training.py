@@ -1,112 +1,155 @@
 """The commands that make models: train, distill, heads, ngrams.
 
-Imports nothing heavy before one runs: --help is fast.
+Imports nothing heavy before one of them runs: --help is fast.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stree_jax.cli.common import option, tell
+from stree_jax.cli.common import notes, print_status
+from stree_jax.options import DTYPES, OUTPUT, SAMPLING, Parser, add, group
 
 if TYPE_CHECKING:
     from stree_jax.records import Message, Spell
     from stree_jax.training.recipe import Job
 
-NGRAMS_NOTES = """
-The table is for generate and chat: --ngrams FILE guesses for the drafter it was made
-of, which then needs fewer passes for the same drafts; --drafter FILE drafts alone."""
-HEADS_NOTES = """
-The target reads --tokens of the text once; its states are kept in --work (2 bytes a
-channel and token), and the heads are trained on them. The same command goes on from
-the newest save. generate and chat take them: --drafter OUT."""
+NGRAMS_NOTES = notes(
+    """
+generate, chat, tune and serve use the file: with --ngrams FILE it proposes tokens for
+the draft model that it was counted from, which then needs fewer forward passes for the
+same draft; with --drafter FILE it is the drafter itself.""",
+    "stree-jax ngrams --drafter SMALL --out ngrams.safetensors",
+)
 TEXT_NOTES = """
---text takes .txt, .md and .py files, records as JSON Lines or as a JSON list (text;
-prompt and completion; instruction, input and output; messages; conversations; ..; see
-docs/reference/training-text.md), each of these as .gz, .zip archives and wheels, and
-folders of them. What is read, and what is skipped, is printed."""
-TRAINING_NOTES = """
-A run is saved in --work; the same command goes on from the newest save. Ctrl-C saves
-before it ends."""
+--text takes .txt, .md and .py files, records as JSON Lines or as a JSON list (with
+text; prompt and completion; instruction, input and output; messages; or conversations;
+see docs/reference/training-text.md), each of these as .gz, .zip archives and wheels,
+and folders of all of these. What is read and what is skipped is printed.
+"""
+RESUME_NOTES = """
+The run is saved in --work, and the same command resumes from the newest save. Ctrl-C
+saves before it ends."""
+TRAIN_NOTES = notes(
+    TEXT_NOTES + RESUME_NOTES,
+    "stree-jax train --text FOLDER --out my-model --work my-model-run",
+)
+DISTILL_NOTES = notes(
+    TEXT_NOTES + RESUME_NOTES,
+    "stree-jax distill --target PATH --text FOLDER --out my-drafter --work my-run",
+)
+HEADS_NOTES = notes(
+    TEXT_NOTES
+    + """
+The target processes --tokens of the text once. Its hidden states are stored in --work
+(2 bytes per channel and token), and the heads are trained on them. The same command
+resumes from the newest save. generate and chat use the heads with --drafter OUT.""",
+    "stree-jax heads --target PATH --text FOLDER --out my-heads --work my-run",
+)
+MODEL_SIZE = "Size of the model"
+TRAINING = "Training"
+
+# Adds a command from its name, help, notes and required arguments.
+Command = Callable[[str, str, str, str], Parser]
 
 
-def add_training_parsers(commands: Any) -> None:
-    """A command for each."""
-    p = commands.add_parser("train", help="train a small hybrid on text")
+def add_training_parsers(command: Command) -> None:
+    """Adds the commands that make models."""
+    paths = "--text PATH... --out DIR --work DIR"
+    text = "train a small hybrid model on text"
+    p = command("train", text, TRAIN_NOTES, paths)
     add_training_options(p, steps=3600, learning_rate=2e-3)
-    option(p, "--tokenizer", Path, None, "tokenizer.json; default: train one")
-    option(p, "--vocab-size", int, 2048, "entries of the tokenizer to train")
-    option(p, "--width", int, 384, "d_model, a multiple of 128")
-    option(p, "--mixers", int, 6, "layers that mix tokens, each with an MLP behind it")
-    option(p, "--attention", int, 2, "how many of the mixers attend")
+    size = group(p, MODEL_SIZE)
+    add(size, "--width", int, 384, "model width (d_model), a multiple of 128")
+    text = "mixer layers, each followed by an MLP"
+    add(size, "--mixers", int, 6, text)
+    add(size, "--attention", int, 2, "how many of the mixers are attention layers")
+    text = "tokenizer.json to use (default: train a tokenizer)"
+    add(size, "--tokenizer", Path, None, text, metavar="FILE")
+    add(size, "--vocab-size", int, 2048, "entries of the tokenizer to train")
 
-    p = commands.add_parser("distill", help="train a Mamba2 drafter by KL")
-    p.add_argument(
-        "--target",
-        required=True,
-        help="model to imitate: directory, GGUF file, hub id or demo",
-    )
+    text = "train a Mamba2 draft model for a target, by distillation"
+    p = command("distill", text, DISTILL_NOTES, f"--target MODEL {paths}")
+    add_target(p)
     add_training_options(p, steps=2000, learning_rate=4e-3)
-    option(p, "--width", int, None, "the drafter's d_model; default: half the target's")
-    option(p, "--layers", int, 2, "the drafter's Mamba2 layers")
-    p.add_argument(
-        "--target-embedding",
-        action="store_true",
-        help="take the target's embedding and output matrix as they are, and its width",
-    )
-    help = "that the target writes itself first; half of every batch is of them"
-    option(p, "--own-tokens", int, 0, help)
-
+    size = group(p, MODEL_SIZE)
+    text = "model width of the draft model (default: half the target's)"
+    add(size, "--width", int, None, text)
+    add(size, "--layers", int, 2, "Mamba2 layers of the draft model")
+    text = "use the target's embedding and output matrix unchanged, and its width"
+    size.add_argument("--target-embedding", action="store_true", help=text)
+    text = "tokens of text that the target writes itself before training; if above 0, "
+    text += "half of every batch is from it"
+    add(group(p, TRAINING), "--own-tokens", int, 0, text)
     add_template_option(p)
 
-    p = commands.add_parser("heads", help="train Medusa heads on a target")
-    p.add_argument(
-        "--target",
-        required=True,
-        help="model to train on: directory, GGUF file, hub id or demo",
-    )
+    text = "train Medusa heads for a target"
+    p = command("heads", text, HEADS_NOTES, f"--target MODEL {paths}")
+    add_target(p)
     add_training_options(p, steps=2000, learning_rate=2e-3, batch=16, length=128)
-    p.epilog = f"{TEXT_NOTES}\n{HEADS_NOTES}"
-    option(p, "--heads", int, 4, "how many: tokens that are guessed at once")
-    option(p, "--blocks", int, 3, "residual blocks of each")
-    p.add_argument(
-        "--own-output",
-        action="store_true",
-        help="an output matrix for each head; default: the target's for all",
-    )
-    option(p, "--tokens", int, 2_000_000, "of text that the target reads")
-    option(p, "--own-tokens", int, 400_000, "that it writes itself, to learn from")
-    p.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="of the target meanwhile; default %(default)s",
-    )
+    size = group(p, "Size of the heads")
+    add(size, "--heads", int, 4, "number of heads: future tokens predicted in parallel")
+    add(size, "--blocks", int, 3, "residual blocks of each head")
+    text = "an output matrix for each head (default: all share the target's)"
+    size.add_argument("--own-output", action="store_true", help=text)
+    training = group(p, TRAINING)
+    add(training, "--tokens", int, 2_000_000, "tokens of --text to learn from")
+    text = "tokens of text that the target writes itself, to learn from as well"
+    add(training, "--own-tokens", int, 400_000, text)
+    text = "dtype of the target during training"
+    add(group(p, "Target"), "--dtype", str, "float32", text, choices=DTYPES)
     add_template_option(p)
 
-    p = commands.add_parser(
-        "ngrams",
-        help="a drafter for the drafter: count what it says",
-        epilog=NGRAMS_NOTES,
+    text = "count the n-grams of a draft model, to draft with"
+    p = command("ngrams", text, NGRAMS_NOTES, "--drafter MODEL --out FILE")
+    add_required(
+        p,
+        "--drafter",
+        str,
+        "MODEL",
+        "draft model to sample text from: directory, GGUF file, hub id or demo",
     )
-    p.add_argument(
-        "--drafter", required=True, help="directory, GGUF file, hub id or demo"
+    add_required(p, "--out", Path, "FILE", "file to create; must not exist", OUTPUT)
+    sampling = group(p, SAMPLING)
+    text = "tokens of text to learn from, sampled from the draft model"
+    add(sampling, "--tokens", int, 10_000_000, text)
+    text = "sampling temperature; higher values reach more contexts"
+    add(sampling, "--temperature", float, 1.5, text)
+    add(sampling, "--batch", int, 256, "sequences sampled together")
+    add(sampling, "--seed", int, 0, "seed of the random numbers")
+    table = group(p, "Size of the table")
+    add(table, "--order", int, 3, "tokens of an n-gram, 2 to 8")
+    text = "most contexts of one length, a power of two"
+    add(table, "--slots", int, 2**18, text)
+    add(table, "--keep", int, 8, "most next tokens stored for a context")
+
+
+def add_required(
+    p: argparse.ArgumentParser,
+    name: str,
+    type: Callable[[str], Any],
+    metavar: str,
+    text: str,
+    title: str = "Input",
+    nargs: str | None = None,
+) -> None:
+    """Adds an option that must be given."""
+    group(p, title).add_argument(
+        name, type=type, nargs=nargs, required=True, metavar=metavar, help=text
     )
-    p.add_argument("--out", type=Path, required=True, help="file to make")
-    option(p, "--tokens", int, 10_000_000, "of text to draw from it")
-    option(p, "--order", int, 3, "tokens of an n-gram, 2 to 8")
-    option(p, "--temperature", float, 1.5, "of the text; higher: more contexts")
-    option(p, "--slots", int, 2**18, "most contexts of one length, a power of two")
-    option(p, "--keep", int, 8, "tokens that a context has room for")
-    option(p, "--batch", int, 256, "texts drawn together")
-    option(p, "--seed", int, 0, "of the random numbers")
+
+
+def add_target(p: argparse.ArgumentParser) -> None:
+    text = "target model: directory, GGUF file, hub id or demo"
+    add_required(p, "--target", str, "MODEL", text, "Target")
 
 
 def add_template_option(p: argparse.ArgumentParser) -> None:
-    help = "a Jinja file that spells conversations; default: the target's own"
-    option(p, "--chat-template", Path, None, help)
+    text = "Jinja file with a chat template, which formats conversations in --text "
+    text += "(default: the target's own)"
+    add(group(p, "Target"), "--chat-template", Path, None, text, metavar="FILE")
 
 
 def add_training_options(
@@ -116,33 +159,29 @@ def add_training_options(
     batch: int = 8,
     length: int = 256,
 ) -> None:
-    """Adds the options of training: text, optimiser, when to save."""
-    p.epilog = f"{TEXT_NOTES}\n{TRAINING_NOTES}"
-    p.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        required=True,
-        help="files or folders of text, or one folder of prepared tokens",
-    )
-    p.add_argument(
-        "--out", type=Path, required=True, help="Hugging Face directory to make"
-    )
-    p.add_argument(
-        "--work", type=Path, required=True, help="folder of this run's saves"
-    )
-    option(p, "--steps", int, steps, "optimizer steps")
-    option(p, "--batch", int, batch, "sequences a step")
-    option(p, "--length", int, length, "tokens a sequence")
-    option(p, "--learning-rate", float, learning_rate, "at its peak")
-    option(p, "--warmup", int, None, "steps up to it; default: STEPS/10, at most 150")
-    option(p, "--seed", int, 0, "of the first weights and of the batches")
-    option(p, "--minutes", float, None, "stop after so many, and write what there is")
-    option(p, "--save-minutes", float, 5.0, "minutes between saves")
+    """Adds the options of training: text, optimizer and saves."""
+    text = "files or folders of text, or one folder of prepared tokens"
+    add_required(p, "--text", Path, "PATH", text, nargs="+")
+    text = "Hugging Face directory to create; must not exist"
+    add_required(p, "--out", Path, "DIR", text, OUTPUT)
+    text = "folder for the saves of this run"
+    add_required(p, "--work", Path, "DIR", text, OUTPUT)
+    training = group(p, TRAINING)
+    add(training, "--steps", int, steps, "optimizer steps")
+    add(training, "--batch", int, batch, "sequences in a step")
+    add(training, "--length", int, length, "tokens of a sequence")
+    add(training, "--learning-rate", float, learning_rate, "peak learning rate")
+    text = "steps up to the peak learning rate (default: STEPS/10, at most 150)"
+    add(training, "--warmup", int, None, text)
+    text = "seed of the initial weights and of the batches"
+    add(training, "--seed", int, 0, text)
+    text = "stop after N minutes and write the model (default: no limit)"
+    add(training, "--minutes", float, None, text, metavar="N")
+    add(training, "--save-minutes", float, 5.0, "minutes between saves")
 
 
 def run_training(args: argparse.Namespace) -> None:
-    """Run one of them."""
+    """Runs one of the commands."""
     if args.command == "ngrams":
         run_ngrams(args)
         return
@@ -164,8 +203,8 @@ def run_training(args: argparse.Namespace) -> None:
 
 
 def speller(args: argparse.Namespace) -> "Spell | None":
-    """Returns what spells a conversation as the target's chat template does, or None
-    if it has no template."""
+    """Returns a function that formats a conversation with the target's chat template,
+    or None if there is no template."""
     from stree_jax.checkpoints.resolve import resolve
     from stree_jax.cli.chat import (
         given_template,
@@ -181,11 +220,11 @@ def speller(args: argparse.Namespace) -> "Spell | None":
         template = read_chat_template(files)
     if template is None:
         return None
-    found, special = template, read_special_tokens(files)
+    jinja, special = template, read_special_tokens(files)
 
     def spell(messages: "Sequence[Message]") -> str:
-        said: Any = messages
-        return render(found, said, special, add_generation_prompt=False)
+        turns: Any = messages
+        return render(jinja, turns, special, add_generation_prompt=False)
 
     return spell
 
@@ -201,17 +240,17 @@ def run_heads(args: argparse.Namespace, job: "Job") -> None:
     from stree_jax.checkpoints.heads import save_heads
     from stree_jax.training.heads import train_heads
 
-    kind = args.heads, args.blocks, args.own_output
+    size = args.heads, args.blocks, args.own_output
     heads = train_heads(
         job,
         args.target,
-        *kind,
+        *size,
         tokens=args.tokens,
         own_tokens=args.own_tokens,
         dtype=args.dtype,
     )
     save_heads(heads, args.out, args.target)
-    tell(f"wrote {args.out}: {heads}")
+    print_status(f"wrote {args.out}: {heads}")
 
 
 def run_ngrams(args: argparse.Namespace) -> None:
@@ -219,10 +258,10 @@ def run_ngrams(args: argparse.Namespace) -> None:
     from stree_jax.checkpoints.ngrams import check_new, save_ngrams
     from stree_jax.training.ngrams import Recipe, ngrams_of
 
-    check_new(args.out)  # before hours of work
+    check_new(args.out)  # before the counting, which takes hours
     names = [field.name for field in dataclasses.fields(Recipe)]
     recipe = Recipe(**{name: getattr(args, name) for name in names})
     drafter = load("demo-drafter" if args.drafter == "demo" else args.drafter)
     ngrams = ngrams_of(drafter, recipe)
     save_ngrams(ngrams, args.out)
-    tell(f"wrote {args.out}: {ngrams}")
+    print_status(f"wrote {args.out}: {ngrams}")

@@ -264,9 +264,9 @@ def beam_report(target, drafter, run):
     words = [
         "--prompts",
         "p",
-        "--widths",
+        "--beam-widths",
         "2",
-        "--depths",
+        "--beam-depths",
         "3",
         "--max-new-tokens",
         "12",
@@ -348,7 +348,16 @@ def small_shapes(monkeypatch):
 
 
 def test_random_weights_of_a_shape(small_shapes, capsys):
-    options = ["--widths", "2", "--depths", "2", "--repeats", "1", "--count", "2"]
+    options = [
+        "--beam-widths",
+        "2",
+        "--beam-depths",
+        "2",
+        "--repeats",
+        "1",
+        "--count",
+        "2",
+    ]
     options += ["--max-new-tokens", "8", "--shape", "other"]
     assert main(["bench", "unrolled", *options, "--drafter-shape", "tiny"]) == 0
     assert cells(capsys.readouterr().out)[-1][:3] == ["other, tiny", "2 x 2", "step"]

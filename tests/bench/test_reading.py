@@ -123,7 +123,7 @@ OPTIONS = {
     "--sizes": ["1", "3"],
     "--capacities": ["128", "512"],
     "--lengths": ["5", "300"],
-    "--text": ["5"],
+    "--text-tokens": ["5"],
     "--dtypes": ["float32"],
 }
 
@@ -200,7 +200,10 @@ def test_loaded_weights_compile_once(caplog):
     "wrong, words",
     [
         ({"lengths": ["5", "600"]}, "--lengths: 600 tokens and a path need .* has 512"),
-        ({"text": ["127"]}, "--text: 127 tokens and a path need caches of 130 rows"),
+        (
+            {"text": ["127"]},
+            "--text-tokens: 127 tokens and a path need caches of 130",
+        ),
         ({"sizes": ["0", "1"]}, "--sizes: want at least 1, got 0"),
     ],
 )

@@ -15,7 +15,18 @@ from stree_jax.training.ngrams import count_grams, katz
 from tests.bench.pairs import cells, measured, pair_with_words
 
 PROMPTS = {"HumanEval": ["def f(x):"], "GSM8K": ["x = 1"]}
-WORDS = ["--prompts", "p", "--ngrams", "n", "--ahead", "1", "2", "--width", "1", "2"]
+WORDS = [
+    "--prompts",
+    "p",
+    "--ngrams",
+    "n",
+    "--ngram-levels",
+    "1",
+    "2",
+    "--ngram-width",
+    "1",
+    "2",
+]
 WORDS += ["--top-k", "5", "--max-new-tokens", "8"]
 
 

@@ -189,9 +189,9 @@ def test_the_work_of_other_heads_is_refused(folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--ngrams", "N"], "they guess for a model, and these are heads"),
-        (["--ahead", "2"], "--ahead: levels that n-grams guess"),
-        (["--width", "2"], "--width: tokens that n-grams guess"),
+        (["--ngrams", "N"], "proposes tokens for a draft model, not heads"),
+        (["--ngram-levels", "2"], "--ngram-levels: needs n-grams"),
+        (["--ngram-width", "2"], "--ngram-width: needs n-grams"),
         (["--tree", "beam:2x2"], "heads fill a fixed tree"),
         (["--tree", "E"], "5 levels want as many heads, and there are 2"),
         (["--tree", "sparse:0"], "sparse:N wants N in 2..1024, got '0'"),

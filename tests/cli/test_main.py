@@ -99,11 +99,11 @@ def test_lookup_drafts_where_nothing_else_does(folder, capsys, monkeypatch):
     code, out, _ = run(
         capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4"
     )
-    assert code == 0 and out.startswith("a tree of 1 nodes: ")
+    assert code == 0 and out.startswith("step with a tree of 1 node (plain decoding): ")
     assert out.splitlines()[-1].startswith("CPU kernels: ")
     monkeypatch.setenv("STREE_JAX_CACHE", "off")
     _, _, err = run(capsys, "tune", "--model", folder / "target", "--tree", "auto:1,4")
-    assert "not kept: STREE_JAX_CACHE is off; " in err.splitlines()[-1]
+    assert "not saved: STREE_JAX_CACHE is off; " in err.splitlines()[-1]
 
 
 def test_info(folder, capsys):
@@ -117,7 +117,7 @@ def test_info(folder, capsys):
     assert sum(decoding["parts"].values()) == decoding["bytes"]
     assert decoding["parts"]["target's weights"] == json.loads(out)["weight_bytes"]
     code, out, _ = run(capsys, "info", folder / "target", "--context", 4096)
-    assert code == 0 and "bytes of plain decoding, 1 x 4096 tokens" in out
+    assert code == 0 and "memory of plain decoding, 1 x 4096 tokens" in out
 
 
 def test_convert_and_export(folder, capsys, tmp_path):
@@ -137,9 +137,12 @@ def test_convert_and_export(folder, capsys, tmp_path):
         (["generate", "x", "--model", "/nowhere"], "/nowhere: no such directory"),
         (["generate", "x", "--tree", "A", "--drafter", "none"], "none fills no tree"),
         (["generate", "x", "--explain", "--json"], "--explain: shows one text"),
-        (["generate", "x", "--drafter", "lokup"], "lokup is no file or directory, and"),
+        (
+            ["generate", "x", "--drafter", "lokup"],
+            "lokup is not a file or directory; did you mean 'lookup'?",
+        ),
         (["generate", "x", "--model", "domo"], "domo: no such directory; hub ids are"),
-        (["tune", "--drafter", "none"], "--drafter none: plain decoding has nothing"),
+        (["tune", "--drafter", "none"], "--drafter none: plain decoding has no trees"),
         (["tune", "--tree", "A"], "tree: only 'auto' is tuned"),
         (["generate", "--file", "/nowhere.txt"], "/nowhere.txt"),
         (["convert", "/nowhere", "/tmp/never-made"], "/nowhere: no such directory"),

@@ -46,7 +46,7 @@ def generate(folder, *options):
 
 def test_ngrams_guess_for_a_drafter_and_draft_alone(folder, capsys):
     pair = ["--drafter", folder / "drafter", "--tree", "chain:3"]
-    staged = ["--ngrams", folder / "n.safetensors", "--ahead", "1", "--compare"]
+    staged = ["--ngrams", folder / "n.safetensors", "--ngram-levels", "1", "--compare"]
     code, out, _ = run(capsys, *generate(folder, *pair))
     alone = json.loads(out)
     code, out, err = run(capsys, *generate(folder, *pair, *staged))
@@ -56,7 +56,9 @@ def test_ngrams_guess_for_a_drafter_and_draft_alone(folder, capsys):
     assert together["target_calls"] == alone["target_calls"]
     names = set(together["tokens_by_origin"])
     assert {"target", "drafter", "n-gram"} <= names
-    code, out, err = run(capsys, *generate(folder, *pair, *staged, "--width", "2"))
+    code, out, err = run(
+        capsys, *generate(folder, *pair, *staged, "--ngram-width", "2")
+    )
     wide = json.loads(out)
     assert code == 0 and wide["equal_to_plain"] is True
     assert wide["tokens"] == alone["tokens"]
@@ -86,7 +88,7 @@ def test_steps_with_guesses_and_without_are_tuned(folder, capsys):
     words = ["--drafter", folder / "drafter", "--ngrams", folder / "n.safetensors"]
     more = ["--model", folder / "target", "--tree", "auto:1,4"]
     code, out, err = run(capsys, "tune", *more, *words)
-    assert code == 0 and "each pass for more levels: " in out
+    assert code == 0 and "each further level: " in out
     (said,) = [line for line in err.splitlines() if "n-grams" in line]
     assert "guess for the drafter: " in said and " levels a pass expected" in said
 
@@ -118,25 +120,37 @@ def test_a_table_that_is_there_is_not_written_over(folder, capsys):
     assert (code, err.count("\n")) == (2, 1) and "exists already" in err
 
 
-@pytest.mark.parametrize("option", ["--ahead", "--width"])
+@pytest.mark.parametrize("option", ["--ngram-levels", "--ngram-width"])
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["tune"], ["serve"]])
 def test_how_ngrams_guess_is_asked_of_ngrams(command, option, capsys):
     code, out, err = run(capsys, *command, option, "2")
     assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert f"{option}: " in err and "that n-grams guess; add --ngrams FILE" in err
+    assert f"{option}: needs n-grams; add --ngrams FILE" in err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ngrams", "N", "--drafter", "lookup"], "they guess for a drafting model"),
-        (["--ngrams", "N", "--drafter", "none"], "they guess for a drafting model"),
-        (["--ngrams", "N", "--drafter", "N"], "n-grams need no others"),
+        (
+            ["--ngrams", "N", "--drafter", "lookup"],
+            "proposes tokens for a draft model;",
+        ),
+        (["--ngrams", "N", "--drafter", "none"], "proposes tokens for a draft model;"),
+        (["--ngrams", "N", "--drafter", "N"], "for a draft model, not n-grams"),
         (["--ngrams", "D", "--drafter", "D"], "no such file"),
         (["--ngrams", "T", "--drafter", "D"], "no n-gram table"),
-        (["--ngrams", "N", "--drafter", "D", "--ahead", "0"], "ahead: want 1..15"),
-        (["--ngrams", "N", "--drafter", "D", "--width", "0"], "width: want 1..16"),
-        (["--ngrams", "N", "--drafter", "D", "--width", "17"], "width: want 1..16"),
+        (
+            ["--ngrams", "N", "--drafter", "D", "--ngram-levels", "0"],
+            "--ngram-levels: want 1..15",
+        ),
+        (
+            ["--ngrams", "N", "--drafter", "D", "--ngram-width", "0"],
+            "--ngram-width: want 1..16",
+        ),
+        (
+            ["--ngrams", "N", "--drafter", "D", "--ngram-width", "17"],
+            "--ngram-width: want 1..16",
+        ),
         (["--ngrams", "N", "--drafter", "D", "--tree", "beam:2x2"], "beams and 'auto'"),
         (["--drafter", "N", "--tree", "auto"], "beams and 'auto' want a model"),
         (["--drafter", "N", "--rule", "mss", "--temperature", "1"], "n-grams"),

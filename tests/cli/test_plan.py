@@ -30,15 +30,15 @@ def test_json_and_table_agree(capsys):
     assert best["promised"] <= report["limit"]
     code, out, _ = run(capsys, "--memory", "1GB", *ASKED)
     lines = out.splitlines()
-    assert code == 0 and lines[0].endswith(f"--tree {best['tree']}")
-    (whole,) = (line for line in lines if line.startswith("in all"))
+    assert code == 0 and lines[1].endswith(f" --tree {best['tree']}")
+    (whole,) = (line for line in lines if line.startswith("total  "))
     assert whole.endswith(f"{best['bytes'] / 1e6:.2f} MB")
 
 
 def test_a_figure_of_the_bytes(capsys, tmp_path):
     path = tmp_path / "bytes"
     code, out, _ = run(capsys, "--memory", "1GB", *ASKED, "--figure", path)
-    assert code == 0 and "in all" in out
+    assert code == 0 and "total with safety margin" in out
     drawn = path.with_suffix(".svg").read_text()
     assert drawn.count('<g id="patch_') > 10  # bars of five choices by part
     assert path.with_suffix(".png").stat().st_size > 10_000

@@ -66,7 +66,7 @@ def test_keys(capsys, tmp_path, monkeypatch):
     file.write_text("two\n\n  three \n")
     assert serve.api_keys(file) == (b"two", b"three")
     file.write_text("\n")
-    assert "has no key" in refused(capsys, "--api-key-file", file)
+    assert "contains no key" in refused(capsys, "--api-key-file", file)
     assert str(tmp_path) in refused(capsys, "--api-key-file", tmp_path / "none")
 
 
@@ -99,7 +99,7 @@ def test_a_template_spells_a_conversation(tmp_path):
 
 @pytest.mark.parametrize(
     ("limit", "problem"),
-    [("1MB", "the weights alone are 19."), ("much", "want bytes such as 8GB")],
+    [("1MB", "the weights alone take 19."), ("much", "want bytes such as 8GB")],
 )
 def test_weights_beyond_the_limit_are_not_read(capsys, monkeypatch, limit, problem):
     monkeypatch.setattr(serve, "loaded", LOADED)

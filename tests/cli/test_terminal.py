@@ -1,6 +1,5 @@
 """Text in a terminal: wrong options, what is said while waiting, and figures."""
 
-import argparse
 import dataclasses
 import io
 import json
@@ -65,10 +64,10 @@ def test_escapes_in_stop_strings(given, text):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("x\\", r"\ is no escape"),
-        (r"\q", r"\q is no escape; known are \n \t \r \\ \uXXXX (in hex)"),
-        (r"\u12", r"\u is no escape"),
-        ("\\\n", "is no escape"),
+        ("x\\", "unknown escape \\;"),
+        (r"\q", r"unknown escape \q; known: \n \t \r \\ \uXXXX (in hex)"),
+        (r"\u12", r"unknown escape \u;"),
+        ("\\\n", "unknown escape"),
         (r"\ud83d", "half a character"),
         ("\udcff", "not UTF-8"),
     ],
@@ -78,7 +77,7 @@ def test_bad_escapes(given, problem, capsys):
         cli.main(["generate", "x", "--stop", given])
     err = capsys.readouterr().err
     assert end.value.code == 2 and problem in err
-    assert err.startswith("stree-jax generate: argument --stop: ")
+    assert err.startswith("stree-jax generate: --stop: ")
     assert err.replace("\\\n", "").count("\n") == 1
     assert err.endswith("(see stree-jax generate --help)\n")
 
@@ -234,20 +233,35 @@ def test_words_are_marked_by_who_drafted_them():
     assert shown.startswith("a\x1b[32mbc\x1b[0mdé\n")
 
 
-PAIR = {"model", "drafter", "tree", "dtype"}  # of `bench.options`
+class SlowInput(io.BytesIO):
+    """Standard input from a pipe whose writer takes its time."""
+
+    def __init__(self, data, seconds):
+        super().__init__(data)
+        self.seconds = seconds
+        self.buffer = self
+
+    def isatty(self):
+        return False
+
+    def read(self, *size):
+        time.sleep(self.seconds)
+        return super().read(*size)
 
 
-def test_every_option_says_what_it_does_and_its_default():
-    (commands,) = (
-        action
-        for action in cli.build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    names = [name for name in commands.choices if name != "bench"]
-    assert len(names) == 13
-    for name in names:
-        for action in commands.choices[name]._actions:
-            assert action.dest in PAIR or action.help, action.option_strings
-            if action.default not in (None, False, [], argparse.SUPPRESS):
-                assert action.dest in PAIR or "%(default)s" in action.help
-        assert commands.choices[name].format_help()
+@pytest.mark.parametrize(("seconds", "lines"), [(0.5, 1), (0, 0)])
+def test_a_slow_pipe_is_named(seconds, lines, monkeypatch, capsys):
+    """A prompt that does not come looks like a command that hangs."""
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.1 if seconds else 60)
+    monkeypatch.setattr("sys.stdin", SlowInput(b"def f", seconds))
+    args = cli.build_parser().parse_args(["generate"])
+    assert terminal.read_prompt(args) == "def f"
+    said = "stree-jax: reading the prompt from standard input (end with Ctrl-D)\n"
+    assert capsys.readouterr().err == said * lines
+
+
+def test_a_typed_prompt_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", Terminal("def f"))
+    args = cli.build_parser().parse_args(["generate"])
+    assert terminal.read_prompt(args) == "def f"
+    assert "reading the prompt from standard input" in capsys.readouterr().err

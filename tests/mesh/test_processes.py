@@ -72,7 +72,7 @@ def test_a_process_alone_gives_up(place):
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and run.stdout == ""
     lines = [line for line in run.stderr.splitlines() if line.startswith("stree-jax")]
-    assert len(lines) == 1 and "2 processes did not meet within 2 s" in lines[0]
+    assert len(lines) == 1 and "2 processes did not connect within 2 s" in lines[0]
 
 
 @pytest.mark.parametrize("address", ["here", "here:", ":80", "here:x", "here:99999"])

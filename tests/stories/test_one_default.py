@@ -102,7 +102,7 @@ def test_what_fits_in_a_limit_is_of_the_stored_dtype(model, capsys):
     least = report(capsys, "info", folder, "--json")["weight_bytes"]
     args = "serve", "--model", str(folder), "--memory", str(int(1.5 * least))
     serve.check_weights(build_parser().parse_args(args), int(1.5 * least))
-    with pytest.raises(ValueError, match="the weights alone are"):
+    with pytest.raises(ValueError, match="the weights alone take"):
         args = build_parser().parse_args([*args, "--dtype", "float32"])
         serve.check_weights(args, int(1.5 * least))
 

@@ -224,7 +224,7 @@ DOUBLE = (
     ],
 )
 def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     began = time.monotonic()
     with pytest.raises(ValueError, match="^chat template: "):
         render(template, [USER], {})

@@ -174,7 +174,7 @@ import sys
 from stree_jax.cli import main as cli
 def run(args):
     print({text!r})
-    cli.tell("told")
+    cli.print_status("told")
 cli.run_command = run
 sys.argv = ["stree-jax", *{args!r}]
 sys.exit(cli.console())

@@ -1,0 +1,111 @@
+"""Custom drafters by name: `--drafter MODULE:NAME`."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from stree_jax.checkpoints.load import Model
+from stree_jax.checks import shown
+from stree_jax.options import closest
+from stree_jax.speculation.drafters.custom import METHODS
+from stree_jax.speculation.drafters.table import AnyDrafter, source_of
+
+NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+
+
+def is_custom(name: str) -> bool:
+    """True if a drafter's name has the form MODULE:NAME of a custom drafter."""
+    return NAME.fullmatch(name) is not None
+
+
+def import_drafter(name: str) -> Any:
+    """Imports what MODULE:NAME stands for.
+
+    The module is looked up on Python's import path only, as by `import MODULE`. Files
+    of a checkpoint are never imported.
+
+    Raises:
+      ValueError: the module cannot be imported, or does not have the name.
+    """
+    found = NAME.fullmatch(name)
+    assert found is not None  # see `is_custom`
+    module_name, attributes = found.groups()
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise _failed(name, f"importing {module_name}", error) from error
+        raise ValueError(
+            f"--drafter {name}: no module {missing!r} on Python's import path; for a "
+            "file in the current folder set PYTHONPATH=."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(name, f"importing {module_name}", error) from error
+    place = f"module {module_name!r}"
+    for attribute in attributes.split("."):
+        if not hasattr(value, attribute):
+            close = closest(attribute, dir(value))
+            hint = f"; did you mean {close!r}?" if close else ""
+            raise ValueError(
+                f"--drafter {name}: {place} has no attribute {attribute!r}{hint}"
+            )
+        value, place = getattr(value, attribute), repr(attribute)
+    return value
+
+
+def custom_drafter(name: str, target: Model) -> AnyDrafter:
+    """Returns the drafter that MODULE:NAME stands for.
+
+    An object with the methods of a drafter is used as it is. A class or function is
+    called: with the target if it has a parameter without a default value or one called
+    `target`, else without arguments.
+
+    Raises:
+      ValueError: it cannot be imported or called, or the result is not a drafter.
+    """
+    value = import_drafter(name)
+    if isinstance(value, type) or not all(hasattr(value, m) for m in METHODS):
+        if callable(value):
+            value = _called(name, value, target)
+    if value is None or isinstance(value, str):
+        raise ValueError(f"--drafter {name}: want a drafter, got {shown(value)}")
+    try:
+        source_of(value)
+    except ValueError as error:
+        raise ValueError(
+            f"--drafter {name}: want a drafter, which has the methods "
+            f"{', '.join(METHODS)}, or a model, got {shown(value)}"
+        ) from error
+    return value
+
+
+def _called(name: str, function: Callable[..., Any], target: Model) -> Any:
+    """Returns the result of a class or function; see `custom_drafter`."""
+    parameters = inspect.signature(function).parameters.values()
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    takes = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if len(takes) > 1:
+        raise ValueError(
+            f"--drafter {name}: it is called with the target only, but needs "
+            f"{', '.join(p.name for p in takes)}; name a function that takes the "
+            "target and returns a drafter"
+        )
+    takes = takes or [p for p in parameters if p.name == "target"]
+    try:
+        if takes and takes[0].kind == inspect.Parameter.POSITIONAL_ONLY:
+            return function(target)
+        return function(**{p.name: target for p in takes})
+    except (Exception, SystemExit) as error:
+        raise _failed(name, "calling it", error) from error
+
+
+def _failed(name: str, what: str, error: BaseException) -> ValueError:
+    """Returns the error for an exception of the user's code."""
+    text = " ".join(str(error).split())
+    return ValueError(
+        f"--drafter {name}: {what} failed: {type(error).__name__}"
+        + (f": {text}" if text else "")
+    )
