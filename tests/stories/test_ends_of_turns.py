@@ -30,7 +30,8 @@ def token(**values):
 
 
 def not_added():
-    """Returns a tokenizer whose vocabulary has <|im_end|>, but not as an added token."""
+    """Returns a tokenizer whose vocabulary has <|im_end|>, but not as an added
+    token."""
     values = json.loads(byte_level().to_str())
     kept = [t for t in values["added_tokens"] if t["content"] != "<|im_end|>"]
     return values | {"added_tokens": kept}
@@ -111,7 +112,8 @@ def test_stop_tokens_are_read_from_every_file(tmp_path, case):
 
 
 def test_transformers_names_the_same_token(tmp_path):
-    """The tokenizer of transformers has the same eos_token in every case that it reads."""
+    """The tokenizer of transformers has the same eos_token in every case that it
+    reads."""
     for i, (case, (options, stops)) in enumerate(CASES.items()):
         if case in ("a dict without a type", "the map beside a list of tokens"):
             continue  # transformers fails, or finds no eos_token
@@ -179,7 +181,8 @@ def test_converted_and_exported_models_keep_the_stop_tokens(tmp_path, case):
 
 
 def test_the_stop_token_is_left_out_of_the_text(tmp_path):
-    """As in transformers, an eos_token that is no added token becomes a special token."""
+    """As in transformers, an eos_token that is no added token becomes a special
+    token."""
     path = write(tmp_path / "m", "<|im_end|>", files=NAMED, tokenizer=not_added())
     model = stree_jax.load(path)
     assert stree_jax.generate(model, "x", max_new_tokens=9).texts == ["y"]

@@ -71,7 +71,8 @@ def test_verify_names_files_that_transformers_cannot_read(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", GGUF_CASES)
 def test_every_architecture_is_exported(tmp_path, capsys, name):
-    """The exported model, loaded by transformers, is the model the file was made from."""
+    """The exported model, loaded by transformers, is the model the file was made
+    from."""
     file, other = made(tmp_path, name)
     code, said = run(capsys, "export", file, tmp_path / "hf")
     assert code == 0, said

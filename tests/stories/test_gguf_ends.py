@@ -136,7 +136,8 @@ def test_a_key_with_an_invalid_token_id_is_ignored(tmp_path, name):
 
 
 def test_defaults_of_sentencepiece_files(tmp_path):
-    """Without keys, a SentencePiece file has bos_token 1, eos_token 2 and unk_token 0."""
+    """Without keys, a SentencePiece file has bos_token 1, eos_token 2 and unk_token
+    0."""
     own = spm()
     vocabulary = own.get_vocab()
     scores = [-float(i) for i in range(len(vocabulary))]

@@ -14,7 +14,8 @@ TOKENS = np.arange(20)[None] * 7 % hf.VOCAB
 
 @pytest.mark.parametrize("make", [hf.granite3, hf.granitemoe, hf.granitemoeshared])
 def test_granite_3(tmp_path, capsys, make):
-    """convert and export keep the model; the expected logits are those of transformers."""
+    """convert and export keep the model; the expected logits are those of
+    transformers."""
     src, ours, out = tmp_path / "src", tmp_path / "ours", tmp_path / "hf"
     other = make()
     other.save_pretrained(src)

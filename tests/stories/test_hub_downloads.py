@@ -150,7 +150,8 @@ def test_pytorch_weights_are_used_if_there_are_no_others(hub, models, capsys):
 
 
 def test_old_pytorch_files_are_downloaded_whole(hub, models, capsys):
-    """In files from before PyTorch 1.6, the list of tensors is not stored separately."""
+    """In files from before PyTorch 1.6, the list of tensors is not stored
+    separately."""
     pickled(put(hub, models), _use_new_zipfile_serialization=False)
     code, out, err = run(capsys, "plan", "--model", "o/llama", "--memory", "1GB")
     assert code == 0, err
@@ -348,7 +349,8 @@ def test_errors_of_the_hub_are_explained(hub, models):
 
 
 def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_path):
-    """Each is named by hub id, like the target, and only its own files are downloaded."""
+    """Each is named by hub id, like the target, and only its own files are
+    downloaded."""
     put(hub, models, "o/drafter")
     repo = put(hub, models)
     width = json.loads((repo / "config.json").read_text())["hidden_size"]

@@ -193,7 +193,8 @@ def test_a_full_disk_is_reported_in_one_line(model, tmp_path):
 
 
 def test_a_failed_write_with_late_threads_leaves_nothing(tmp_path, monkeypatch):
-    """A thread creates a file while the folder is being removed, so that rmdir fails."""
+    """A thread creates a file while the folder is being removed, so that rmdir
+    fails."""
     rmtree, late = shutil.rmtree, [b"the last thread"]
 
     def remove(folder, **options):
