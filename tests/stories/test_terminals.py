@@ -19,8 +19,10 @@ SAID = "é東😀"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Returns a model that says "é東😀" after "a", byte by byte, in a folder with a Greek
-    name."""
+    """Returns a model that says "é東😀" after "a", byte by byte.
+
+    Its folder has a Greek name.
+    """
     tokenizer = byte_level()
     alphabet = tokenizer.pre_tokenizer.pre_tokenize_str
     letters = [letter for char in SAID for letter in alphabet(char)[0][0]]
