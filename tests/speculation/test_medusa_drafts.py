@@ -205,7 +205,6 @@ def test_planted_mistakes_are_found(target, heads, prompts, name, monkeypatch):
 
 
 # --- prompts are observed
-# ----------------------------------------------------------------
 
 
 def heard(spec, begun, prompts):
@@ -330,7 +329,6 @@ def test_updates_pair_each_token_with_the_state_before_it(target, prompts):
 
 
 # --- rules that need draft probabilities
-# --------------------------------------------------
 
 DRAWN = [("mss", TREE), ("recursive", TREE), ("leviathan", "chain:3")]
 TEXTS = [Sampling(0.5), Sampling(1.5, top_k=6), Sampling(1.0, top_p=0.8), Sampling(0.0)]
