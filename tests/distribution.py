@@ -155,8 +155,7 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(stats.chi2.sf(statistic, freedom))
 
 
-# --- the ten mistakes: each changes the library in a place where errors are easy
-# ----------
+# --- the ten mistakes: each changes the library in a place where errors are easy ------
 
 
 def _untouched_siblings(rule, p, q, drafts, exists, u):

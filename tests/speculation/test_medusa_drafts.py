@@ -204,7 +204,7 @@ def test_planted_mistakes_are_found(target, heads, prompts, name, monkeypatch):
     assert wrong_drafts(target, heads, steps, TREE)[1] > 2
 
 
-# --- prompts are observed
+# --- prompts are observed -------------------------------------------------------------
 
 
 def heard(spec, begun, prompts):
@@ -328,7 +328,7 @@ def test_updates_pair_each_token_with_the_state_before_it(target, prompts):
                 np.testing.assert_allclose(hidden[b, n - 1], want, atol=1e-5)
 
 
-# --- rules that need draft probabilities
+# --- rules that need draft probabilities ----------------------------------------------
 
 DRAWN = [("mss", TREE), ("recursive", TREE), ("leviathan", "chain:3")]
 TEXTS = [Sampling(0.5), Sampling(1.5, top_k=6), Sampling(1.0, top_p=0.8), Sampling(0.0)]

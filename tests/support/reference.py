@@ -27,7 +27,7 @@ def assert_near(actual, expected, tolerance, floor=1e-30):
     assert error <= allowed, f"error {error:.3e} > allowed {allowed:.3e}"
 
 
-# --- topology ------------------------------------------------------------------------
+# --- topology -------------------------------------------------------------------------
 
 
 def path_to(parents, node):
@@ -106,7 +106,7 @@ def random_order(rng, T):
     return order[np.ix_(shuffle, shuffle)]
 
 
-# --- the recurrence h = exp(a) h + dt x (outer) B, y = C h + D x, of one sequence
+# --- the recurrence h = exp(a) h + dt x (outer) B, y = C h + D x, of one sequence -----
 
 
 def _step(h, x, dt, a, B):
