@@ -163,7 +163,7 @@ def test_defaults_in_signatures_and_parsers():
 
 
 def test_a_text_of_one_token_measures_no_steps(model, monkeypatch):
-    """Steps are timed to choose what is drafted, and here nothing is."""
+    """Steps are timed only to choose draft tokens, and one token needs none."""
 
     def measured(*_):
         raise AssertionError("steps were measured")

@@ -33,7 +33,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(root):
-    """A function: name -> the directory or file of that name, made once."""
+    """Returns a function: name -> the directory or file of that name. Each is made
+    once."""
 
     def make(name):
         path = root / name
@@ -49,7 +50,7 @@ def made(root):
 
 
 def run(capsys, *args, stdin=None, monkeypatch=None):
-    """Runs a command that must succeed; returns what it prints."""
+    """Runs a command that must succeed. Returns what it prints."""
     if stdin is not None:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
     code = cli.main([str(arg) for arg in args])
@@ -59,7 +60,8 @@ def run(capsys, *args, stdin=None, monkeypatch=None):
 
 
 def reference(directory, ids):
-    """Greedy tokens of transformers after `ids`, by its own generation config."""
+    """Returns greedy tokens of transformers after `ids`, with its own generation
+    config."""
     with warnings.catch_warnings():
         # About sampling fields, which greedy decoding does not use
         warnings.simplefilter("ignore")
