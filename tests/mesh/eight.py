@@ -170,5 +170,5 @@ PARTS = (tapped, families, shapes, uneven, in_jit, program, held, counted, refus
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    facts = {part.__name__: part() for part in PARTS}
-    print(json.dumps(facts), file=sys.stdout)
+    results = {part.__name__: part() for part in PARTS}
+    print(json.dumps(results), file=sys.stdout)

@@ -33,7 +33,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def facts():
+def results():
     """Returns the results of a process with eight devices."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.mesh.eight"],
@@ -111,30 +111,30 @@ def test_indivisible_layers_are_not_split():
 
 
 @families
-def test_logits_and_text_match_one_device(facts, family):
-    assert facts["families"][family]
+def test_logits_and_text_match_one_device(results, family):
+    assert results["families"][family]
 
 
 @families
-def test_abstract_model_predicts_shards(facts, family):
-    assert facts["shapes"][family]
+def test_abstract_model_predicts_shards(results, family):
+    assert results["shapes"][family]
 
 
-def test_indivisible_heads_are_copied(facts):
-    told = facts["uneven"]
+def test_indivisible_heads_are_copied(results):
+    told = results["uneven"]
     assert told["same"]
     assert "mamba" not in told["cut"] and told["cut"]["mlp"] == 3
 
 
-def test_inside_jit(facts):
-    assert facts["in_jit"]
+def test_inside_jit(results):
+    assert results["in_jit"]
 
 
-def test_communication_of_a_step(facts):
+def test_communication_of_a_step(results):
     """One sum for each mixer or MLP and one for embeddings, the means of the gated
     norm, and the logits. Conditions exchange whether any row is running. Weights are
     never exchanged."""
-    told, config = facts["program"], FAMILIES["falcon-h1"]
+    told, config = results["program"], FAMILIES["falcon-h1"]
     rows, nodes = 4, 13
     width = rows * nodes * config.d_model * 4
     logits = rows * nodes * config.vocab_size * 4
@@ -163,31 +163,31 @@ def test_replica_groups_are_parsed(groups):
     assert exchanges(f"body {{\n{line}\n}}\n") == [Exchange("all-reduce", 1, 32, 4)]
 
 
-def test_bytes_per_device(facts):
-    whole, part = facts["held"]["state"]
+def test_bytes_per_device(results):
+    whole, part = results["held"]["state"]
     assert part == whole / 8  # rows over 2, heads over 4
-    whole, part = facts["held"]["weights"]
+    whole, part = results["held"]["weights"]
     assert part < whole / 3  # norms, and B and C of shared groups, are copied
 
 
-def test_taps_on_a_mesh(facts):
+def test_taps_on_a_mesh(results):
     """Every device has the whole residual stream."""
-    told = facts["tapped"]
+    told = results["tapped"]
     assert told["same"] and told["away"] < 1e-5
     assert min(told["count"]) > 2  # the prompts and some accepted tokens
 
 
-def test_the_table_of_bench_devices(facts):
-    two, four = facts["counted"]["rows"]
+def test_the_table_of_bench_devices(results):
+    two, four = results["counted"]["rows"]
     assert 0.45 < four["weight_bytes"] / two["weight_bytes"] < 0.55
     assert sum(n for kind, n, *_ in two["exchanges"] if kind == "all-reduce") == 25
     assert two["largest_gather_bytes"] < two["largest_weight_bytes"] / 100
-    lines = facts["counted"]["table"].splitlines()
+    lines = results["counted"]["table"].splitlines()
     assert sum(line.startswith("| hybrid-130m | model=") for line in lines) == 2
 
 
-def test_unsupported_uses_of_meshes_are_refused(facts):
-    told = facts["refusals"]
+def test_unsupported_uses_of_meshes_are_refused(results):
+    told = results["refusals"]
     assert "unknown axis 'rows'" in told["axis"]
     assert "model=7" in told["size"] and "2, " in told["size"]
     assert "int8" in told["int8"]

@@ -23,7 +23,7 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def told():
+def outputs():
     """Returns what each of two processes with two devices printed."""
     port = str(free_port())
     runs = [
@@ -43,14 +43,14 @@ def told():
     return [json.loads(out.splitlines()[-1]) for out, _ in ends]
 
 
-def test_text_matches_one_device(told):
+def test_text_matches_one_device(outputs):
     model = random_model(FAMILIES["bamba"], 1)
     ids = prompts(model.config, 4)
     options = {"max_new_tokens": 4, "drafter": "lookup", "tree": "A"}
     greedy = stree_jax.generate(model, ids, **options).tokens
     sampling = stree_jax.Sampling(temperature=1.0)
     drawn = stree_jax.generate(model, ids, sampling=sampling, **options).tokens
-    for texts in told:
+    for texts in outputs:
         for mesh in ("model=4", "data=2,model=2"):
             assert texts[f"{mesh} 0"] == greedy
             assert texts[f"{mesh} 1"] == drawn
@@ -81,6 +81,6 @@ def test_invalid_addresses_are_refused(address):
         connect(address, 2, 0)
 
 
-def test_processes_that_disagree_get_an_error(told):
-    for texts in told:
+def test_processes_that_disagree_get_an_error(outputs):
+    for texts in outputs:
         assert texts["disagree"].startswith("process 1 was asked for something else")

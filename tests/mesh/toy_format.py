@@ -73,6 +73,6 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
     FORMATS[TOY.name] = TOY
     plain, found = texts()
-    facts = {"plain": plain, "texts": found, "refused": refused()}
-    facts["loaded"] = {f.name: loaded(f) for f in folders(Path(sys.argv[1]))}
-    print(json.dumps(facts), file=sys.stdout)
+    results = {"plain": plain, "texts": found, "refused": refused()}
+    results["loaded"] = {f.name: loaded(f) for f in folders(Path(sys.argv[1]))}
+    print(json.dumps(results), file=sys.stdout)

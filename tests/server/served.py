@@ -123,7 +123,7 @@ class Connection:
         self.events.put_nowait({"type": "http.disconnect"})
 
 
-class HeldUp:
+class Paused:
     """Stops the engine before its next segment, whichever rows are in use."""
 
     def __init__(self, service):
@@ -136,14 +136,14 @@ class HeldUp:
         self._open.wait(60)
         return self._advance()
 
-    def let_go(self):
+    def resume(self):
         self._open.set()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.let_go()
+        self.resume()
         del self.batch.advance
 
 

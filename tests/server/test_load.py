@@ -21,7 +21,7 @@ from tests.server.served import (
     FINE,
     NEW,
     Connection,
-    HeldUp,
+    Paused,
     ask,
     client_of,
     service_of,
@@ -40,10 +40,10 @@ def test_a_full_queue_refuses_requests(service):
             with pytest.raises(openai.RateLimitError) as refusal:
                 await create(**FINE)
             assert int(refusal.value.response.headers["retry-after"]) >= 1
-            held.let_go()
+            held.resume()
             return [a.choices[0].text for a in await asyncio.gather(*made)]
 
-    with HeldUp(service) as held:
+    with Paused(service) as held:
         texts = asyncio.run(asked(held))
     assert len(texts) == 1 + served.QUEUE and len(set(texts)) == 1
     assert 'requests_total{outcome="rejected"} 1.0' in service.metrics.text().decode()
@@ -58,13 +58,13 @@ def test_a_disconnected_client_frees_its_row(service, stream, prompts, plain):
         await until(lambda: held.reached)
         there.leave()
         await work
-        held.let_go()
+        held.resume()
         await until(lambda: service.engine.running == 0)
         made = service.engine.counts.tokens
         assert made < len(plain[0].tokens[0])
         return there.sent
 
-    with HeldUp(service) as held:
+    with Paused(service) as held:
         sent = asyncio.run(asked(held))
     bodies = [m.get("body", b"") for m in sent]
     assert not any(b"[DONE]" in body for body in bodies)
@@ -81,7 +81,7 @@ def test_requests_time_out(service):
         return slow.sent[0]["status"]
 
     assert asyncio.run(nothing_comes()) == 408
-    with HeldUp(service):
+    with Paused(service):
         status, _, answer = ask(hasty, "/v1/completions", FINE)
         assert status == 504 and "0.2 seconds" in answer["error"]["message"]
         status, _, text = ask(hasty, "/v1/completions", FINE | dict(stream=True))
@@ -151,12 +151,12 @@ def test_stopping_answers_all_requests(batch, prompts):
         await until(lambda: held.reached)
         stopped = asyncio.ensure_future(asyncio.to_thread(service.engine.stop))
         await until(lambda: service.engine.closing)
-        held.let_go()
+        held.resume()
         assert await stopped
         await work
         return there.sent[0]["status"]
 
-    with HeldUp(service) as held:
+    with Paused(service) as held:
         assert asyncio.run(asked(held)) == 500
     batch.clear()
     assert ask(service, "/v1/completions", FINE)[0] == 503

@@ -69,7 +69,7 @@ def test_a_tap_is_the_residual_stream_after_a_layer(target, prompts):
     np.testing.assert_allclose(ended, hidden)  # the last tap is before the final norm
 
 
-def check_seen(target, seen, texts):
+def check_streams(target, seen, texts):
     """Checks that the streams of all updates equal those of a single pass over the
     texts."""
     for b, text in enumerate(texts):
@@ -94,7 +94,7 @@ def test_tapped_streams_match_a_single_pass(target, prompts, plain, options, tre
         made = [row[:n].tolist() for row, n in made]
         texts = [ids + new for ids, new in zip(asked, made, strict=True)]
         assert seen.count.tolist() == [len(text) - 1 for text in texts]
-        check_seen(target, seen, texts)
+        check_streams(target, seen, texts)
         if tree == AUTO:  # prompts enter the lookup history once, though also observed
             assert d.drafting.history.length.tolist() == [len(text) for text in texts]
     assert np.asarray(d.gained)[:, 2:].sum() > 0  # some draft tokens were accepted

@@ -342,11 +342,11 @@ def test_continuing_causes_no_compilation(target, drafters, prompts, tree, sampl
     decoding, plan = begin(target, prompts, max_new_tokens=24, **options)
     traced = jax.make_jaxpr(loop.advance)(plan.spec, decoding, jnp.int32(1))
 
-    def facts(kind):
+    def type_of(kind):
         return kind.shape, kind.dtype, kind.weak_type
 
     before = map(jax.typeof, jax.tree.leaves(decoding))
-    assert list(map(facts, before)) == list(map(facts, traced.out_avals))
+    assert list(map(type_of, before)) == list(map(type_of, traced.out_avals))
 
 
 @pytest.mark.parametrize("tree", ["A", "auto:1,4"])

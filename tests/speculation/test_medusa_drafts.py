@@ -207,7 +207,7 @@ def test_planted_mistakes_are_found(target, heads, prompts, name, monkeypatch):
 # --- prompts are observed -------------------------------------------------------------
 
 
-def heard(spec, begun, prompts):
+def state_after_prompts(spec, begun, prompts):
     """Returns the state [B, d] after prefilling the prompts. Traced again on each
     call."""
     padded = np.full((len(prompts), max(LENGTHS)), 9, np.int32)
@@ -238,32 +238,36 @@ def test_the_first_drafts_come_from_the_prompt(target, heads, prompts):
         assert d.drafting.passes.tolist() == [0] * len(expected)
 
 
-def nothing(drafter, drafting, update):
+def observe_nothing(drafter, drafting, update):
     return drafting
 
 
-def one_more(drafter, drafting, update):
+def observe_last_token(drafter, drafting, update):
     """Observes the last token, too."""
     length, width = update.length, update.hidden.shape[1]
     more = jnp.where(length > 0, jnp.minimum(length + 1, width), 0)
     return drafter.commit(drafting, replace(update, length=more))
 
 
-def of_every_chunk(drafter, drafting, update):
+def observe_padding(drafter, drafting, update):
     """Rows whose prompt is complete observe the padding of later chunks."""
     length = jnp.maximum(update.length, 1)
     return drafter.commit(drafting, replace(update, length=length))
 
 
-@pytest.mark.parametrize("wrong", [nothing, one_more, of_every_chunk])
+@pytest.mark.parametrize(
+    "wrong", [observe_nothing, observe_last_token, observe_padding]
+)
 def test_prompts_observed_wrongly_are_found(target, heads, prompts, wrong, monkeypatch):
     begun, plan = begin(
         target, prompts, max_new_tokens=NEW, drafter=heads, tree="chain:2"
     )
     want = states_of(target, prompts)
-    np.testing.assert_allclose(heard(plan.spec, begun, prompts), want, atol=1e-5)
+    np.testing.assert_allclose(
+        state_after_prompts(plan.spec, begun, prompts), want, atol=1e-5
+    )
     monkeypatch.setattr(MedusaDrafter, "observe", wrong)
-    found = heard(plan.spec, begun, prompts)
+    found = state_after_prompts(plan.spec, begun, prompts)
     assert np.abs(found - want).max(axis=1).max() > 0.1
 
 
@@ -284,7 +288,7 @@ def test_a_continued_state_is_observed(target, heads, prompts):
 
 
 @struct.dataclass
-class Ear(DrafterBase):
+class Recorder(DrafterBase):
     """A drafter that records all updates and drafts nothing."""
 
     model: stree_jax.models.Model
@@ -315,8 +319,8 @@ class Ear(DrafterBase):
 def test_updates_pair_each_token_with_the_state_before_it(target, prompts):
     """For prompts, in chunks, and for generated text, except for the last token of a
     row."""
-    ear = Ear(stree_jax.models.Model(target.params, target.config))
-    options = dict(drafter=ear, tree="chain:0", stop_tokens=(), keep_past=True)
+    recorder = Recorder(stree_jax.models.Model(target.params, target.config))
+    options = dict(drafter=recorder, tree="chain:0", stop_tokens=(), keep_past=True)
     result = stree_jax.generate(target, prompts, max_new_tokens=5, **options)
     tokens, length, hidden = map(np.asarray, result.past.drafter)
     for b, text in enumerate(result.past.tokens):

@@ -149,7 +149,7 @@ def drafted(target, prompts, change=lambda drafter: drafter):
     return found, np.asarray(d.gained)
 
 
-def wrong(found, recomputed):
+def count_wrong(found, recomputed):
     """Counts the drafted trees that differ from the equations."""
     heard = [(text, tree) for text, tree in found if len(text) > 1]
     said = [recomputed.tree(text, TREE.parents) for text, _ in heard]
@@ -164,7 +164,7 @@ def decoded(target, prompts):
 def test_drafts_match_the_equations(decoded, recomputed):
     """Over whole texts, in which paths of several lengths were accepted."""
     found, gained = decoded
-    assert wrong(found, recomputed) == 0
+    assert count_wrong(found, recomputed) == 0
     assert (gained[:, 1:4].sum(axis=0) > 0).all()
 
 
@@ -272,7 +272,7 @@ def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkey
     """Such a mistake changes only the drafts, and the test above would fail."""
     change = partial(PLANTED[mistake], patch=monkeypatch, target=target)
     found, _ = drafted(target, prompts, change)
-    assert wrong(found, recomputed) > 0
+    assert count_wrong(found, recomputed) > 0
 
 
 @pytest.fixture(scope="module")

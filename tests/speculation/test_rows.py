@@ -20,7 +20,7 @@ from tests.support.tiny import REAL
 ROWS, NEW, CAPACITY = 2, 24, 256
 # (prompt tokens, max_new_tokens, sampling). Long and short requests alternate, so that
 # each one enters while another row is in the middle of its text.
-ASKED = [
+REQUESTS = [
     (5, 24, None),
     (33, 9, Sampling(0.9, top_p=0.9, seed=4)),
     (1, 24, Sampling(1.2, seed=5)),
@@ -31,9 +31,9 @@ ASKED = [
 GREEDY = Sampling(temperature=0)
 
 
-def asked_prompts():
+def request_prompts():
     rng = np.random.default_rng(8)
-    return [rng.integers(8, REAL, n).tolist() for n, _, _ in ASKED]
+    return [rng.integers(8, REAL, n).tolist() for n, _, _ in REQUESTS]
 
 
 def one_row(target, options, prompt, new, sampling):
@@ -53,8 +53,8 @@ def one_row(target, options, prompt, new, sampling):
 def served(target, options, steps):
     """Serves all requests in a batch of ROWS slots, which are reused. Returns tokens
     and target calls by request."""
-    prompts, found = asked_prompts(), {}
-    waiting = list(enumerate(zip(prompts, ASKED, strict=True)))
+    prompts, found = request_prompts(), {}
+    waiting = list(enumerate(zip(prompts, REQUESTS, strict=True)))
     one, spec = one_row(target, options, prompts[0], 1, None)
     batch = rows.vacant_jit(spec, one, ROWS)
     holds = [None] * ROWS
@@ -71,13 +71,13 @@ def served(target, options, steps):
             if finish[row] != RUNNING and holds[row] is not None:
                 tokens = np.asarray(batch.tokens)[row, : lengths[row]].tolist()
                 found[holds[row]], holds[row] = (tokens, int(calls[row])), None
-    return zip(*(found[i] for i in range(len(ASKED))), strict=True)
+    return zip(*(found[i] for i in range(len(REQUESTS))), strict=True)
 
 
-def by_itself(target, options):
+def generate_alone(target, options):
     """Returns the same from `generate`, one request at a time."""
     texts, calls = [], []
-    for prompt, (_, new, sampling) in zip(asked_prompts(), ASKED, strict=True):
+    for prompt, (_, new, sampling) in zip(request_prompts(), REQUESTS, strict=True):
         more = options | dict(sampling=sampling or GREEDY, capacity=CAPACITY)
         result = stree_jax.generate(target, [prompt], max_new_tokens=new, **more)
         texts.append(result.tokens[0])
@@ -88,7 +88,7 @@ def by_itself(target, options):
 @pytest.fixture(scope="module")
 def alone(target):
     """Returns the texts of plain decoding."""
-    texts, _ = by_itself(target, dict(drafter=None))
+    texts, _ = generate_alone(target, dict(drafter=None))
     assert len({len(text) for text in texts}) > 2
     return texts
 
@@ -104,7 +104,7 @@ def test_drafts_do_not_depend_on_other_requests(target, drafter, alone):
     options = dict(drafter=drafter, tree="A")
     texts, calls = served(target, options, 2)
     assert list(texts) == alone
-    assert list(calls) == by_itself(target, options)[1]
+    assert list(calls) == generate_alone(target, options)[1]
 
 
 @pytest.mark.parametrize("refilled", [False, True])
@@ -113,7 +113,7 @@ def test_rows_that_finish_early_count_less_unless_refilled(
 ):
     """If slots are refilled, waiting requests gain from every row, and all rows count
     alike."""
-    prompts = [*asked_prompts()[:3], [9, 8]]
+    prompts = [*request_prompts()[:3], [9, 8]]
     limits = [512, 512, 412, 512]
     batch, plan = begin(target, prompts, max_new_tokens=limits, drafter="lookup")
     spec = rows.refilled(plan.spec) if refilled else plan.spec
@@ -134,7 +134,7 @@ def test_rows_that_finish_early_count_less_unless_refilled(
 
 
 def test_a_cancelled_row_stops(target, alone):
-    prompts = asked_prompts()
+    prompts = request_prompts()
     one, spec = one_row(target, {}, prompts[0], NEW, None)
     batch = rows.vacant_jit(spec, one, ROWS)
     for row in range(ROWS):

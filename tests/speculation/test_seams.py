@@ -142,7 +142,7 @@ def test_a_menu_needs_the_memory_of_its_largest_tree(target, drafter, prompts):
 
 
 @struct.dataclass
-class Told(DrafterBase):
+class Recorder(DrafterBase):
     """A drafter that delegates drafting, and records the last update."""
 
     inner: ModelDrafter
@@ -164,13 +164,15 @@ class Told(DrafterBase):
 
 
 @pytest.fixture(scope="module")
-def told(target):
-    return Told(ModelDrafter(target, fill_tree))
+def recorder(target):
+    return Recorder(ModelDrafter(target, fill_tree))
 
 
-def test_updates_have_the_hidden_states_of_accepted_tokens(target, prompts, told):
+def test_updates_have_the_hidden_states_of_accepted_tokens(target, prompts, recorder):
     """Each accepted token is the argmax of the head on the state in the update."""
-    _, done = decode(with_policy(target, told, FixedTree(A)), target, prompts, NEW, 2)
+    _, done = decode(
+        with_policy(target, recorder, FixedTree(A)), target, prompts, NEW, 2
+    )
     update = jax.device_get(done.drafting[1])
     logits = np.asarray(logits_of(target, jnp.asarray(update.hidden)))[..., :REAL]
     running = np.flatnonzero(np.asarray(done.finish) == 0)
@@ -181,9 +183,9 @@ def test_updates_have_the_hidden_states_of_accepted_tokens(target, prompts, told
         assert update.tokens[b, n - 1] == int(done.root[b])
 
 
-def test_generate_takes_a_custom_drafter(target, prompts, plain, told):
+def test_generate_takes_a_custom_drafter(target, prompts, plain, recorder):
     """Any object with the functions of the protocol works."""
-    options = dict(max_new_tokens=NEW, drafter=told, tree="A")
+    options = dict(max_new_tokens=NEW, drafter=recorder, tree="A")
     assert stree_jax.generate(target, prompts, **options).tokens == plain.tokens
 
 

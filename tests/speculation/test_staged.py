@@ -279,7 +279,7 @@ AHEAD = (2, 3, 3)  # levels to guess, for each call
 
 
 @jax.jit
-def asked_for_guesses(stage, token_ids, lengths, tree, known, edits):
+def guess_repeatedly(stage, token_ids, lengths, tree, known, edits):
     """Calls a stage several times on one tree, and edits the tree between the calls.
 
     Args:
@@ -329,10 +329,10 @@ def guesses_of(stage, known, edits):
     prompts = prompts_of(texts, 8, 64 + 32 * 8)
     told = jnp.asarray(known), jnp.asarray(edits)
     asked = prompts.token_ids, prompts.lengths, make_tree(DEEP), *told
-    return texts, *jax.device_get(asked_for_guesses(stage, *asked))
+    return texts, *jax.device_get(guess_repeatedly(stage, *asked))
 
 
-def guessed_as_alone(model, text, before, draft, known, deepest):
+def check_guesses(model, text, before, draft, known, deepest):
     """Checks that known tokens stay, and that others above level `deepest` + 1 are the
     best below their parents."""
     depth = depth_of(DEEP)
@@ -384,7 +384,7 @@ def test_an_inner_model_guesses_below_known_tokens(inner, name):
             for b, text in enumerate(texts):
                 rows = before.tokens[b], draft.tokens[b], known[k, b]
                 deepest = min(first - 1 + AHEAD[k], depth.max())
-                guessed_as_alone(stage.model, text, *rows, deepest)
+                check_guesses(stage.model, text, *rows, deepest)
 
 
 @pytest.mark.parametrize(("name", "most"), [("none", [2, 5, 5]), ("one", [1, 3, 3])])

@@ -246,7 +246,7 @@ def generate(target, prompts, drafter, tree=TREE, **options):
     return stree_jax.generate(target, prompts, drafter=drafter, tree=tree, **options)
 
 
-def never_unlikely(target, prompts, result, settings, typical=PUBLISHED):
+def check_thresholds(target, prompts, result, settings, typical=PUBLISHED):
     """Checks that every token is above the threshold after the text before it. Returns
     how many are not the argmax."""
     others = 0
@@ -276,7 +276,7 @@ def test_texts_with_heads_a_draft_model_and_lookup(target, heads, prompts):
         result = generate(target, prompts, drafter, tree, sampling=HOT, **options)
         assert result.tokens[2:] == plain.tokens
         assert result.promise == "nothing"
-        others += never_unlikely(target, prompts, result, HOT)
+        others += check_thresholds(target, prompts, result, HOT)
         if drafter is heads:
             exact = generate(target, prompts, heads, sampling=HOT, rule="naive")
             assert result.target_calls[0] < exact.target_calls[0]

@@ -26,8 +26,8 @@ from tests.support.table_models import (
 NEW = 40
 
 
-def said(chain, ids, count):
-    """Returns the text that the table of tokens continues with."""
+def table_tokens(chain, ids, count):
+    """Returns the tokens that the table continues `ids` with."""
     told = [*ids]
     for _ in range(count):
         told.append(chain[told[-1]])
@@ -119,7 +119,7 @@ def test_prompt_lookup_is_the_default_drafter(model, table, capsys):
     tokenizer, chain = table
     loaded = stree_jax.load(model("float32"))
     ids = tokenizer.encode("ab").ids
-    wanted = said(chain, ids, NEW)
+    wanted = table_tokens(chain, ids, NEW)
     result = stree_jax.generate(loaded, "ab", max_new_tokens=NEW)
     assert result.tokens == [wanted] and 2 in result.origins[0]
     assert int(result.target_calls[0]) < NEW
@@ -149,7 +149,7 @@ def test_a_conversation_can_change_its_drafter(model, table):
         two = stree_jax.generate(
             loaded, [[]], max_new_tokens=7, drafter=then, past=one.past
         )
-        assert one.tokens[0] + two.tokens[0] == said(chain, ids, 14)
+        assert one.tokens[0] + two.tokens[0] == table_tokens(chain, ids, 14)
 
 
 def test_defaults_in_signatures_and_parsers():

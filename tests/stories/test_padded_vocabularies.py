@@ -156,7 +156,7 @@ def other(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("other") / "m", byte_level(SPECIAL[:3]), 288)
 
 
-def warned_of(run):
+def warnings_of(run):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
@@ -166,7 +166,9 @@ def warned_of(run):
 def test_a_call_warns_once(pair, other):
     """With a memory limit, several setups are tried in one call."""
     options = dict(max_new_tokens=2, drafter=other, tree="chain:2", memory="1GB")
-    assert warned_of(lambda: stree_jax.generate(pair[0], "a", **options)) == ["drafter"]
+    assert warnings_of(lambda: stree_jax.generate(pair[0], "a", **options)) == [
+        "drafter"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_warnings_name_the_stage(pair, other, equal, stage, warned):
     target, drafter = pair
     guesser = other if stage == "other" else ngrams(stage)
     staged = Staged(drafter if equal else other, guesser, ahead=1, width=1)
-    assert warned_of(lambda: warn_of_drafter(target, staged)) == warned
+    assert warnings_of(lambda: warn_of_drafter(target, staged)) == warned
 
 
 def test_a_command_warns_once(pair, other, tmp_path, capsys, monkeypatch):

@@ -58,7 +58,7 @@ def message(role, content, **fields):
 USER = message("user", "hi")
 
 
-def spelled(template, *messages, **turn):
+def rendered(template, *messages, **turn):
     return render_checked(template, messages, {"eos_token": "</s>"}, **turn)
 
 
@@ -85,7 +85,7 @@ def spelled(template, *messages, **turn):
     ],
 )
 def test_texts_of_templates(template, messages, text):
-    assert spelled(template, *messages) == text
+    assert rendered(template, *messages) == text
 
 
 @pytest.mark.parametrize(
@@ -112,25 +112,25 @@ def test_texts_of_templates(template, messages, text):
 )
 def test_messages_that_a_template_drops_are_refused(template, messages, word):
     with pytest.raises(ValueError, match=word):
-        spelled(template, *messages)
+        rendered(template, *messages)
 
 
 def test_the_final_message_can_be_continued():
     begun = message("assistant", "Once upon ")
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nOnce upon "
-    assert spelled(CHATML, USER, begun, begins=False, continues=True) == text
-    assert spelled(TWO_ROLES, USER, begun, begins=False, continues=True) == (
+    assert rendered(CHATML, USER, begun, begins=False, continues=True) == text
+    assert rendered(TWO_ROLES, USER, begun, begins=False, continues=True) == (
         "[hi]Once upon "
     )
     with pytest.raises(ValueError, match="continue_final_message"):
-        spelled("{{ messages[-1].content | length }}", USER, continues=True)
+        rendered("{{ messages[-1].content | length }}", USER, continues=True)
 
 
 def test_variables_of_a_template():
     template = "{{ messages[0].content }}{{ ' /think' if enable_thinking }}"
-    assert spelled(template, USER) == "hi"
+    assert rendered(template, USER) == "hi"
     on = {"enable_thinking": True}
-    assert spelled(template, USER, variables=on) == "hi /think"
+    assert rendered(template, USER, variables=on) == "hi /think"
     body = dict(messages=[USER], chat_template_kwargs=on, add_generation_prompt=False)
     assert parse("chat", body).turn == Turn(False, False, on)
     for own in ("messages", "tools", "add_generation_prompt"):

@@ -42,16 +42,16 @@ def embedding_of(tensors):
     return next(name for name in EMBEDDINGS if name in tensors)
 
 
-def trained_apart(tensors):
+def different_head(tensors):
     embedding = tensors[embedding_of(tensors)]
     tensors["lm_head.weight"] = embedding.flip(0).contiguous()
 
 
-def copied(tensors):
+def equal_head(tensors):
     tensors["lm_head.weight"] = tensors[embedding_of(tensors)].clone()
 
 
-def head_alone(tensors):
+def head_only(tensors):
     tensors["lm_head.weight"] = tensors.pop(embedding_of(tensors))
 
 
@@ -89,7 +89,7 @@ def load(directory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_unlike_the_embedding_is_kept(tmp_path, family):
     """Loading succeeds with one line of warning that names both tensors."""
-    directory = write(tmp_path / "model", FAMILIES[family], trained_apart)
+    directory = write(tmp_path / "model", FAMILIES[family], different_head)
     model, said = load(directory)
     assert not model.config.tie_embeddings and not info(directory)["tied_head"]
     [line] = said
@@ -97,7 +97,7 @@ def test_a_head_unlike_the_embedding_is_kept(tmp_path, family):
     close(directory, model)
 
 
-@pytest.mark.parametrize("change", [copied, head_alone])
+@pytest.mark.parametrize("change", [equal_head, head_only])
 def test_equal_or_missing_tensors_are_tied(tmp_path, change):
     directory = write(tmp_path / "model", hf.llama, change)
     model, said = load(directory)
@@ -121,7 +121,7 @@ def test_equal_tensors_are_tied_despite_dtype_and_nan(tmp_path):
 
 def test_an_untied_head_survives_every_conversion(tmp_path, capsys):
     """convert (checked by --verify), export, save, bfloat16, int8 and a mesh."""
-    src = write(tmp_path / "src", hf.llama, trained_apart)
+    src = write(tmp_path / "src", hf.llama, different_head)
     ours, out = str(tmp_path / "ours"), tmp_path / "hf"
     assert cli.main(["convert", str(src), ours, "--verify"]) == 0
     assert "lm_head.weight" in capsys.readouterr().err
@@ -143,14 +143,14 @@ def test_an_untied_head_survives_every_conversion(tmp_path, capsys):
 
 def test_a_pytorch_file_with_both_names(tmp_path):
     """pytorch_model.bin of a tied model has both names for the same storage."""
-    src = write(tmp_path / "src", hf.llama, copied)
+    src = write(tmp_path / "src", hf.llama, equal_head)
     tensors = load_file(src / "model.safetensors")
     (src / "model.safetensors").unlink()
     tensors["lm_head.weight"] = tensors[embedding_of(tensors)]
     torch.save(tensors, src / "pytorch_model.bin")
     model, said = load(src)
     assert said == [] and model.config.tie_embeddings
-    edit_tensors(src, trained_apart)
+    edit_tensors(src, different_head)
     model, said = load(src)
     assert len(said) == 1 and not model.config.tie_embeddings
 

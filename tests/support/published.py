@@ -66,7 +66,7 @@ def change_config(path, **fields):
     write_json(file, values | fields)
 
 
-def litter(path, *names):
+def add_other_files(path, *names):
     """Adds files that repositories have and that no loader reads."""
     for name in (".gitattributes", "README.md", "LICENSE", *names):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def qwen2(path):
     ids = {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [turn, end]}
     write_json(path / "generation_config.json", ids | sampling | {"top_p": 0.8})
     save_tokenizer(path, tokenizer, settings)
-    litter(path)
+    add_other_files(path)
 
 
 def mistral(path):
@@ -170,7 +170,9 @@ def mistral(path):
     save_tokenizer(path, tokenizer, settings)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     write_json(path / "special_tokens_map.json", special)
-    litter(path, "consolidated.safetensors", "params.json", "tokenizer.model.v3")
+    add_other_files(
+        path, "consolidated.safetensors", "params.json", "tokenizer.model.v3"
+    )
 
 
 def smollm2(path):
@@ -197,7 +199,9 @@ def smollm2(path):
     save_tokenizer(path, tokenizer, settings)
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     write_json(path / "special_tokens_map.json", names)
-    litter(path, "onnx/model.onnx", "runs/events.out.tfevents.1", "training_args.bin")
+    add_other_files(
+        path, "onnx/model.onnx", "runs/events.out.tfevents.1", "training_args.bin"
+    )
 
 
 def granite_hybrid(path):
@@ -232,7 +236,7 @@ def granite_hybrid(path):
     save_tokenizer(path, tokenizer, settings)
     (path / "chat_template.jinja").write_text(GRANITE)
     write_json(path / "added_tokens.json", {t: tokenizer.token_to_id(t) for t in roles})
-    litter(path)
+    add_other_files(path)
 
 
 def nemotron_nano(path):
@@ -249,7 +253,7 @@ def nemotron_nano(path):
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     save_tokenizer(path, tokenizer, settings)
     (path / "chat_template.jinja").write_text(CHATML)
-    litter(path, "bias.md", "privacy.md", "nano_v3_reasoning_parser.py")
+    add_other_files(path, "bias.md", "privacy.md", "nano_v3_reasoning_parser.py")
 
 
 def lfm2(path):
@@ -262,7 +266,7 @@ def lfm2(path):
     )
     Lfm2ForCausalLM(config).save_pretrained(path)
     save_tokenizer(path, tokenizer, settings)
-    litter(path)
+    add_other_files(path)
 
 
 DIRECTORIES = {
