@@ -1,9 +1,9 @@
-"""Settings of every test: CPU unless told otherwise, and JAX at its strictest.
+"""Settings of all tests: CPU by default, and the strictest checks of JAX.
 
-Compiling takes most of the suite's time. So programs are compiled with little
-optimisation, unless a test asks for `optimised`, and each is compiled once in a run:
-what one module, worker or subprocess compiled, the others load. Set
-JAX_COMPILATION_CACHE_DIR to keep them for the next run.
+Compiling takes most of the suite's time. Programs are therefore compiled with little
+optimisation, unless a test uses the fixture `optimised`. Each is compiled once per run:
+other modules, workers and subprocesses load it from a cache. Set
+JAX_COMPILATION_CACHE_DIR to keep the cache for the next run.
 """
 
 import atexit
@@ -14,11 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch: the workers share the cores
-os.environ.setdefault("STREE_JAX_CACHE", "off")  # nothing is kept in a home
-if version("jaxlib").startswith("0.10."):  # a later XLA may not know the flag, and die
-    # XLA:CPU's older way to compile fusions takes a third less time; a program that is
-    # not cut for threads that the other worker has, a sixth less.
+# For torch, since workers share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing is stored in the home directory
+os.environ.setdefault("STREE_JAX_CACHE", "off")
+# Other versions of XLA may abort on an unknown flag
+if version("jaxlib").startswith("0.10."):
+    # XLA:CPU's older compiler of fusions takes a third less time. Not splitting
+    # programs over threads, which the other worker uses, saves a sixth.
     flags = "use_fusion_emitters=false", "parallel_codegen_split_count=1"
     os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_cpu_{flag}" for flag in flags))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
@@ -27,8 +30,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process of a run
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU, programs as users get them
-    # In the environment, so that it holds for subprocesses too.
+if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU, with normal optimisation
+    # An environment variable also applies to subprocesses.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import hypothesis
@@ -40,14 +43,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 QUICK = jax.config.read("jax_disable_most_optimizations")
 
-# No deadline: an example's first run compiles. The same examples on every run.
+# No deadline, because an example's first run compiles. Every run has the same examples.
 hypothesis.settings.register_profile(
     "stree", deadline=None, derandomize=True, max_examples=12, database=None
 )
 hypothesis.settings.load_profile("stree")
 
-# The files that take longest, in seconds of one core: 90 down to 30. They begin first,
-# so that no worker is left with one of them when the other has nothing more to do.
+# The slowest files, 90 to 30 seconds on one core. They start first, so that no worker
+# is left alone with one of them at the end.
 LONGEST = [
     "convert/test_transformers.py",
     "bench/test_staged.py",
@@ -76,9 +79,10 @@ LONGEST = [
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest files first; `--no-loadscope-reorder` has xdist keep the order.
+    """Puts the slowest files first. `--no-loadscope-reorder` makes xdist keep the
+    order.
 
-    Tests with a real model take minutes, and are run when they are asked for.
+    Tests with a real model take minutes, and run only if selected.
     """
     if "real" not in config.option.markexpr:
         for item in (item for item in items if item.get_closest_marker("real")):
@@ -89,20 +93,20 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def optimised():
-    """From here on a test's programs are compiled as users get them.
+    """Compiles programs with normal optimisation, as for users.
 
-    For what runs longer than it compiles, and where the program itself is looked at.
+    For tests that run longer than they compile, or that look at the program itself.
     """
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
-MAPS = 20_000  # of 65,530 that Linux allows; a module adds some thousands
+MAPS = 20_000  # Linux allows 65,530; a module adds some thousands
 
 
 def memory_maps():
-    """How many this process has, 0 where it cannot be told."""
+    """Returns the number of memory maps of this process, or 0 if unknown."""
     try:
         return Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:
@@ -111,9 +115,10 @@ def memory_maps():
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_one_module():
-    """Drop compiled programs before they exhaust a process's memory maps.
+    """Drops compiled programs before a process runs out of memory maps.
 
-    Not after every module: the small ones, some 200, the next would compile anew.
+    It does not do so after every module: the next would compile some 200 small programs
+    again.
     """
     yield
     if memory_maps() > MAPS:
@@ -122,7 +127,7 @@ def programs_of_one_module():
 
 @pytest.fixture(scope="module")
 def nothing_measured(tmp_path_factory):
-    """No step times are known, of this process or others."""
+    """Makes sure that no measured step times are known."""
     from stree_jax.sizing import step_times
 
     with pytest.MonkeyPatch.context() as patch:

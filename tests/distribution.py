@@ -1,7 +1,7 @@
-"""The joint distribution of sampled tokens against exact enumeration of the target.
+"""Compares the joint distribution of sampled tokens with exact enumeration.
 
-`python -m tests.distribution` prints the p-value of every rule, and those of the ten
-classic mistakes, each of which is planted here and must be found out.
+`python -m tests.distribution` prints the p-value of every rule, and those of ten
+classic mistakes, which are planted here and must be detected.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from stree_jax.speculation.tree import Tree, make_tree
 from tests.support.tiny import perturbed
 
 VOCAB, PLACES, PROMPT = 6, 3, 2
-ROWS, KEY = 4000, 0  # per setting; base of the random numbers
+ROWS, KEY = 4000, 0  # samples per setting; seed of the random numbers
 FILTERS = ({}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2})
-# A program of so many rows is worth a little optimisation, and not more: compiled with
-# none it runs three times as long, and with all it takes a second longer to compile.
+# Some optimisation is worthwhile for a program with so many rows: without any it runs
+# three times as long, and with all it takes a second longer to compile.
 OPTIONS = {
     "xla_backend_optimization_level": 1,
     "xla_llvm_disable_expensive_passes": False,
@@ -75,7 +75,7 @@ def model(seed: int, d_model: int) -> stree_jax.Model:
 
 
 def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
-    """Probabilities [V] that a token is drawn from, the definitions by sorting."""
+    """Returns the sampling probabilities [V], with filters defined by sorting."""
     logits = logits.astype(np.float64) / s.temperature
     p = np.exp(logits - logits.max())
     order = np.argsort(-p)
@@ -90,7 +90,7 @@ def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
 
 
 def joint(target: stree_jax.Model, s: Sampling) -> np.ndarray:
-    """The target's distribution over the next tokens, [V] * PLACES."""
+    """Returns the target's distribution [V] * PLACES over the next tokens."""
     texts = np.array(list(product(range(VOCAB), repeat=PLACES - 1)))
     text = np.concatenate([np.full((len(texts), 1), PROMPT), texts], axis=1)
     logits = np.asarray(stree_jax.score(target, text))
@@ -106,7 +106,7 @@ def joint(target: stree_jax.Model, s: Sampling) -> np.ndarray:
 
 @cache
 def sampled_rows() -> SamplingRows:
-    """ROWS rows of every setting, each with a seed of its own."""
+    """Returns ROWS rows of every setting, each with its own seed."""
     seeds = range(len(SETTINGS) * ROWS)
     settings = [replace(SETTINGS[i // ROWS], seed=i) for i in seeds]
     return sampling_rows(settings, jax.random.key(KEY))
@@ -115,7 +115,8 @@ def sampled_rows() -> SamplingRows:
 def drawn(
     target: stree_jax.Model, drafter: stree_jax.Model, tree: Tree, rule: Rule
 ) -> np.ndarray:
-    """How often each text was generated, [settings] + [V] * PLACES; traced anew."""
+    """Returns how often each text was generated, [settings] + [V] * PLACES. Traced
+    anew."""
     rows = sampled_rows()
     prompts = jnp.full((len(SETTINGS) * ROWS, 1), PROMPT, jnp.int32)
 
@@ -139,11 +140,11 @@ def drawn(
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Chi-square of all settings together; cells expected below 5 are pooled."""
+    """Chi-square test of all settings together. Cells expected below 5 are pooled."""
     statistic, freedom = 0.0, 0
     for seen, p in zip(counts, expected, strict=True):
         if seen[p == 0].any():
-            return 0.0  # a text that the target cannot write
+            return 0.0  # the target cannot write this text
         want = p * seen.sum()
         small = want < 5
         seen = np.append(seen[~small], seen[small].sum())
@@ -154,11 +155,11 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(stats.chi2.sf(statistic, freedom))
 
 
-# The ten mistakes. Each patches the library where a hasty author would have gone wrong.
+# --- the ten mistakes: each changes the library in a place where errors are easy ------
 
 
 def _untouched_siblings(rule, p, q, drafts, exists, u):
-    """All siblings are tried against the same p."""
+    """All siblings are tested against the same p."""
     right, left = accept.residual, accept.residual(p, q)
     with mock.patch.object(accept, "residual", lambda p, q: p):
         taken, _ = _try_siblings(rule, p, q, drafts, exists, u)
@@ -175,7 +176,7 @@ _propose, _draw, _keys = (
 
 
 def _unprocessed_q(drafter, state, root, tree, dist, rule):
-    """q as it is before the temperature."""
+    """q is used before the temperature."""
     draft, state = _propose(drafter, state, root, tree, dist, rule)
     q = draft.q ** dist.sampling.temperature[:, None, None]
     q = q / jnp.maximum(q.sum(axis=-1, keepdims=True), 1e-30)
@@ -201,14 +202,14 @@ def _bonus_of_the_parent(rule, draft, logits, dist):
 
 
 def _sorted_siblings(drafting, dist, z, *rest):
-    """Drawn without replacement, then put in order of probability."""
+    """Children are drawn without replacement, and then sorted by probability."""
     drawn = _draw(drafting, dist, z, *rest)
     p = jnp.take_along_axis(z, drawn, axis=-1)
     return jnp.take_along_axis(drawn, jnp.argsort(-p, axis=-1), axis=-1)
 
 
 def _drafting_keys(dist: Distribution, purpose: int, depth: jax.Array) -> jax.Array:
-    """Accept with the very numbers that the root's children were drawn with."""
+    """Acceptance reuses the random numbers that drew the root's children."""
     if purpose != ACCEPT:
         return _keys(dist, purpose, depth)
     keys = _keys(dist, DRAFT, depth)
@@ -260,7 +261,7 @@ TARGET_WIDTH, DRAFTER_WIDTH = 16, 12
 
 
 class Experiment:
-    """A target, a drafter that is often wrong, and the exact answer."""
+    """A target, a drafter that is often wrong, and the exact distribution."""
 
     def __init__(self) -> None:
         self.target, self.drafter = model(1, TARGET_WIDTH), model(2, DRAFTER_WIDTH)

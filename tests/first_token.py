@@ -1,11 +1,11 @@
-"""How long a model takes to its first token, and what the kept programs save.
+"""Measures the time to a model's first token, with and without cached programs.
 
     python -m tests.first_token MODEL [--dtype float32] [--prompt TEXT] [--repeats 3]
 
-Processes of their own, in turns: with an empty folder of compiled programs, with that
-folder as one before has filled it, and without any. A line for each, in seconds
-(medians): of reading the weights, of the first token with all that is compiled for it,
-and of that of a second prompt of the same size, for which nothing is compiled.
+Separate processes run in turns: with an empty cache of compiled programs, with the
+cache filled by an earlier process, and without a cache. Prints a line for each, in
+seconds (medians): reading the weights, the first token including compilation, and the
+first token of a second prompt of the same size, which compiles nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PROMPT = "The three laws of motion were written down by"
 
 
 def measured(args):
-    """Of this process."""
+    """Returns measurements of this process."""
     from stree_jax.cli.compile_cache import keep_programs
 
     keep_programs()
@@ -40,7 +40,7 @@ def measured(args):
 
 
 def in_a_process(args, folder):
-    """Figures of one process, whose programs are kept in a folder, or "off"."""
+    """Returns measurements of one process whose cache is a folder, or "off"."""
     words = [args.model, "--dtype", args.dtype, "--prompt", args.prompt, "--one"]
     command = [sys.executable, "-m", "tests.first_token", *words]
     environment = os.environ | {"STREE_JAX_CACHE": folder}

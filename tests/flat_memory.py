@@ -1,10 +1,10 @@
-"""Twenty turns of a chat in the bytes that were planned: resident memory stays flat.
+"""Chats for twenty turns in planned memory, and prints whether resident memory is flat.
 
     python -m tests.flat_memory QUESTIONS.jsonl --memory 90MB
 
-The prompts (MT-Bench: a JSON object a line with "turns") are said one after another in
-one conversation, as `stree-jax chat --memory` does; after every turn the process's
-resident memory is printed beside what the plan counts.
+The prompts (MT-Bench: a JSON object per line with "turns") are sent one after another
+in a single conversation, as in `stree-jax chat --memory`. After every turn, the
+resident memory of the process is printed beside the planned bytes.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from stree_jax.cli import conversation, main
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Returns the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def live() -> int:
-    """Bytes of all arrays."""
+    """Returns the bytes of all arrays."""
     return sum(array.nbytes for array in jax.live_arrays())
 
 
@@ -38,7 +38,7 @@ def turns_of(file: Path, count: int) -> list[str]:
 
 
 def run(file: Path, count: int, options: list[str]) -> list[tuple[int, int]]:
-    """Resident bytes and bytes of arrays after each turn."""
+    """Yields resident bytes and bytes of arrays after each turn."""
     sizes = []
     args = main.build_parser().parse_args(["chat", *options])
     model = conversation.chat_model_of(args)

@@ -1,11 +1,11 @@
-"""Whether llama.cpp reads the tests' GGUF files as we do: the proof of their layout.
+"""Checks that llama.cpp reads the tests' GGUF files like this library.
 
     python -m tests.gguf_peers --llama-python /path/to/python [NAME ...]
 
-where that Python has llama-cpp-python. A line for every case: the largest difference of
-its logits and ours, over the largest of ours. Then one for every vocabulary, and for
-each FILE of --vocabularies: texts that become other tokens. Exit status 1 if a
-difference is above 1e-4 or a text's tokens are others.
+Needs a Python with llama-cpp-python. Prints a line for every case: the largest
+difference of logits, relative to the largest logit. Then prints a line for every
+vocabulary, and for each FILE of --vocabularies: texts that become other tokens. The
+exit status is 1 if a difference is above 1e-4 or the tokens of a text differ.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from tests.support.vocabularies import (
 )
 
 LIMIT = 1e-4
-READ = 6  # of the ids, read together; the others follow one by one
+READ = 6  # ids prefilled together; the others follow one by one
 
 
 def difference(name, python, folder):
-    """Of the logits of a case, relative."""
+    """Returns the largest relative difference of the logits of a case."""
     GGUF_CASES[name][1]().save_pretrained(folder / name)
     file = write_gguf(folder / name, name, folder / f"{name}.gguf")
     ids = np.random.default_rng(0).integers(0, VOCAB, 12).tolist()
@@ -52,9 +52,10 @@ def difference(name, python, folder):
 
 
 def other_texts(file, python):
-    """Of `UNSEEN`, those that llama.cpp makes other tokens of than we.
+    """Returns the texts of `UNSEEN` that have other tokens in llama.cpp.
 
-    It composes no characters where the tokenizer.json does; here they are before.
+    llama.cpp does not compose characters where tokenizer.json does, so texts are
+    composed before.
     """
     ours = read_tokenizer(CheckpointFiles(file))
     pre = read_header(file).values.get("tokenizer.ggml.pre")
@@ -69,7 +70,7 @@ def other_texts(file, python):
 
 
 def vocabulary_files(folder):
-    """A file for every way to cut a text, and one of pieces."""
+    """Returns a file for every pre-tokenizer, and one for SentencePiece."""
 
     def made(name, count, extra):
         model = folder / f"granite {count}"
@@ -85,7 +86,7 @@ def vocabulary_files(folder):
 
 
 def check_vocabularies(args, folder):
-    """How many have texts that differ."""
+    """Returns the number of vocabularies with differences."""
     above = 0
     named = [(file.name, file) for file in args.vocabularies]
     for name, file in [*named, *vocabulary_files(folder)]:
@@ -107,7 +108,7 @@ def main():
             try:
                 found = difference(name, args.llama_python, Path(folder))
                 print(f"{name:20} {found:.1e}", flush=True)
-                above += not found <= LIMIT  # NaN is above
+                above += not found <= LIMIT  # also true for NaN
             except RuntimeError as error:
                 print(f"{name:20} not read: {error}", flush=True)
                 above += 1

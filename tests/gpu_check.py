@@ -1,12 +1,12 @@
-"""Compile the kernels and whole decoding programs for an H200 on a machine without one.
+"""Compiles the kernels and whole decoding programs for an H200 without a GPU.
 
     make gpu-check            # or: python -m tests.gpu_check [--only WORD]
 
-Needs the CUDA plugin's wheels of the installed jax's version, but no GPU and no driver.
-Every case is compiled in a process of its own, because some errors of the compilers
-abort it. A case fails on register spills, on shared memory beyond what a block may have
-(the compiler refuses that), on a kernel without tensor-core instructions, and for whole
-programs on a carried state that is not updated in place.
+Needs the CUDA plugin's wheels of the installed jax version, but no GPU and no driver.
+Each case compiles in a separate process, because some compiler errors abort it. A case
+fails on register spills, on more shared memory than a block may have (the compiler
+refuses it), on a kernel without tensor-core instructions, and, for whole programs, on a
+carried state that is not updated in place.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# An H200 as XLA describes it. The driver's version decides what goes into CUDA graphs.
+# An H200 as XLA describes it. The driver version affects the content of CUDA graphs.
 H200 = """
 gpu_device_info {
   name: "NVIDIA H200"
@@ -48,7 +48,7 @@ PROGRAMS = {"mamba2-2.7b, plain": 1, "mamba2-2.7b, 16 nodes": 16}
 
 
 def program_case(nodes: int) -> tuple:
-    """The loop of a generation by a 2.7B target, with a 130M drafter if it has one."""
+    """The loop of a generation with a 2.7B target, and a 130M draft model if given."""
     import jax
     import jax.numpy as jnp
 
@@ -88,12 +88,12 @@ def program_case(nodes: int) -> tuple:
 
 
 def cases() -> dict[str, Callable[[], tuple]]:
-    """A function, the shapes of its arguments and which are donated, by name."""
+    """Returns functions, argument shapes and donated arguments, by name."""
     from stree_jax.bench.kernels import SHAPES, Multiply, Scan, op_case
 
     table: dict[str, Callable[[], tuple]] = {}
     for name, shape in SHAPES.items():
-        if isinstance(shape, Multiply):  # XLA's own on a GPU
+        if isinstance(shape, Multiply):  # on a GPU, XLA's own attention
             continue
         scans = isinstance(shape, Scan)
         for implementation in ("triton", "mosaic_gpu") if scans else ("triton",):
@@ -111,11 +111,11 @@ def cases() -> dict[str, Callable[[], tuple]]:
 
 
 def compile_case(name: str) -> dict[str, Any]:
-    """Compile one case in this process; what the compilers said of it."""
+    """Compiles one case in this process, and returns what the compilers reported."""
     folder = tempfile.mkdtemp(prefix="gpu_check_")
     mosaic = Path(folder, "mosaic")
     mosaic.mkdir()
-    os.environ |= {  # read while compiling
+    os.environ |= {  # read during compilation
         "MOSAIC_GPU_DUMP_TO": str(mosaic),
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_PTX": "1",
@@ -163,7 +163,7 @@ def compile_case(name: str) -> dict[str, Any]:
 
 
 def _pair(z: Any) -> bool:
-    """Whether z is (shape, dtype)."""
+    """True if z is (shape, dtype)."""
     return isinstance(z, tuple) and len(z) == 2 and isinstance(z[0], tuple)
 
 
@@ -177,7 +177,8 @@ def _assembler() -> str:
 
 
 def _entries(log: str, ptx: str) -> list[dict[str, Any]]:
-    """Registers, spills and tensor-core instructions of the kernels in one log."""
+    """Returns registers, spills and tensor-core instructions of the kernels in a
+    log."""
     found = []
     for part in re.split(r"Compiling entry function", log)[1:]:
         name = re.search(r"'(\S+?)'", part)
@@ -196,7 +197,7 @@ def _entries(log: str, ptx: str) -> list[dict[str, Any]]:
 
 
 def _xla_kernels(folder: str) -> list[dict[str, Any]]:
-    """XLA's own kernels and Triton's, assembled again for their statistics."""
+    """Assembles XLA's and Triton's kernels again, for their statistics."""
     kernels = []
     for path in sorted(glob.glob(f"{folder}/*.ptx")):
         ptx = Path(path).read_text()
@@ -220,7 +221,7 @@ def _mosaic_kernels(folder: Path) -> list[dict[str, Any]]:
 
 
 def _launches(folder: str) -> int:
-    """Kernel launches in the compiled program, the body of its loop counted once."""
+    """Counts kernel launches in the compiled program. The loop body counts once."""
     found = glob.glob(f"{folder}/*thunk_sequence_after_thunk_passes.txt")
     found = found or glob.glob(f"{folder}/*thunk_sequence.txt")
     kinds = "kKernel|kCustomKernel|kCustomCall|kGemm|kCublasLtMatmul|kMemcpyDone|kCopy"
@@ -229,7 +230,7 @@ def _launches(folder: str) -> int:
 
 
 def faults(name: str, report: dict[str, Any]) -> list[str]:
-    """What is wrong with a case's report."""
+    """Returns the failures in a case's report."""
     wrong = [
         f"{k['name']} spills {k['spilled']} bytes"
         for k in report["kernels"]
@@ -245,7 +246,7 @@ def faults(name: str, report: dict[str, Any]) -> list[str]:
 
 
 def check(name: str) -> list[str]:
-    """Compile a case in another process, print its line, return what is wrong."""
+    """Compiles a case in another process, prints its line, and returns its failures."""
     command = [sys.executable, "-m", "tests.gpu_check", "--case", name]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

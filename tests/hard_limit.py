@@ -1,12 +1,12 @@
-"""Whether what was promised fits, and what was refused does not: a process's own limit.
+"""Tests predicted memory with a hard limit on the process.
 
     python -m tests.hard_limit
 
-For each case a child process decodes within `generate(memory=...)`, which promises a
-number of bytes. When all programs are compiled and the result is dropped, the address
-space of the child is limited (RLIMIT_AS) to what it has at that moment and what was
-promised beside the weights: the same call must then end with the same tokens. With the
-largest limit that `generate` refuses for the same tree, it must not.
+For each case, a child process decodes with `generate(memory=...)`, which predicts its
+bytes. After all programs are compiled and the result is dropped, the address space of
+the child is limited (RLIMIT_AS) to its current size plus the predicted bytes without
+weights. The same call must then succeed with the same tokens. With the largest limit
+that `generate` refuses for the same tree, it must fail.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARES = (0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2)  # of what was promised
-ROUNDING = 1 << 20  # bytes: pages, lists, what Python itself asks for meanwhile
-EXACT = {  # so that freed memory is gone, and every large array is one mapping
+SHARES = (0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2)  # share of the predicted bytes
+ROUNDING = 1 << 20  # bytes: pages, lists, and other requests of Python
+EXACT = {  # so that freed memory is returned, and every large array is one mapping
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -31,11 +31,11 @@ EXACT = {  # so that freed memory is gone, and every large array is one mapping
 
 @dataclass(frozen=True)
 class Case:
-    """A generation by the bundled target.
+    """A generation with the bundled target.
 
     Attributes:
       drafter: "demo", "demo-heads", "lookup" or "none".
-      tree: or None, for what `generate` chooses.
+      tree: a tree. If None, `generate` chooses one.
     """
 
     drafter: str
@@ -57,13 +57,13 @@ CASES = [
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Returns the bytes that this process has mapped."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
 
 
 def child(case: Case) -> None:
-    """Print a line of JSON for each thing that happened; the last may be missing."""
+    """Prints a line of JSON for each event. The last one may be missing."""
     import stree_jax
     from stree_jax.pair import load_pair
     from stree_jax.sizing import budget
@@ -78,7 +78,7 @@ def child(case: Case) -> None:
         said.append(int(SCRATCH * max(sizes)))
         return sizes
 
-    budget.needs = heard  # what a promise is made by
+    budget.needs = heard  # the function that predicts the bytes
     target, drafter = load_pair("demo", case.drafter, case.dtype)
     options = {
         "drafter": drafter,
@@ -100,7 +100,7 @@ def child(case: Case) -> None:
     tokens, promised = first.tokens, said[-1]
     tree = list(first.tree_sizes)
     del first
-    run()  # nothing is compiled from here on
+    run()  # everything is compiled now
     print(json.dumps({"promised": promised, "trees": tree}), flush=True)
     for share in SHARES:
         gc.collect()
@@ -109,7 +109,7 @@ def child(case: Case) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
         try:
             ends: bool | str = run().tokens == tokens
-        except Exception as error:  # of XLA or Python, whoever asks first
+        except Exception as error:  # of XLA or Python, whichever allocates first
             ends = type(error).__name__
         print(json.dumps({share: ends}), flush=True)
         free = resource.RLIM_INFINITY
@@ -119,7 +119,8 @@ def child(case: Case) -> None:
 
 
 def tried(case: Case) -> dict:
-    """What happened to a case; a child that died of its limit printed nothing then."""
+    """Returns the events of a case. If the child died at its limit, the last is
+    missing."""
     args = [sys.executable, "-m", "tests.hard_limit", "--case", str(CASES.index(case))]
     done = subprocess.run(args, capture_output=True, text=True, env=os.environ | EXACT)
     found: dict = {}

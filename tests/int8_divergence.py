@@ -1,18 +1,18 @@
-"""How far bfloat16 and int8 weights are from float32, on prompts.
+"""Measures how far bfloat16 and int8 weights are from float32, on prompts.
 
     python -m tests.int8_divergence PROMPTS.jsonl ... [--model demo] [--count 10]
 
-The float32 model goes on greedily from each prompt; every other model is given that
-text (teacher forcing), and then writes its own. Printed by set of prompts:
+The float32 model continues each prompt greedily. Every other model scores that text
+(teacher forcing), and then writes its own. Printed for each set of prompts:
 
 - KL: mean of KL(float32 || model) over the next-token distributions of prompt and
-  continuation, in nats a token;
-- top-1: tokens whose most probable next token is float32's, in percent;
-- parts: where the model's own greedy text first differs from float32's, in tokens, the
-  median over prompts (as long as the text: half of them nowhere).
+  continuation, in nats per token;
+- top-1: share of tokens whose most probable next token is that of float32, in percent;
+- parts: tokens before the model's greedy text first differs from that of float32, the
+  median over prompts (the length of the text, if at least half never differ).
 
-Caches and all that is no int8 weight are bfloat16: the row of bfloat16 shows what that
-does alone.
+Caches and all weights that are not int8 are bfloat16. The row for bfloat16 shows the
+effect of that alone.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GROUPS = {"by channel": None, "groups of 128": 128, "of 64": 64, "of 32": 32}
 
 
 def models_of(target: stree_jax.Model) -> dict[str, stree_jax.Model]:
-    """Returns a float32 model in fewer bits, by name."""
+    """Returns the float32 model in smaller dtypes, by name."""
     low: dict[str, Any] = {"bfloat16": "bfloat16"}
     for name, group in GROUPS.items():
         low[f"int8 {name}"] = Int8Format(group=group)
@@ -46,7 +46,7 @@ def models_of(target: stree_jax.Model) -> dict[str, stree_jax.Model]:
 
 
 def compared(logits: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """KL in nats and whether the best token is the same, of each of [n, V]."""
+    """Returns KL in nats, and whether the best tokens agree, from logits [n, V]."""
     both = (logits, others)
     p, q = (z - np.logaddexp.reduce(z, axis=-1, keepdims=True) for z in both)
     kl = (np.exp(p) * (p - q)).sum(axis=-1)
@@ -54,7 +54,7 @@ def compared(logits: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def first_apart(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first difference."""
+    """Returns the number of tokens before the first difference."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     return next((i for i, (a, b) in pairs if a != b), len(ours))
 
@@ -62,7 +62,7 @@ def first_apart(ours: Sequence[int], theirs: Sequence[int]) -> int:
 def rows_of(
     target: stree_jax.Model, prompts: dict[str, list], tokens: int
 ) -> list[tuple[str, ...]]:
-    """Lines of the table."""
+    """Returns lines of the table."""
     rows, models = [], models_of(target)
     for title, texts in prompts.items():
         ids = encode_prompts(target, texts)

@@ -1,9 +1,9 @@
-"""Predicted bytes beside the compiler's, for 20 configurations.
+"""Prints predicted bytes beside the compiler's, for 20 configurations.
 
     python -m tests.memory_table [--only WORD]
 
-Takes some minutes: every line is a program that is compiled. Exits with 1 where a
-prediction is more than `LIMIT` off.
+Takes some minutes, because every line compiles a program. The exit code is 1 if a
+prediction is off by more than `LIMIT`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A generation: layers, nodes of its tree by name, who drafts, rows, and so on."""
+    """A generation: layers, tree, drafter, rows, and other sizes."""
 
     kind: str
     tree: str
@@ -90,7 +90,7 @@ def model_of(case: Case, layers: tuple, width: int) -> Model:
 
 
 def arguments(case: Case) -> tuple:
-    """Of `memory_of` and `compiled_bytes`."""
+    """Returns the arguments of `memory_of` and `compiled_bytes`."""
     drafter = {"none": None, "lookup": "lookup"}.get(case.drafter)
     if case.drafter == "model":
         drafter = model_of(case, ("mamba", "mamba"), case.width // 2)
@@ -99,7 +99,7 @@ def arguments(case: Case) -> tuple:
 
 
 def compared(case: Case) -> tuple[int, int, int, int]:
-    """Predicted and compiled bytes; the temporaries among them."""
+    """Returns predicted and compiled bytes, and the temporaries in each."""
     args = arguments(case)
     predicted, compiled = memory_of(*args), compiled_bytes(*args)
     return (

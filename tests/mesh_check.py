@@ -1,11 +1,11 @@
-"""Models cut over a mesh of eight devices against one device, family by family.
+"""Compares models sharded over eight devices with one device, family by family.
 
     python -m tests.mesh_check [--families NAME ...] [--meshes 2x4 ...] [--drafters]
 
-Of every family and mesh ("data x model") the largest difference of logits, as a share
-of the largest, and whether greedy text with lookup in a tree is the single device's.
-With --drafters, every kind of drafter and of request on one hybrid. Exit code 1 where
-anything differs.
+For every family and mesh ("data x model"), prints the largest difference of logits,
+relative to the largest logit, and whether greedy text with prompt lookup in a tree is
+that of one device. With --drafters, tests every drafter and kind of request on a
+hybrid. The exit code is 1 if anything differs.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from tests.support.tiny import perturbed
 
 DEVICES = 8
 MESHES = ("1x8", "2x4", "4x2", "8x1")
-TOLERANCE = 1e-5  # of the largest logit: another order of sums
+TOLERANCE = 1e-5  # relative to the largest logit; sums are in another order
 NEW = 6
 
 
 def check_family(name, meshes, text=True):
-    """Prints lines of the table; whether all is well, with its text or without."""
+    """Prints lines of the table. Returns whether everything agrees, with or without
+    text."""
     model, well = random_model(FAMILIES[name], 1), True
     asked, ids = prompts(model.config), prompts(model.config)[-1:]
 
@@ -49,7 +50,7 @@ def check_family(name, meshes, text=True):
 
 
 def drafters(model, mesh):
-    """Name, target, the same on a mesh, options on one device and on the mesh."""
+    """Yields names, and options on one device and on the mesh."""
     config = model.config
     drafter = model.replace(params=perturbed(model.params, 0.02, 3))
     own = HeadsConfig(config.d_model, config.vocab_size, 2, 1)
@@ -79,7 +80,7 @@ def drafters(model, mesh):
 
 
 def check_drafters(mesh):
-    """Every kind of drafter and request on a hybrid."""
+    """Compares every drafter and kind of request on a hybrid."""
     well, model = True, random_model(FAMILIES["bamba"], 1)
     on = mesh_of(mesh)
     cut, asked = stree_jax.shard(model, on), prompts(model.config, 4)
@@ -94,7 +95,7 @@ def check_drafters(mesh):
 
 
 def check_mtp(mesh):
-    """A target's own further layers draft for it."""
+    """Compares drafting with the target's own MTP layers."""
     model = random_model(FAMILIES["nemotron-h"], 1)
     asked = prompts(model.config, 4)
     one, many = (
@@ -108,7 +109,7 @@ def check_mtp(mesh):
 
 
 def check_turns(model, cut, asked):
-    """A conversation goes on from its past."""
+    """Compares conversations that continue from a cached state."""
     texts = []
     for one in (model, cut):
         first = stree_jax.generate(

@@ -1,13 +1,13 @@
-"""The memory of loading in parts: two processes, each of which holds half of a model.
+"""Measures the memory of sharded loading: two processes with half of a model each.
 
     python -m tests.mesh_loading [--copies 8] [--vocab 49152]
 
-Writes a random hybrid of about a gigabyte in float32, as safetensors and as our own
-directory. Two processes with a device each load it over a mesh of both, and say how far
-their peak of resident memory is above what they had before, beside their share of the
-weights. Then a limit on the memory of a process (RLIMIT_DATA) allows what it has and,
-above it, such a share and half a gigabyte: one process that loads all of it must fail,
-and two that load it in parts must not.
+Writes a random hybrid of about a gigabyte in float32, as safetensors and in the format
+of this library. Two processes with one device each load it over a mesh of both. They
+print how much their peak resident memory grows, and the size of their share of the
+weights. Then the memory of a process is limited (RLIMIT_DATA) to its current use plus
+such a share plus half a gigabyte: one process that loads the whole model must fail, and
+two that load a share each must succeed.
 """
 
 import argparse
@@ -22,12 +22,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-ROOM = 2**29  # bytes beside a process's share of the weights
+ROOM = 2**29  # bytes in addition to a process's share of the weights
 FORMATS = ("safetensors", "ours")
 
 
 def write(folder: Path, copies: int, vocab: int) -> None:
-    """A random model in both formats."""
+    """Writes a random model in both formats."""
     import jax.numpy as jnp
 
     import stree_jax
@@ -43,18 +43,21 @@ def write(folder: Path, copies: int, vocab: int) -> None:
 
 
 def of_status(field: str) -> int:
-    """Bytes of a field of /proc/self/status: VmHWM, the most that were resident (not
-    those of the parent, as `ru_maxrss` may be); VmData, what RLIMIT_DATA counts."""
+    """Returns the bytes of a field of /proc/self/status.
+
+    VmHWM is the peak resident memory (without the parent's, which `ru_maxrss` may
+    include). VmData is what RLIMIT_DATA limits.
+    """
     status = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in status if field in line)
 
 
 def child(path: Path, process: int, port: int, room: int | None) -> None:
-    """Load, and print a line of JSON.
+    """Loads a model and prints a line of JSON.
 
     Args:
-      process: 0 or 1; -1: this process loads all of it.
-      room: bytes that the process may take beside those that it has; None: any.
+      process: 0 or 1. If -1, this process loads the whole model.
+      room: bytes that the process may use in addition. If None, there is no limit.
     """
     import jax
     import numpy as np
@@ -65,7 +68,7 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
         mesh = jax.make_mesh((2,), ("model",))
     from stree_jax.checkpoints.load import load
 
-    jax.block_until_ready(jax.numpy.zeros(()))  # the backend is there
+    jax.block_until_ready(jax.numpy.zeros(()))  # initializes the backend
     before = of_status("VmHWM")
     if room is not None:
         limit = of_status("VmData") + room
@@ -89,7 +92,7 @@ def child(path: Path, process: int, port: int, room: int | None) -> None:
 
 
 def ran(path: Path, processes: tuple[int, ...], room: int | None) -> list[dict]:
-    """What each process said; {} of one that failed."""
+    """Returns what each process printed; {} for one that failed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -130,7 +133,7 @@ def main() -> None:
         return write(args.write, args.copies, args.vocab)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        # By a process of its own: what a parent has may count as its children's.
+        # In a separate process, since a child's peak memory may include its parent's.
         command = [sys.executable, "-m", "tests.mesh_loading", "--write", temporary]
         sizes = [f"--copies={args.copies}", f"--vocab={args.vocab}"]
         subprocess.run([*command, *sizes], check=True)
@@ -140,10 +143,10 @@ def main() -> None:
 
 
 def compared(name: str, path: Path) -> list[str]:
-    """Print what loading takes, whole and in parts, without a limit and with one.
+    """Prints the memory of loading, whole and sharded, with and without a limit.
 
     Returns:
-      A digest of what each process held.
+      A digest of the weights in each process.
     """
     print(name)
     (alone,) = ran(path, (-1,), None)

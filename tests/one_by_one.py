@@ -1,10 +1,10 @@
-"""How far logits of passes over one node are from those of passes over sixteen.
+"""Measures how logits of passes over one node differ from those over sixteen.
 
-    python -m tests.one_by_one          # on whatever device JAX takes
+    python -m tests.one_by_one          # on the default device of JAX
 
-A line for every kind of tiny model and dtype: the largest difference over two texts of
-48 tokens, and the share of tokens whose logits all agree within 1e-4. What differs by
-more is rounded otherwise in one program than in the other.
+Prints a line for every kind of tiny model and dtype: the largest difference over two
+texts of 48 tokens, and the share of tokens whose logits all agree within 1e-4. A larger
+difference means that the two programs round differently.
 """
 
 import jax

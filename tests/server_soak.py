@@ -1,12 +1,12 @@
-"""A thousand requests at a server: nothing is lost, no greedy text is another's.
+"""Sends a thousand requests to a server and checks every answer.
 
     python -m tests.server_soak [--requests 1000] [--concurrency 16] [OPTIONS of serve]
 
-Greedy and drawn requests, streamed or not, with stop strings, log-probabilities and
-several answers, clients that leave and requests that are refused, all mixed at random.
-Every text is compared with the one of `generate`. The server's resident memory is
-printed every hundred requests; at the end latencies, throughput and tau, and then the
-server is killed and started again.
+Greedy and sampled requests, streamed or not, with stop strings, log-probabilities and
+several answers, clients that disconnect and requests that are refused, are mixed at
+random. Every text is compared with that of `generate`. The server's resident memory is
+printed every hundred requests. At the end, prints latencies, throughput and acceptance
+length, then kills the server and starts it again.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from tests.support.server_process import KEY, ROOT, Process
 
 LONGEST = 160  # tokens of an answer
 CONTEXT = 512
-TIE = 1e-4  # of scores in float32: a smaller margin decides nothing
+TIE = 1e-4  # of scores in float32; a smaller margin may go either way
 KINDS = ("greedy", "drawn", "stop", "logprobs", "several", "leaves", "refused")
 WEIGHTS = (40, 20, 10, 8, 7, 10, 5)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, and its texts by `generate`: the greedy one and that of a seed."""
+    """A prompt, and its texts by `generate`: greedy, and sampled with a seed."""
 
     prompt: str
     seed: int
@@ -45,7 +45,7 @@ class Text:
 
 
 def texts_of(target, count):
-    """Prompts are beginnings of this repository's own modules."""
+    """Returns texts whose prompts are parts of this repository's modules."""
     files = sorted((ROOT / "stree_jax").glob("*.py"))
     rng, made = random.Random(3), []
     for i in range(count):
@@ -67,7 +67,7 @@ def texts_of(target, count):
 
 
 class Soak:
-    """One run: what was asked, and what came of it."""
+    """One run: its requests and their outcomes."""
 
     def __init__(self, client, target, texts):
         self.client, self.target, self.texts = client, target, texts
@@ -85,7 +85,7 @@ class Soak:
         began = time.perf_counter()
         try:
             await getattr(self, f"_{kind}")(text, new, options, rng)
-        except Exception as error:  # whatever it is, it is counted
+        except Exception as error:  # every failure is counted
             self.wrong.append(f"request {i}, {kind}: {type(error).__name__}: {error}")
         else:
             self.outcomes[kind] += 1
@@ -174,7 +174,7 @@ class Soak:
 
 
 async def run(soak, requests, concurrency, each_hundred):
-    """All requests, so many at a time."""
+    """Sends all requests, `concurrency` at a time."""
     waiting = iter(range(requests))
     done = 0
 

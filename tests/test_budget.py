@@ -1,4 +1,4 @@
-"""`generate` within a number of bytes: what it takes, what it refuses, turn by turn."""
+"""Test `generate` with a memory limit: predicted bytes, refusals, conversations."""
 
 import jax
 import pytest
@@ -25,8 +25,8 @@ def plain(target):
     return stree_jax.generate(target, PROMPTS, **ASKED)
 
 
-def promised(patch):
-    """Records the bytes beside the weights that were promised, call by call."""
+def record_needs(patch):
+    """Records the predicted bytes without weights, call by call."""
     real, said = budget.needs, []
 
     def heard(*args):
@@ -38,9 +38,10 @@ def promised(patch):
     return said
 
 
-def test_the_limit_decides_and_the_text_stays(target, plain, monkeypatch):
-    """Exactly what the compiler says suffices for a tree; a byte less does not."""
-    said = promised(monkeypatch)
+def test_the_limit_determines_the_tree_not_the_text(target, plain, monkeypatch):
+    """A tree fits in exactly the bytes that the compiler reports, and not in one byte
+    less."""
+    said = record_needs(monkeypatch)
     asked = ASKED | {"drafter": "lookup"}
     fixed = stree_jax.generate(target, PROMPTS, **asked, tree="chain:2", memory="1GB")
     assert fixed.tokens == plain.tokens and fixed.tree_sizes == (3,)
@@ -56,7 +57,9 @@ def test_the_limit_decides_and_the_text_stays(target, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.99, 1.01])
-def test_too_little_is_refused_before_anything_runs(target, plain, share, monkeypatch):
+def test_too_small_limits_are_refused_before_anything_runs(
+    target, plain, share, monkeypatch
+):
     monkeypatch.setattr(budget.Start, "begun", None)
     limit = int(share * size_of(target.params))
     with pytest.raises(ValueError, match=r"^memory: .* too few for plain") as error:
@@ -65,9 +68,9 @@ def test_too_little_is_refused_before_anything_runs(target, plain, share, monkey
     assert "the shortest request takes" in str(error.value)
 
 
-def test_the_advice_suffices(target, monkeypatch):
+def test_the_suggested_capacity_fits(target, monkeypatch):
     asked = ASKED | {"capacity": 16384}
-    said = promised(monkeypatch)
+    said = record_needs(monkeypatch)
     stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
     limit = size_of(target.params) + max(said) // 2
     with pytest.raises(ValueError, match="it fits with capacity") as error:
@@ -78,7 +81,7 @@ def test_the_advice_suffices(target, monkeypatch):
     stree_jax.generate(target, PROMPTS, **less, memory=limit)
 
 
-def test_what_is_given_counts_even_if_it_does_not_draft(target):
+def test_an_unused_draft_model_counts(target):
     drafter = tiny(2, layers=("mamba",), d_model=16)
     both = weights_given(target, drafter)
     assert both == size_of(target.params) + size_of(drafter.params)
@@ -86,12 +89,13 @@ def test_what_is_given_counts_even_if_it_does_not_draft(target):
     assert weights_given(target, "lookup") == size_of(target.params)
 
 
-def test_turns_stay_in_their_caches(target, monkeypatch):
-    """Promised with the first turn, and the same programs and bytes in all others."""
-    said = promised(monkeypatch)
+def test_turns_reuse_their_caches(target, monkeypatch):
+    """The prediction for the first turn includes all others, which use the same
+    programs and bytes."""
+    said = record_needs(monkeypatch)
     asked = ASKED | {"drafter": "lookup", "tree": "chain:2", "keep_past": True}
     first = stree_jax.generate(target, PROMPTS, **asked, memory="1GB")
-    assert len(said) == 4  # read, step, commit, read on
+    assert len(said) == 4  # prefill, step, commit, resume
     limit = size_of(target.params) + int(SCRATCH * max(said))
     whole = [p + t for p, t in zip(PROMPTS, first.tokens, strict=True)]
     past, arrays = first.past, set()
@@ -114,7 +118,7 @@ def test_turns_stay_in_their_caches(target, monkeypatch):
     assert len(arrays) == 1
 
 
-def test_a_past_that_was_taken_over_is_gone(target):
+def test_a_state_can_be_taken_over_only_once(target):
     asked = ASKED | {"keep_past": True}
     first = stree_jax.generate(target, PROMPTS, **asked)
     kept = stree_jax.generate(target, [[7], [7]], **asked, past=first.past)
@@ -124,15 +128,15 @@ def test_a_past_that_was_taken_over_is_gone(target):
     assert kept.tokens == taken.tokens
     with pytest.raises(ValueError, match=r"^past: its arrays were reused"):
         stree_jax.generate(target, [[7], [7]], **asked, past=first.past)
-    larger = asked | {"capacity": 1024}  # other arrays: nothing to take over
+    larger = asked | {"capacity": 1024}  # new arrays, so there is nothing to reuse
     grown = stree_jax.generate(
         target, [[1], [1]], **larger, past=taken.past, take_past=True
     )
     assert jax.tree.leaves(grown.past.target)[0].shape
 
 
-def test_times_are_not_measured_where_a_copy_does_not_fit(target, plain, monkeypatch):
-    said = promised(monkeypatch)
+def test_times_are_not_measured_if_a_copy_does_not_fit(target, plain, monkeypatch):
+    said = record_needs(monkeypatch)
     monkeypatch.setattr(step_times, "measured", lambda *args: pytest.fail("measured"))
     asked = ASKED | {"drafter": "lookup", "tree": "auto:1,4"}
     with pytest.MonkeyPatch.context() as patch:
@@ -144,6 +148,6 @@ def test_times_are_not_measured_where_a_copy_does_not_fit(target, plain, monkeyp
 
 
 @pytest.mark.parametrize("wrong", ["8XB", 0, "", True])
-def test_bytes_that_are_none(target, wrong):
+def test_invalid_limits_are_refused(target, wrong):
     with pytest.raises(ValueError, match=r"^memory: want "):
         stree_jax.generate(target, PROMPTS, **ASKED, memory=wrong)

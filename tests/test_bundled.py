@@ -1,4 +1,6 @@
-"""The bundled pair: small, legible to transformers, and exact when it speculates."""
+"""Test the bundled pair: its size, its logits in transformers, and exact
+speculation.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stree_jax
 from stree_jax.checkpoints.resolve import resolve
 
-pytestmark = pytest.mark.usefixtures("optimised")  # as users get them
+pytestmark = pytest.mark.usefixtures("optimised")  # compiled as for users
 PROMPTS = [
     "def fibonacci(n):\n",
     "import os\n\n\ndef read_lines(path):\n    ",
@@ -31,14 +33,14 @@ def pair():
     )
 
 
-def test_it_is_small():
+def test_the_pair_is_small():
     folder = resolve("demo").parent
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     assert size < 26e6, f"{size / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize("tree", ["E", "chain:4"])
-def test_tree_text_is_plain_text(pair, tree):
+def test_tree_text_is_identical_to_plain_decoding(pair, tree):
     target, drafter = pair
     plain = stree_jax.generate(target, PROMPTS, max_new_tokens=64, drafter=None)
     fast = stree_jax.generate(
@@ -47,13 +49,14 @@ def test_tree_text_is_plain_text(pair, tree):
     for prompt, ours, theirs in zip(PROMPTS, plain.tokens, fast.tokens, strict=True):
         ids = target.tokenizer.encode(prompt).ids
         parted = stree_jax.first_difference(target, ids, ours, theirs)
-        # Two logits of a trained model may tie within rounding; nothing else may part.
+        # Two logits of a trained model may tie within rounding. Texts may differ only
+        # there.
         assert parted is None or parted[1] < 1e-5
     assert sum(map(list.__eq__, plain.tokens, fast.tokens)) >= len(PROMPTS) - 1
-    assert fast.acceptance_length.mean() > 1.5  # the drafter is of use
+    assert fast.acceptance_length.mean() > 1.5  # the draft model is useful
 
 
-def test_greedy_text_is_that_of_transformers(pair):
+def test_greedy_text_matches_transformers(pair):
     folder = resolve("demo")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -68,7 +71,7 @@ def test_greedy_text_is_that_of_transformers(pair):
         assert pair[0].tokenizer.encode(prompt).ids == ids[0].tolist()
 
 
-def test_logits_are_those_of_transformers(pair):
+def test_logits_match_transformers(pair):
     for model, name in zip(pair, ("demo", "demo-drafter"), strict=True):
         theirs = AutoModelForCausalLM.from_pretrained(
             resolve(name), dtype=torch.float32

@@ -1,4 +1,4 @@
-"""The search of `sizing.fit` by itself, for a task whose bytes are plain numbers."""
+"""Test the search of `sizing.fit`, with a task whose sizes are plain numbers."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +17,11 @@ class Asked:
 
 @dataclass
 class Toy(Task[Asked, int]):
-    """A candidate is the bytes that it takes for each of rows x width; 1 is the least.
+    """A task in which a candidate is its bytes for each of rows x width. 1 is the
+    smallest.
 
     Attributes:
-      more: what the compiler adds to the prediction, by candidate.
+      more: bytes that the compiler adds to the prediction, by candidate.
       asked: candidates that were compiled.
     """
 
@@ -55,13 +56,13 @@ def test_the_first_candidate_that_fits():
     assert [one.candidate for one in several] == [5, 3, 1]
 
 
-def test_the_compiler_has_the_last_word():
+def test_the_compilers_sizes_decide():
     task = Toy([5, 3, 1], {5: 1, 3: 300})
     (found,) = fastest(task, [Asked(10, 10)], 500)
     assert task.asked == [5, 3, 1] and found.candidate == 1
 
 
-def test_few_are_compiled_before_the_least():
+def test_few_candidates_are_compiled_before_the_smallest():
     ways = list(range(20, 0, -1))
     task = Toy(ways, dict.fromkeys(ways[:-1], 10**6))
     (found,) = fastest(task, [Asked(1, 2)], 1000)
@@ -75,7 +76,7 @@ def test_the_first_request_that_fits():
 
 
 @given(st.integers(1, 40), st.integers(2, 40), st.integers(1, 1500))
-def test_advice_fits(rows, width, limit):
+def test_suggested_numbers_fit(rows, width, limit):
     request, task = Asked(rows, width), Toy([1])
     if rows * width <= limit:
         assert fastest(task, [request], limit)

@@ -1,4 +1,4 @@
-"""Medusa heads on disk: the public layouts, what comes back, and what is refused."""
+"""Test Medusa heads on disk: published layouts, round trips, and errors."""
 
 import errno
 import json
@@ -48,8 +48,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_back_is_what_was_saved(model, tmp_path, kind, dtype):
-    """Bit for bit, with the accuracies; in the dtype that was saved, or asked for."""
+def test_saved_heads_load_unchanged(model, tmp_path, kind, dtype):
+    """Bitwise, with the accuracies, in the saved dtype or in a given one."""
     heads, path = random_heads(model, dtype=dtype, **KINDS[kind]), tmp_path / "h"
     save_heads(heads, str(path), "a target")
     assert {f.name for f in path.iterdir()} == {
@@ -73,7 +73,8 @@ def test_what_comes_back_is_what_was_saved(model, tmp_path, kind, dtype):
     assert (ACCURACY in fields) == bool(config.accuracy)
 
 
-# The public code (FasterDecoding/Medusa, medusa/model/medusa_model.py), by its names
+# The published code (FasterDecoding/Medusa, medusa/model/medusa_model.py), with its
+# names
 
 
 class ResBlock(torch.nn.Module):
@@ -87,7 +88,7 @@ class ResBlock(torch.nn.Module):
 
 
 def published(heads=4, blocks=1, seed=0):
-    """Its `medusa_head`: heads of residual blocks and a matrix without a bias."""
+    """Returns its `medusa_head`: heads of residual blocks and a matrix without bias."""
     torch.manual_seed(seed)
     made = [
         torch.nn.Sequential(
@@ -108,7 +109,7 @@ def write(folder, tensors, file="medusa_lm_head.pt", **fields):
 
 
 WRONG_CONFIG = {
-    "medusa_num_heads": 2,  # as vicuna-7b's, which has five
+    "medusa_num_heads": 2,  # like vicuna-7b's, which has five heads
     "medusa_num_layers": 1,
     "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
     "transformers_version": "4.31.0",
@@ -119,7 +120,8 @@ FILES = ["medusa_lm_head.pt", "medusa_lm_head.safetensors"]
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("file", FILES)
 def test_published_heads_load(model, folder, file, blocks):
-    """However many their config says there are; and mean what torch makes of them."""
+    """Whatever the number of heads in their config. Their logits are those of
+    PyTorch."""
     theirs = published(blocks=blocks)
     tensors = theirs.state_dict()
     assert list(tensors)[:2] == ["0.0.linear.weight", "0.0.linear.bias"]
@@ -154,7 +156,7 @@ def test_dtypes_of_published_heads(folder, file, stored, kept):
 
 
 def vllm(tensors, blocks, prefix):
-    """The same by vLLM's names."""
+    """Returns the same tensors with vLLM's names."""
     named = {}
     for name, tensor in tensors.items():
         k, j, *rest = name.split(".")
@@ -166,7 +168,7 @@ def vllm(tensors, blocks, prefix):
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-def test_names_of_vllm(folder, prefix):
+def test_heads_with_the_names_of_vllm_load(folder, prefix):
     tensors = published(3, blocks=2).state_dict()
     write(folder, tensors, "medusa_lm_head.safetensors")
     want = load_heads(folder)
@@ -182,7 +184,7 @@ def test_names_of_vllm(folder, prefix):
 
 
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
-def test_names_with_the_modules_prefix(folder, prefix):
+def test_heads_with_a_module_prefix_load(folder, prefix):
     tensors = published(2).state_dict()
     write(folder, {prefix + name: t for name, t in tensors.items()})
     found = load_heads(folder)
@@ -190,8 +192,9 @@ def test_names_with_the_modules_prefix(folder, prefix):
     np.testing.assert_array_equal(own, tensors["1.1.weight"].numpy())
 
 
-def test_heads_that_share_the_models_output(model, folder):
-    """Without matrices of their own, as ours are; the vocabulary is a note."""
+def test_heads_that_share_the_output_of_the_model(model, folder):
+    """They have no output matrix, like this library's own heads. The config may state
+    the vocabulary."""
     tensors = {n: t for n, t in published(2).state_dict().items() if "linear" in n}
     write(folder, tensors)
     heads = load_heads(folder)
@@ -204,22 +207,22 @@ def test_heads_that_share_the_models_output(model, folder):
     assert_near(head_logits(heads, model, jnp.asarray(hidden), 2), want, 1e-5)
 
 
-def test_a_directory_without_a_config(folder):
+def test_a_directory_without_a_config_loads(folder):
     torch.save(published(2).state_dict(), folder / "medusa_lm_head.pt")
     assert load_heads(folder).config.heads == 2
 
 
-def test_what_is_no_directory_of_heads(folder):
+def test_other_directories_are_not_heads(folder):
     assert not is_heads(folder)
     (folder / "config.json").write_text('{"model_type": "mamba2"}')
     assert not is_heads(folder)
 
 
-# Refusals
+# --- errors ---------------------------------------------------------------------------
 
 
 def refused(path):
-    """The one line that says why a directory holds no heads."""
+    """Checks that a directory is refused in one line. Returns the line."""
     with pytest.raises(CheckpointError) as caught:
         load_heads(path)
     line = str(caught.value)
@@ -328,27 +331,27 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_accuracies_that_are_none_are_refused(folder, name):
+def test_invalid_accuracies_are_refused(folder, name):
     write(folder, published(2).state_dict(), **{ACCURACY: TABLES[name]})
     assert f"config.json: {ACCURACY}: want" in refused(folder)
 
 
 @pytest.mark.parametrize("rows", ["50", 1.5, None, True, -1, [50]])
-def test_a_vocabulary_that_is_none(folder, rows):
-    """Heads that share the model's output have it from the config, or not at all."""
+def test_an_invalid_vocabulary_size_is_refused(folder, rows):
+    """For heads that share the model's output, only the config can state it."""
     tensors = {n: t for n, t in published(2).state_dict().items() if "linear" in n}
     write(folder, tensors, vocab_size=rows)
     assert "config.json: vocab_size: want a number" in refused(folder)
 
 
-def test_configs_that_are_none(folder):
+def test_invalid_configs_are_refused(folder):
     write(folder, published(2).state_dict())
     for text in ("[]", "no json", "{"):
         (folder / "config.json").write_text(text)
         refused(folder)
 
 
-def test_files_that_are_none(folder, tmp_path):
+def test_missing_and_invalid_files_are_refused(folder, tmp_path):
     assert "no Medusa heads; want medusa_lm_head.safetensors or" in refused(folder)
     assert "no such directory" in refused(tmp_path / "absent")
     (folder / "medusa_lm_head.pt").mkdir()
@@ -362,7 +365,7 @@ def test_files_that_are_none(folder, tmp_path):
 
 
 class Code:
-    """Unpickled by anything but a careful reader, it makes a file."""
+    """An object that creates a file if an unsafe reader unpickles it."""
 
     def __init__(self, canary):
         self.canary = canary
@@ -373,7 +376,7 @@ class Code:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("place", ["value", "key", "root"])
-def test_nothing_in_a_pickle_is_run(folder, tmp_path, place, zipped):
+def test_code_in_a_pickle_does_not_run(folder, tmp_path, place, zipped):
     canary, tensors = tmp_path / "canary", dict(published(2).state_dict())
     code = Code(canary)
     harmful = {
@@ -394,17 +397,17 @@ def test_nothing_in_a_pickle_is_run(folder, tmp_path, place, zipped):
     "found",
     [[1, 2], torch.zeros(3), 7, {"0.0.linear.weight": [1.0]}, {3: torch.zeros(2)}],
 )
-def test_pickles_of_other_things(folder, found):
+def test_pickles_of_other_objects_are_refused(folder, found):
     torch.save(found, folder / "medusa_lm_head.pt")
     assert "want a dictionary of named tensors" in refused(folder)
 
 
-def test_an_ordered_dictionary_is_one(folder):
+def test_an_ordered_dictionary_loads(folder):
     torch.save(OrderedDict(published(2).state_dict()), folder / "medusa_lm_head.pt")
     assert load_heads(folder).config.heads == 2
 
 
-def test_a_part_of_a_file_is_refused(folder):
+def test_truncated_files_are_refused(folder):
     for file in FILES:
         write(folder, published(2).state_dict(), file)
         whole = (folder / file).read_bytes()
@@ -415,14 +418,14 @@ def test_a_part_of_a_file_is_refused(folder):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int4", "float", 3])
-def test_a_dtype_that_is_none_is_refused(folder, dtype):
+def test_invalid_dtypes_are_refused(folder, dtype):
     write(folder, published(2).state_dict())
     with pytest.raises(CheckpointError, match="dtype") as caught:
         load_heads(folder, dtype=dtype)
     assert "\n" not in str(caught.value)
 
 
-# Saving
+# --- saving ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +433,7 @@ def heads(model):
     return random_heads(model, heads=2)
 
 
-def test_nothing_is_written_over(heads, tmp_path):
+def test_existing_paths_are_not_overwritten(heads, tmp_path):
     for name, make in {
         "file": lambda p: p.write_text("mine"),
         "folder": lambda p: p.mkdir(),
@@ -465,8 +468,8 @@ def test_weights_of_another_dtype_are_not_written(heads, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_saved_is_read_by_the_public_code(model, tmp_path):
-    """Its module takes our tensors as they are."""
+def test_saved_heads_load_in_the_published_code(model, tmp_path):
+    """Its module accepts the tensors unchanged."""
     heads = random_heads(model, heads=4, blocks=2, own_output=True)
     save_heads(heads, tmp_path / "h")
     theirs = published(4, blocks=2)

@@ -1,4 +1,4 @@
-"""Imports run one way, and no module hides behind a name: read from the sources."""
+"""Test the imports in the sources: allowed directions, no cycles, no hidden modules."""
 
 import ast
 import importlib
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {  # of pyproject's package-dir; `stree_jax/` itself holds the others
+# As in package-dir of pyproject.toml; `stree_jax/` holds the other packages
+FOLDERS = {
     "stree_jax": ROOT / "stree_jax",
     "stree_jax.models": ROOT / "models",
     "stree_jax.cpu_kernels": ROOT / "cpu_kernels",
@@ -31,8 +32,9 @@ LIBRARY = {
     "stree_jax.records",
     "stree_jax",
 }
-# What each room may import besides itself. A module is in the room of the longest name;
-# `stree_jax` is the modules at its top: generation, scoring, result and so on.
+# Packages that each package may import in addition to itself. A module belongs to the
+# entry with the longest matching name. `stree_jax` stands for the modules at its top
+# level: generation, scoring, result and so on.
 MAY_IMPORT = {
     "stree_jax.version": set(),
     "stree_jax.records": set(),
@@ -95,7 +97,7 @@ MAY_IMPORT = {
 
 
 def name_of(file):
-    """The module that a file is."""
+    """Returns the module name of a file."""
     package, folder = next(
         (name, folder)
         for name, folder in FOLDERS.items()
@@ -108,13 +110,14 @@ def name_of(file):
 FILES = {
     name_of(file): file
     for folder in FOLDERS.values()
-    for file in sorted(folder.rglob("*.py"))  # which follows no links
+    for file in sorted(folder.rglob("*.py"))  # rglob does not follow links
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def imports_of(file, modules=FILES, deep=True):
-    """(line, module) of every import; `deep`: of those inside functions too."""
+    """Returns (line, module) of every import. `deep` includes those inside
+    functions."""
     found, todo = [], [ast.parse(file.read_text())]
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
@@ -132,39 +135,39 @@ def imports_of(file, modules=FILES, deep=True):
     return sorted(found)
 
 
-def room_of(module):
-    rooms = [r for r in MAY_IMPORT if module == r or module.startswith(f"{r}.")]
-    return max(rooms, key=len)
+def package_of(module):
+    names = [p for p in MAY_IMPORT if module == p or module.startswith(f"{p}.")]
+    return max(names, key=len)
 
 
-def test_every_room_has_its_rule():
+def test_every_package_has_a_rule():
     packages = {name for name, file in FILES.items() if file.name == "__init__.py"}
-    rooms = {name for name in packages if name.count(".") < 2}
-    assert len(rooms) > 8 and rooms <= set(MAY_IMPORT)
+    top = {name for name in packages if name.count(".") < 2}
+    assert len(top) > 8 and top <= set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_run_one_way(room):
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_follow_the_rules(package):
     wrong = []
     for module, file in FILES.items():
-        if room_of(module) != room:
+        if package_of(module) != package:
             continue
         for line, other in imports_of(file):
             ours = other == "stree_jax" or other.startswith("stree_jax.")
-            if ours and room_of(other) not in {room, *MAY_IMPORT[room]}:
+            if ours and package_of(other) not in {package, *MAY_IMPORT[package]}:
                 wrong.append(f"{file.relative_to(ROOT)}:{line} imports {other}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_table_of_weight_formats_names_one():
-    """The library asks a weight or its format; a bench may time one format."""
+def test_only_the_table_of_formats_imports_a_weight_format():
+    """Other modules use the interface of weights. Benchmarks may time one format."""
     table, one = "stree_jax.models.weights.formats", "stree_jax.models.weights.int8"
     modules = {m for m, file in FILES.items() if one in dict(imports_of(file)).values()}
-    assert {m for m in modules if room_of(m) != "stree_jax.bench"} == {table}
+    assert {m for m in modules if package_of(m) != "stree_jax.bench"} == {table}
 
 
-def test_no_module_imports_itself_in_the_end():
-    """No circle among the imports that run when a module is loaded."""
+def test_imports_have_no_cycles():
+    """Considers only imports that run when a module is loaded."""
     graph = {
         name: {m for _, m in imports_of(file, deep=False)} & set(FILES)
         for name, file in FILES.items()
@@ -176,8 +179,9 @@ def test_no_module_imports_itself_in_the_end():
         graph = {m: graph[m] - done for m in graph.keys() - done}
 
 
-def test_no_module_is_hidden_by_a_name():
-    """`import stree_jax.generate` gives the module, not a function of the package."""
+def test_no_module_is_hidden_by_another_object():
+    """`import stree_jax.generate` must give the module, not a function of the
+    package."""
     for package, file in FILES.items():
         if file.name != "__init__.py":
             continue
@@ -197,13 +201,13 @@ def test_no_module_is_hidden_by_a_name():
         assert not hidden, hidden
 
 
-def test_code_imports_no_tests():
+def test_the_library_imports_no_tests():
     for file in FILES.values():
         assert not {m for _, m in imports_of(file) if m.split(".")[0] == "tests"}, file
 
 
-def test_no_test_module_is_imported():
-    """What several of them need is in `tests/support`, or in a module of the room."""
+def test_test_modules_are_not_imported():
+    """Shared helpers are in `tests/support`, or in a plain module of the folder."""
     modules = {".".join(f.relative_to(ROOT).with_suffix("").parts) for f in TESTS}
     for file in TESTS:
         for line, module in imports_of(file, modules):
@@ -215,11 +219,12 @@ def test_no_test_module_is_imported():
             assert not ours, f"{where} imports {module}"
 
 
-def test_what_programs_import_is_there():
-    """They are run by hand, and seldom: one of them could not begin, unseen."""
+def test_imports_of_test_programs_exist():
+    """The programs are run by hand and rarely, so a broken import could go
+    unnoticed."""
     programs = [file for file in TESTS if '__name__ == "__main__"' in file.read_text()]
-    rooms = {file.parent for file in programs} - {ROOT / "tests"}
-    files = {*programs, *(file for room in rooms for file in room.glob("*.py"))}
+    folders = {file.parent for file in programs} - {ROOT / "tests"}
+    files = {*programs, *(f for folder in folders for f in folder.glob("*.py"))}
     for file in sorted(files):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.module:

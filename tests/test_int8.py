@@ -1,4 +1,4 @@
-"""int8 weights: a dtype that models are loaded in, counted, planned and decoded in."""
+"""Test int8 weights: loading, counting, planning and decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,13 @@ def in_float32(model, path):
     return param is not None and param.float32
 
 
-# Text
+# --- text -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tree_text_is_plain_text(kind, kernels, monkeypatch):
-    """Of the int8 model, its drafter in int8, too; differences are at ties alone."""
+def test_tree_text_is_identical_to_plain_decoding(kind, kernels, monkeypatch):
+    """With an int8 model and an int8 draft model."""
     use(monkeypatch, kernels)
     target = in_int8(tiny(1, layers=KINDS[kind]))
     drafter = in_int8(tiny(2, layers=("mamba",)))
@@ -55,26 +55,28 @@ def test_tree_text_is_plain_text(kind, kernels, monkeypatch):
     prompts = [rng.integers(8, REAL, n).tolist() for n in (5, 33)]
     options = {"max_new_tokens": 16, "stop_tokens": ()}
     plain = stree_jax.generate(target, prompts, **options, drafter=None)
-    for who in (drafter, target)[: 1 if kernels == "off" else 2]:  # mostly wrong; right
+    # Mostly wrong, and always right
+    for who in (drafter, target)[: 1 if kernels == "off" else 2]:
         drafted = stree_jax.generate(target, prompts, drafter=who, tree="A", **options)
         assert min(plain.min_margin) > 1e-3, "a tie: take another seed"
         assert drafted.tokens == plain.tokens
         assert (max(drafted.acceptance_length) > 2) == (who is target)
 
 
-# Numbers
+# --- weights --------------------------------------------------------------------------
 
 
 def exact(weight):
-    """float64 numbers of an int8 weight, by its definition."""
+    """Returns an int8 weight in float64, by its definition."""
     parts = np.asarray(weight.q, np.float64).reshape(*weight.scale.shape, -1)
     return (parts * np.asarray(weight.scale, np.float64)[..., None]).reshape(
         weight.shape
     )
 
 
-def test_what_is_rounded_and_how_far():
-    """Products to within half a step of their group; all else as with bfloat16."""
+def test_weights_are_rounded_within_half_a_step():
+    """Only matrices of products are rounded, by half a step of their group at most.
+    Other parameters are as with bfloat16."""
     model = tiny(1)
     plain, beside = (
         by_path(model.params),
@@ -106,8 +108,9 @@ def test_groups_of_columns():
     assert [group_of(k, 128) for k in (131, 2 * 131)] == [None, None]
 
 
-def test_the_logits_are_near_those_of_float32():
-    """Of a hybrid: the rounding of weights, rows and bfloat16 together."""
+def test_logits_are_close_to_float32():
+    """For a hybrid. The error includes rounding of weights, of rows, and to
+    bfloat16."""
     model = tiny(1)
     text = [np.random.default_rng(1).integers(8, REAL, 40).tolist()]
     wanted, found = (
@@ -118,12 +121,12 @@ def test_the_logits_are_near_those_of_float32():
     assert 1e-4 < error < 0.05
 
 
-# Loading
+# --- loading --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A hybrid in shards, and as a directory of ours."""
+    """Writes a hybrid in shards, and in this library's format."""
     root = tmp_path_factory.mktemp("int8")
     HF_CASES["granite"]().save_pretrained(root / "shards", max_shard_size="20KB")
     assert len(list((root / "shards").glob("*.safetensors"))) > 2
@@ -131,8 +134,8 @@ def folders(tmp_path_factory):
     return root
 
 
-def test_loaded_is_cast(folders):
-    """From shards and from our directory: what a whole float32 model would become."""
+def test_loading_in_int8_equals_casting(folders):
+    """From shards and from this library's format: equal to casting a float32 model."""
     plain = stree_jax.load(folders / "shards", dtype="float32")
     wanted = cast_params(plain.config, plain.params, INT8)
     for name in ("shards", "ours"):
@@ -146,7 +149,7 @@ def test_loaded_is_cast(folders):
 
 
 def test_experts_and_routers_stay_bfloat16():
-    """And a model with every kind of product runs."""
+    """A model with every kind of product also runs."""
     config = CONFIGS["two mixers a layer"]
     params = init_params(config, jax.random.key(0), INT8)
     for path, leaf in by_path(params).items():
@@ -158,11 +161,11 @@ def test_experts_and_routers_stay_bfloat16():
     assert np.isfinite(logits).all() and np.ptp(logits) > 0
 
 
-# Bytes
+# --- bytes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counted_bytes_are_the_compilers(kind):
+def test_counted_bytes_match_the_compiler(kind):
     model = in_int8(tiny(1, layers=KINDS[kind]))
     abstract = abstract_model(model.config, INT8)
     sizes = [(z.shape, z.dtype) for z in jax.tree.leaves(model)]
@@ -174,7 +177,7 @@ def test_counted_bytes_are_the_compilers(kind):
     assert found.arguments == told.steps_total - told.temporaries.total
 
 
-def test_a_plan_takes_int8_only_if_it_is_named():
+def test_a_plan_uses_int8_only_if_named():
     config = tiny(1).config
     asked = {"drafter": None, "context": 64, "max_new_tokens": 16}
     best = stree_jax.plan(config, "100MB", dtypes=["int8"], **asked).best
@@ -186,10 +189,10 @@ def test_a_plan_takes_int8_only_if_it_is_named():
         stree_jax.plan(config, "100MB", dtypes=["int4"], **asked)
 
 
-# What is refused
+# --- errors ---------------------------------------------------------------------------
 
 
-def test_int8_is_not_written(folders, tmp_path):
+def test_int8_models_cannot_be_saved(folders, tmp_path):
     model, new = in_int8(tiny(1)), tmp_path / "new"
     config = HeadsConfig(d_model=32, vocab_size=50, heads=1)
     heads = Heads(init_heads(config, jax.random.key(0), INT8), config)
@@ -204,6 +207,6 @@ def test_int8_is_not_written(folders, tmp_path):
         assert "\n" not in str(caught.value) and not new.exists()
 
 
-def test_another_dtype_is_one_line(folders):
+def test_other_dtypes_are_refused_in_one_line(folders):
     with pytest.raises(CheckpointError, match="want float32, bfloat16 or int8, got"):
         stree_jax.load(folders / "shards", dtype="int4")

@@ -1,4 +1,4 @@
-"""Bytes of a generation that are told beforehand are those that it takes."""
+"""Test that the predicted bytes of a generation are those that it uses."""
 
 import os
 import subprocess
@@ -37,8 +37,8 @@ def abstract(model):
     ("drafter", "tree"),
     [(None, None), ("lookup", "auto:1,4"), ("model", "A"), ("heads", "chain:2")],
 )
-def test_arguments_are_those_of_a_generation(target, drafter, tree):
-    """Of real ones, array by array: nothing is written down a second time."""
+def test_predicted_arrays_match_a_generation(target, drafter, tree):
+    """The prediction is computed from abstract arrays, and compared with real ones."""
     config = HeadsConfig(d_model=32, vocab_size=50, heads=2)
     dtype = np.dtype("float32")
     real = {
@@ -57,7 +57,8 @@ def test_arguments_are_those_of_a_generation(target, drafter, tree):
     memory = memory_of(abstract(target), told, tree or "chain:0", Room(2, 384, 64))
     assert memory.weights == taken(target.params)
     assert memory.state + memory.caches == taken(decoding.state)
-    assert memory.caches == 2 * 2 * 2 * 384 * 8 * 4  # k, v; rows, heads, S, hd, bytes
+    # K and v; rows, heads, S, hd, bytes
+    assert memory.caches == 2 * 2 * 2 * 384 * 8 * 4
     assert memory.records == taken(decoding.pending)
     assert memory.drafting == taken(decoding.drafting)
     steps = memory.steps_total - memory.temporaries.total
@@ -71,35 +72,36 @@ def test_arguments_are_those_of_a_generation(target, drafter, tree):
     assert memory.shared == (taken(target.params["embedding"]) * (drafter == "heads"))
 
 
-def test_parts_sum_up(target):
+def test_the_parts_add_up(target):
     memory = memory_of(abstract(target), "lookup", "A", Room(2, 384, 64))
     assert sum(memory.parts.values()) == memory.total >= memory.steps_total
     assert memory.steps_total > memory.weights
 
 
 @pytest.mark.parametrize("kernels", ["off", "portable"])
-def test_terms_of_the_temporaries(kernels, monkeypatch):
-    """By hand: a mixer and one attention layer, a chain of one drafted token."""
+def test_terms_of_temporaries_by_hand(kernels, monkeypatch):
+    """For a mixer and one attention layer, with a chain of one draft token."""
     monkeypatch.setenv("STREE_JAX_CPU_KERNELS", kernels)
-    in_place = cpu_kernels.level() is not None  # none may have been built
+    in_place = cpu_kernels.level() is not None  # the kernels may not be built
     target = abstract(tiny(1, layers=("mamba", "attention")))
     from stree_jax.sizing.memory import abstract_program
 
     spec, _ = abstract_program(target, "lookup", "chain:1", Room(2, 4096, 64))
     found = temporaries_of(spec, 2)
     ssm, window = 2 * 4 * 8 * 16 * 4, 2 * 3 * (32 + 2 * 2 * 16) * 4
-    record = 2 * 2 * (32 + 2 * 2 * 16) * 4  # x, B, C of 2 rows of 2 nodes
+    record = 2 * 2 * (32 + 2 * 2 * 16) * 4  # x, B, C of 2 nodes in 2 rows
     queries = 2 * 4 * 2  # rows, heads, nodes
     attention = 4 * queries * (2 * 128 + 2 * (8 + 2) + 8) + 4 * 2 * 2 * 128 * 8
     assert found.phases["replay and drafting"] == (0 if in_place else ssm + window)
-    if in_place:  # no scores, so that what qkv and the heads give is more
+    # There are no scores, so the outputs of qkv and of the heads are larger
+    if in_place:
         attention = 4 * 2 * 2 * ((4 + 2 * 2) * 8 + 4 * 8)
     assert found.phases["pass"] == record + attention
     assert found.phases["logits"] == (4 + 2 * 2) * 50 * 4
     assert found.largest == "pass"
 
 
-def test_who_drafts_by_passes_of_its_own(target):
+def test_draft_models_of_drafters(target):
     from stree_jax.sizing.memory import abstract_program
 
     spec, _ = abstract_program(abstract(target), abstract(target), "A", Room(1, 384, 8))
@@ -108,21 +110,21 @@ def test_who_drafts_by_passes_of_its_own(target):
     assert spec.drafter.models == ()
 
 
-def test_rows_of_a_product_are_those_of_the_product():
+def test_padded_rows_of_products():
     assert [padded_rows(n) for n in (1, 4, 5, 8, 9, 17, 64, 65)] == [
         *(1, 4, 8, 8, 16, 32, 64, 65)
     ]
 
 
-def test_too_little_room_is_refused(target):
+def test_too_small_capacities_are_refused(target):
     with pytest.raises(ValueError, match="need 256 cache rows, got 80"):
         memory_of(abstract(target), "lookup", "A", Room(1, 80, 64))
 
 
 @pytest.mark.parametrize("only", ["hybrid, chain:4", "mamba2, E, model, 1"])
-def test_a_prediction_is_the_compilers(only):
-    """Some of the table's 20, in a process that compiles as users do."""
-    told = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}  # by conftest.py
+def test_predictions_match_the_compiler(only):
+    """For some of the table's 20 cases, in a process that compiles as for users."""
+    told = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}  # set by conftest.py
     env = {k: v for k, v in os.environ.items() if k not in told}
     command = [sys.executable, "-m", "tests.memory_table", "--only", only]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""n-gram tables on disk: what comes back, and what is refused in one line."""
+"""Test n-gram files: round trips, and errors of one line."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ def table():
 
 @pytest.fixture(scope="module")
 def body(table, tmp_path_factory):
-    """The bytes of a saved table."""
+    """Returns the bytes of a saved table."""
     path = tmp_path_factory.mktemp("tables") / "table"
     save_ngrams(table, path)
     return path.read_bytes()
@@ -39,7 +39,7 @@ def file(tmp_path):
 
 
 def refused(path):
-    """The one line that says why a file is no table."""
+    """Checks that a file is refused in one line. Returns the line."""
     with pytest.raises(CheckpointError) as caught:
         load_ngrams(path)
     line = str(caught.value)
@@ -47,7 +47,7 @@ def refused(path):
     return line
 
 
-def test_what_comes_back_is_what_was_saved(table, file):
+def test_a_saved_table_loads_unchanged(table, file):
     save_ngrams(table, file)
     again = load_ngrams(str(file))
     chex.assert_trees_all_equal(again, table)
@@ -56,7 +56,7 @@ def test_what_comes_back_is_what_was_saved(table, file):
     assert [p.name for p in file.parent.iterdir()] == [file.name]
 
 
-def test_an_existing_file_is_not_written_over(table, file):
+def test_existing_files_are_not_overwritten(table, file):
     file.write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
         save_ngrams(table, file)
@@ -87,7 +87,8 @@ def test_a_failed_save_leaves_nothing(table, file, monkeypatch, function):
 
 
 def positions(body):
-    """Bytes to be damaged: all of the size, some of the header, some of the arrays."""
+    """Returns offsets to damage: all bytes of the size, some of the header and
+    arrays."""
     rng = np.random.default_rng(1)
     behind = 8 + int.from_bytes(body[:8], "little")
     header = rng.choice(np.arange(8, behind), 30, replace=False)
@@ -95,7 +96,7 @@ def positions(body):
     return [*range(8), *header.tolist(), *arrays.tolist(), behind - 1, len(body) - 1]
 
 
-def test_one_wrong_bit_is_seen(body, file):
+def test_one_wrong_bit_is_detected(body, file):
     rng = np.random.default_rng(2)
     for at in positions(body):
         damaged = bytearray(body)
@@ -104,7 +105,7 @@ def test_one_wrong_bit_is_seen(body, file):
         refused(file)
 
 
-def test_a_part_of_a_file_or_more_than_it_is_refused(body, file):
+def test_truncated_and_extended_files_are_refused(body, file):
     behind = 8 + int.from_bytes(body[:8], "little")
     cuts = [0, 1, 7, 8, 9, 10, behind - 1, behind, behind + 4, len(body) // 2]
     for size in (*cuts, len(body) - 4, len(body) - 1):
@@ -135,19 +136,20 @@ def test_other_files_are_refused(file):
 
 
 def parts(body):
-    """The arrays and the metadata of a saved table."""
+    """Returns the arrays and metadata of a saved table."""
     return load(body), dict(_split(Path("x"), body)[0]["__metadata__"])
 
 
 def sealed(tensors, facts):
-    """A file of them whose checksum is right, whatever else is not."""
+    """Returns a file of arrays and metadata with a valid checksum."""
     facts = {k: v for k, v in facts.items() if k != "sha256"}
     body = save(tensors, facts)
     return save(tensors, {**facts, "sha256": _digest(*_split(Path("x"), body))})
 
 
-def test_edited_metadata_are_seen(body, file):
-    """The temperature scales what is guessed, and is in no array."""
+def test_edited_metadata_is_detected(body, file):
+    """For example the temperature, which scales the guesses and is only in the
+    metadata."""
     tensors, facts = parts(body)
     file.write_bytes(sealed(tensors, facts))
     load_ngrams(file)
@@ -158,20 +160,20 @@ def test_edited_metadata_are_seen(body, file):
 
 
 @pytest.mark.parametrize("temperature", ["0", "-1", "nan", "inf", "1e999", "warm", ""])
-def test_a_temperature_that_is_none_is_refused(body, file, temperature):
+def test_invalid_temperatures_are_refused(body, file, temperature):
     tensors, facts = parts(body)
     file.write_bytes(sealed(tensors, {**facts, "temperature": temperature}))
     refused(file)
 
 
 @pytest.mark.parametrize("rates", ["[]", "[0.6, 0.5]", "[1.2]", "[NaN]", '["a"]', "7"])
-def test_rates_that_are_none_are_refused(body, file, rates):
+def test_invalid_rates_are_refused(body, file, rates):
     tensors, facts = parts(body)
     file.write_bytes(sealed(tensors, {**facts, "rates": rates}))
     assert "not a table" in refused(file)
 
 
-def test_older_files_have_assumed_rates(table, body, file):
+def test_files_without_rates_get_assumed_rates(table, body, file):
     save_ngrams(replace(table, rates=(0.25, 0.5)), file)
     assert load_ngrams(file).rates == (0.25, 0.5)
     tensors, facts = parts(body)
@@ -179,7 +181,7 @@ def test_older_files_have_assumed_rates(table, body, file):
     assert load_ngrams(file).rates == ASSUMED_RATES
 
 
-def test_another_version_is_named(body, file):
+def test_other_versions_are_refused(body, file):
     tensors, facts = parts(body)
     file.write_bytes(sealed(tensors, {**facts, "version": "2"}))
     assert "version: want 1, got '2'" in refused(file)
@@ -212,16 +214,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_arrays_that_do_not_belong_together_are_refused(body, file, name):
-    """With a right checksum: of a table that another program has written."""
+def test_inconsistent_arrays_are_refused(body, file, name):
+    """With a valid checksum, as if another program had written the table."""
     tensors, facts = parts(body)
     changed = {k: np.ascontiguousarray(v) for k, v in WRONG[name](tensors).items()}
     file.write_bytes(sealed(changed, facts))
     refused(file)
 
 
-def test_a_type_that_numpy_has_not_is_refused(body, file):
-    """bfloat16, with a right checksum."""
+def test_a_dtype_unknown_to_numpy_is_refused(body, file):
+    """bfloat16, with a valid checksum."""
     header, data = _split(file, body)
     header["unigram"] |= {"dtype": "BF16", "shape": [2 * V]}
     header["__metadata__"]["sha256"] = _digest(header, data)

@@ -1,4 +1,4 @@
-"""What is planned fits, nothing faster does, and the search always ends."""
+"""Test plans: they fit, nothing faster fits, and the search always ends."""
 
 from dataclasses import replace
 
@@ -59,17 +59,17 @@ def ample(target, drafter):
         ("2B", 2),
     ],
 )
-def test_bytes_are_read(text, size):
+def test_byte_sizes_are_parsed(text, size):
     assert bytes_named(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "8XB", "-8GB", "0", "8 G B", "1e9", True])
-def test_bytes_that_are_none(text):
+def test_invalid_byte_sizes_are_refused(text):
     with pytest.raises(ValueError, match=r"^memory: want "):
         bytes_named(text)
 
 
-def test_what_fits_is_ranked(ample):
+def test_choices_that_fit_are_ranked(ample):
     speeds = [choice.tokens_per_s(2) for choice in ample.choices]
     assert len(speeds) == planning.KEPT and speeds == sorted(speeds, reverse=True)
     assert all(choice.memory.promised <= ample.limit for choice in ample.choices)
@@ -77,8 +77,8 @@ def test_what_fits_is_ranked(ample):
     assert not ample.best.measured and ample.best.tau > 2
 
 
-def test_the_bytes_are_those_of_the_choice(ample, target, drafter):
-    """Planned and told of by the two functions alike, for caches that hold it all."""
+def test_planned_bytes_match_memory_of(ample, target, drafter):
+    """For caches with capacity for all queries."""
     best = ample.best
     abstract = [
         stree_jax.sizing.memory.abstract_model(c, np.dtype(best.dtype))
@@ -89,7 +89,7 @@ def test_the_bytes_are_those_of_the_choice(ample, target, drafter):
     assert memory_of(*abstract, best.tree, room) == best.memory
 
 
-def test_a_byte_less_is_another_choice(ample, target, drafter):
+def test_one_byte_less_gives_another_choice(ample, target, drafter):
     size = ample.best.memory.promised
     same = plan(target, size, drafter=drafter, **ASKED)
     assert same.best == ample.best
@@ -98,7 +98,7 @@ def test_a_byte_less_is_another_choice(ample, target, drafter):
 
 
 def test_lower_precision_comes_last(target, drafter):
-    """Only where not even plain decoding fits in float32."""
+    """It is chosen only if not even plain decoding fits in float32."""
     plain = plan(target, MB * 100, drafter=None, dtypes=["float32"], **ASKED)
     (choice,) = plain.choices
     size = choice.memory.promised
@@ -111,15 +111,15 @@ def test_lower_precision_comes_last(target, drafter):
 @pytest.mark.parametrize(
     ("limit", "advice"), [(1, "the shortest request takes"), (300_000, "it fits with")]
 )
-def test_it_ends_and_says_what_to_shrink(limit, advice, target, drafter):
-    """SpecMemo's loop, as printed, would go round for ever."""
+def test_the_search_ends_and_suggests_smaller_sizes(limit, advice, target, drafter):
+    """SpecMemo's loop, as printed in the paper, would never end."""
     with pytest.raises(ValueError, match=r"^memory: .* too few for plain decod") as e:
         plan(target, limit, drafter=drafter, **ASKED)
     text = str(e.value)
     assert "\n" not in text and "in bfloat16" in text and advice in text
 
 
-def test_the_advice_fits(target):
+def test_suggested_sizes_fit(target):
     asked = {"batch": 4, "context": 4096, "queries": 3, "max_new_tokens": 64}
     (whole,) = plan(target, 100 * MB, drafter=None, **asked).choices
     limit = whole.memory.promised // 2
@@ -134,7 +134,7 @@ def test_the_advice_fits(target):
         plan(target, limit, drafter=None, dtypes=["float32"], **less)
 
 
-def test_several_numbers_are_lowered_where_one_is_not_enough(target):
+def test_several_sizes_are_reduced_if_one_is_not_enough(target):
     asked = {"batch": 4, "context": 1100, "queries": 3, "max_new_tokens": 1024}
     given = {"drafter": None, "dtypes": ["float32"]}
     (least,) = plan(target, 100 * MB, **given, **asked | {"batch": 1}).choices
@@ -147,7 +147,7 @@ def test_several_numbers_are_lowered_where_one_is_not_enough(target):
     plan(target, limit, **given, **asked | less)
 
 
-def test_heads_are_left_out_one_by_one(target):
+def test_plans_with_fewer_heads(target):
     config = HeadsConfig(d_model=32, vocab_size=50, heads=3, blocks=4)
     found = plan(target, 100 * MB, drafter=config, **ASKED)
     heads = {choice.heads for choice in found.choices}
@@ -162,7 +162,7 @@ def test_heads_are_left_out_one_by_one(target):
             assert tree.depth <= option.heads or option.tree.startswith("auto")
 
 
-def test_first_heads_say_the_same():
+def test_first_heads_keep_their_logits():
     target = tiny(1)
     config = HeadsConfig(32, 50, heads=3, accuracy=((0.5,), (0.4,), (0.3,)))
     heads = Heads(init_heads(config, jax.random.key(0), np.float32), config)
@@ -174,8 +174,9 @@ def test_first_heads_say_the_same():
     np.testing.assert_array_equal(got, all_of)
 
 
-def test_measured_steps_decide(target, drafter, monkeypatch):
-    """A machine where a second node costs as much as ten passes: plain is fastest."""
+def test_measured_steps_determine_the_plan(target, drafter, monkeypatch):
+    """If every further node costs many times a plain step, plain decoding is
+    fastest."""
     steep = step_times.Measured({1: 1.0, 4: 40.0, 8: 80.0, 16: 160.0}, 0.5, 0.5)
     monkeypatch.setattr(step_times, "known", lambda spec, decoding: steep)
     found = plan(target, 100 * MB, drafter=drafter, **ASKED)
@@ -184,7 +185,7 @@ def test_measured_steps_decide(target, drafter, monkeypatch):
     assert verify(6) == 60.0 and verify(31) == pytest.approx(160 + 15 * 159 / 15)
 
 
-def test_good_guesses_make_large_trees(target, drafter):
+def test_high_acceptance_gives_large_trees(target, drafter):
     good, bad = (
         Acceptance(np.tile(np.array([[p, 0.02, 0.01]]), (15, 1))) for p in (0.95, 0.05)
     )
@@ -195,8 +196,9 @@ def test_good_guesses_make_large_trees(target, drafter):
     assert taus[0] > 5 and taus[1] < 1.5
 
 
-def test_the_compiler_has_the_last_word(ample, target, drafter, monkeypatch):
-    """What it says does not fit is left out, and the search goes on."""
+def test_the_compilers_sizes_decide(ample, target, drafter, monkeypatch):
+    """A choice that does not fit by the compiler's size is skipped, and the search
+    continues."""
     asked = []
 
     def says(*args, reads):
@@ -210,7 +212,7 @@ def test_the_compiler_has_the_last_word(ample, target, drafter, monkeypatch):
         ample.choices[0].tree,
         *[ample.choices[1].tree] * 2,
     ]
-    assert asked[2][1] > 0 == asked[1][1]  # the loop, and the program that reads
+    assert asked[2][1] > 0 == asked[1][1]  # the loop, and the prefill program
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_wrong_arguments(wrong, word, target):
         plan(target, "8GB", **ASKED | wrong)
 
 
-def test_more_queries_want_larger_caches():
+def test_more_queries_need_larger_caches():
     few, many = (Request(context=512, queries=n).room(4) for n in (2, 20))
     assert many.capacity > 20 * 512 > few.capacity > 2 * 512
     assert replace(many, capacity=0) == replace(few, capacity=0)

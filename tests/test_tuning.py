@@ -1,4 +1,4 @@
-"""Steps are timed once a machine and kept; nothing odd in the file does harm."""
+"""Test step times: measured once per machine and stored; invalid files are ignored."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """How often steps were measured; the times are made up."""
+    """Returns a list of measurements. The times are made up."""
     calls = []
 
     def measure(spec, decoding):
@@ -51,7 +51,7 @@ def measured(monkeypatch):
 
 
 def times_of(model, drafter="lookup", tree=TREE, batch=1, sampled=False, context=500):
-    """As a generation asks for them."""
+    """Returns the times that a generation would get."""
     sampling = Sampling(temperature=1.0) if sampled else None
     begun, plan = begin(
         model,
@@ -65,11 +65,11 @@ def times_of(model, drafter="lookup", tree=TREE, batch=1, sampled=False, context
     return step_times.times_of(plan.spec, begun)
 
 
-def test_times_are_measured_once_and_kept(target, folder, measured, monkeypatch):
+def test_times_are_measured_once_and_stored(target, folder, measured, monkeypatch):
     for _ in range(2):
         found = times_of(target)
     assert len(measured) == 1
-    monkeypatch.setattr(step_times, "_known", {})  # another process
+    monkeypatch.setattr(step_times, "_known", {})  # as in another process
     assert times_of(target) == found
     assert len(measured) == 1
     assert [file.name for file in folder.iterdir()] == ["steps.json"]
@@ -77,11 +77,11 @@ def test_times_are_measured_once_and_kept(target, folder, measured, monkeypatch)
         target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE
     )
     assert len(measured) == 1 and result.tree_sizes == (1, 4)
-    stree_jax.tune(target, tree=TREE)  # who asks for it wants new ones
+    stree_jax.tune(target, tree=TREE)  # tune always measures again
     assert len(measured) == 2
 
 
-def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
+def test_times_are_stored_for_each_configuration(target, drafter, folder, measured):
     half = target.replace(
         params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params)
     )
@@ -103,7 +103,7 @@ def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
     assert len(measured) == len(cases)
     entries = json.loads((folder / "steps.json").read_text())
     assert len(entries) == len(cases)
-    times_of(target, context=1500)  # alike, below 4096
+    times_of(target, context=1500)  # contexts below 4096 count as equal
     assert len(measured) == len(cases)
 
 
@@ -124,7 +124,7 @@ def test_what_steps_depend_on_is_told_apart(target, drafter, folder, measured):
     ],
     ids=range(10),
 )
-def test_an_odd_file_is_measured_over(target, folder, measured, text):
+def test_an_invalid_file_is_replaced(target, folder, measured, text):
     begun, plan = begin(
         target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE, capacity=500
     )
@@ -136,7 +136,7 @@ def test_an_odd_file_is_measured_over(target, folder, measured, text):
     assert key in json.loads((folder / "steps.json").read_text())
 
 
-def test_one_odd_entry_costs_no_other(target, folder, measured):
+def test_an_invalid_entry_does_not_affect_others(target, folder, measured):
     found = times_of(target)
     file = folder / "steps.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"other": 1}))
@@ -145,7 +145,9 @@ def test_one_odd_entry_costs_no_other(target, folder, measured):
     assert len(measured) == 1
 
 
-def test_nothing_is_kept_where_nothing_can_be(target, measured, monkeypatch, tmp_path):
+def test_without_a_usable_folder_nothing_is_stored(
+    target, measured, monkeypatch, tmp_path
+):
     monkeypatch.setattr(step_times, "_known", {})
     for named in ("off", str(tmp_path / "file" / "below")):
         (tmp_path / "file").write_text("")
@@ -154,14 +156,14 @@ def test_nothing_is_kept_where_nothing_can_be(target, measured, monkeypatch, tmp
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file"]
 
 
-def test_nothing_is_left_where_nothing_can_be_written(target, folder, measured):
+def test_a_failed_write_leaves_no_file(target, folder, measured):
     (folder / "steps.json").mkdir(parents=True)
     times_of(target)
     assert [file.name for file in folder.iterdir()] == ["steps.json"]
 
 
 def test_real_steps_are_timed_on_copies(target, drafter, folder, caplog):
-    """Every way to step is timed, and the decoding is where it was."""
+    """Every kind of step is timed, and the decoding state does not change."""
     begun, plan = begin(
         target, [[3, 4]], max_new_tokens=2, drafter=drafter, tree="auto:1,2,4"
     )
@@ -174,8 +176,8 @@ def test_real_steps_are_timed_on_copies(target, drafter, folder, caplog):
     assert int(begun.length[0]) == 0 and int(begun.used.sum()) == 0
 
 
-def test_a_disturbed_measurement_is_not_taken_for_the_machines(target, drafter):
-    """A smaller tree takes no longer than a larger one; nothing is below zero."""
+def test_disturbed_measurements_are_corrected(target, drafter):
+    """A smaller tree is never slower than a larger one, and no time is negative."""
     _, plan = begin(target, [[3]], max_new_tokens=1, drafter=drafter, tree="auto:1,2,4")
     deepest = plan.spec.drafter.depth
     ways = [(0, 0), (1, 0), (2, 0), (1, 1), (1, deepest)]
@@ -187,7 +189,7 @@ def test_a_disturbed_measurement_is_not_taken_for_the_machines(target, drafter):
     assert found.draft == 1.0 and 0 < found.level < 0.01
 
 
-def test_only_auto_is_tuned(target):
+def test_only_auto_can_be_tuned(target):
     with pytest.raises(ValueError, match="tree: only 'auto' is tuned, got 'A'"):
         stree_jax.tune(target, tree="A")
     with pytest.raises(ValueError, match="batch"):
@@ -196,7 +198,7 @@ def test_only_auto_is_tuned(target):
         stree_jax.tune(target, context=0)
 
 
-def test_a_generation_does_not_wait_for_times_it_is_given(target, folder, measured):
+def test_given_times_are_not_measured(target, folder, measured):
     given = step_times.Measured({1: 1.0, 4: 1.1}, 0.0, 0.0).on_device()
     stree_jax.generate(
         target,
@@ -210,8 +212,8 @@ def test_a_generation_does_not_wait_for_times_it_is_given(target, folder, measur
     assert not measured
 
 
-def test_times_that_turn_out_too_long_are_measured_again(target, folder, monkeypatch):
-    """The shorter ones of both are kept; times that are shorter than true stay."""
+def test_times_that_are_too_long_are_measured_again(target, folder, monkeypatch):
+    """The shorter of both times is kept. Times that are too short are not noticed."""
     calls, seconds = [], iter([[9.0, 9.5], [7.0, 19.0], [1e-7, 2e-7], [5.0, 5.0]])
 
     def measure(spec, decoding):
@@ -239,7 +241,7 @@ def test_times_that_turn_out_too_long_are_measured_again(target, folder, monkeyp
     assert kept() == [1e-7, 2e-7]
 
 
-def test_times_are_doubted_so_often(target, folder, measured):
+def test_times_are_measured_again_a_limited_number_of_times(target, folder, measured):
     begun, plan = begin(target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE)
     calls = np.array([[2, 1]])
     asked = plan.spec, begun, calls
@@ -247,14 +249,14 @@ def test_times_are_doubted_so_often(target, folder, measured):
     step_times.times_of(plan.spec, begun)
     assert not step_times.doubt(*asked, 0, 6.0)  # 1 + 1 + 4 s, as measured
     assert not step_times.doubt(*asked, 0, 5.8)
-    assert step_times.doubt(*asked, 4, 5.8)  # with passes of 0.25 s
+    assert step_times.doubt(*asked, 4, 5.8)  # includes passes of 0.25 s
     for _ in range(step_times.AGAIN - 1):
         assert step_times.doubt(*asked, 0, 1.0)
     assert not step_times.doubt(*asked, 0, 1.0)
 
 
-def test_a_batchs_plain_steps_are_doubted(target, folder, measured):
-    """Of what a batch's drafts took nothing is known, nor how few rows ran at last."""
+def test_plain_steps_of_a_batch_are_checked(target, folder, measured):
+    """Rows have different trees, so only the time of plain steps is a lower bound."""
     prompts = [[3, 4], [5]]
     begun, plan = begin(target, prompts, max_new_tokens=9, drafter="lookup", tree=TREE)
     calls = np.array([[2, 1], [7, 0]])
@@ -263,8 +265,9 @@ def test_a_batchs_plain_steps_are_doubted(target, folder, measured):
     assert step_times.doubt(plan.spec, begun, calls, 9, 3 * plain / 1.15)
 
 
-def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):
-    """What a call takes without steps is taken off; the first one's delay is not."""
+def test_a_slow_first_call_does_not_shorten_steps(target, monkeypatch):
+    """The time of a call without steps is subtracted, but not the delay of a first
+    call."""
     begun, plan = begin(target, [[3, 4]], max_new_tokens=3, drafter="lookup", tree=TREE)
     cold = set()
 
@@ -280,7 +283,7 @@ def test_a_slow_first_call_makes_no_step_short(target, monkeypatch):
     assert found.by_size == pytest.approx({1: 0.01, 4: 0.03})
 
 
-def test_no_step_that_is_disturbed_is_half_of_what_is_timed():
-    """Unless steps are so long that one is enough."""
+def test_several_steps_are_timed_together():
+    """So that one disturbed step does not dominate. Long steps are timed one by one."""
     steps = {1e-4: 32, 1e-3: 20, 0.01: 4, 0.04: 4, 0.1: 1, 2.0: 1}
     assert {about: step_times._steps_of_segment(about) for about in steps} == steps

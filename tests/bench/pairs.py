@@ -1,4 +1,4 @@
-"""Small models with a tokenizer, and what tests ask of reports and tables."""
+"""Small models with a tokenizer, and helpers for reports and tables."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.support.tiny import perturbed, tiny
 
 
 def pair_with_words(**options):
-    """A tiny target that can read text, and a drafter that is nearly the same."""
+    """Returns a tiny target that can read text, and a draft model close to it."""
     tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
     size, model = tokenizer.get_vocab_size(), tiny(1, **options)
     config = replace(model.config, vocab_size=size, num_tokens=size)

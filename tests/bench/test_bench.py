@@ -1,4 +1,4 @@
-"""The method of the measurements: turns, resuming, statistics, tables, figures."""
+"""Test how benchmarks measure: alternation, resuming, statistics, tables, figures."""
 
 import dataclasses
 import gzip
@@ -32,7 +32,7 @@ from stree_jax.speculation import loop
 from tests.bench.pairs import cells, drawn, measured, pair_with_words
 from tests.support.tiny import too_much
 
-LONG = "return x and f, f and x\n" * 30  # another bucket of lengths
+LONG = "return x and f, f and x\n" * 30  # another length bucket
 PROMPTS = {"HumanEval": ["def f(x):", LONG], "GSM8K": ["how many", "x"]}
 
 
@@ -43,7 +43,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def report(pair, tmp_path_factory):
-    """Both sets have prompts of two lengths: an arm is traced once all the same."""
+    """Decodes both sets, with prompts of two lengths. Each arm is traced only once."""
     path = tmp_path_factory.mktemp("bench") / "r.json"
     counted = chex.assert_max_traces(loop.advance, n=7)
     program = jax.jit(counted, static_argnames=("verify",))
@@ -58,7 +58,7 @@ def decoded(pair, run):
     return arms.measure_arms("decode", {"": work}, PROMPTS, [0, 1], run)
 
 
-def test_arms_take_turns_after_a_first_call_of_each():
+def test_arms_alternate_after_a_first_call():
     calls, warm = [], {"c"}
     arms = {name: (lambda n=name: calls.append(n) or len(calls)) for name in "abc"}
     results, first = take_turns(arms, 2, warm)
@@ -69,7 +69,7 @@ def test_arms_take_turns_after_a_first_call_of_each():
     assert "".join(calls[8:]) == "abc"
 
 
-def test_an_arm_that_runs_out_of_memory_takes_no_turns():
+def test_an_arm_that_runs_out_of_memory_is_skipped():
     def wrong():
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
@@ -83,11 +83,11 @@ def test_an_arm_that_runs_out_of_memory_takes_no_turns():
             take_turns({"a": arm}, 2, set(), skip_too_large=arm is wrong)
 
 
-def test_sign_test_and_spread():
+def test_sign_test_and_quartiles():
     assert sign_test([2.0] * 10) == pytest.approx(2 / 1024)
     assert sign_test([0.5] * 10) == sign_test([2.0] * 10)
     assert sign_test([2.0, 0.5]) == 1.0
-    assert sign_test([1.0, 1.0]) == 1.0  # ties say nothing
+    assert sign_test([1.0, 1.0]) == 1.0  # ties do not count
     assert sign_test([2.0] * 5 + [1.0]) == pytest.approx(2 / 32)
     assert spread([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0}
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "low": 2, "high": 4}
@@ -97,7 +97,7 @@ def calls(names, work=str.upper):
     return {name: partial(work, name) for name in names}
 
 
-def test_a_killed_run_goes_on(tmp_path):
+def test_a_killed_run_resumes(tmp_path):
     path, seen = tmp_path / "r.json", []
 
     def work(name):
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on(tmp_path):
         measure({"kind": "k"}, calls("abcd", work), Run(1, path))
     part = path.with_name("r.json.part")
     with part.open("a") as lines:
-        lines.write('["c", {"n": "cut off')  # a write that a kill cut
+        lines.write('["c", {"n": "cut off')  # a write interrupted by a kill
     report = measure({"kind": "k"}, calls("abcd", work), Run(1, path))
     assert seen == ["a", "b", "killed", "c", "d"]
     assert report["complete"] and list(report["units"]) == ["a", "b", "c", "d"]
@@ -125,12 +125,12 @@ def test_minutes_end_a_run_between_units(tmp_path):
     report = measure({"kind": "k"}, calls("abc"), Run(1, path, minutes=0))
     assert not report["complete"] and report["units"] == {}
     method.write_report(report, path)
-    assert not path.with_name("r.json.part").exists()  # nothing to go on from
+    assert not path.with_name("r.json.part").exists()  # there is nothing to resume
     report = measure({"kind": "k"}, calls("abc"), Run(1, path))
     assert report["units"] == {"a": "A", "b": "B", "c": "C"}
 
 
-def test_another_setting_does_not_go_on(tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(tmp_path):
     path = tmp_path / "r.json"
     measure({"kind": "k", "count": 1}, calls("a"), Run(1, path))
     before = path.with_name("r.json.part").read_text()
@@ -141,8 +141,8 @@ def test_another_setting_does_not_go_on(tmp_path):
     assert path.with_name("r.json.part").read_text() == before
 
 
-def test_a_wrong_option_leaves_nothing(folder, capsys, tmp_path):
-    """And so no reason to refuse the right one; and only reports are written over."""
+def test_an_invalid_option_writes_nothing(folder, capsys, tmp_path):
+    """The corrected command then runs. Only reports may be overwritten."""
     report, other = tmp_path / "r.json", tmp_path / "p.jsonl"
     other.write_text((folder / "p.jsonl").read_text())
     assert bench(folder, "decode", "--json", report, "--max-new-tokens", "0") == 2
@@ -153,7 +153,7 @@ def test_a_wrong_option_leaves_nothing(folder, capsys, tmp_path):
     assert other.read_text() == (folder / "p.jsonl").read_text()
 
 
-def test_machine_says_what_ran():
+def test_machine_describes_the_system():
     facts = method.machine()
     assert facts["cores"] >= 1 and facts["device"] and facts["jax"]
     line = method.machine_line({"machine": facts, "dtype": "f", "complete": False})
@@ -184,32 +184,34 @@ def test_statistics_of_an_arm():
     rows = {row["arm"]: row for row in summarise_arms(units)}
     tree = rows["A"]
     assert tree["tau"] == 3.0
-    assert tree["speedup"]["median"] == 2.0  # of 4, 2 and 0.5
+    assert tree["speedup"]["median"] == 2.0  # median of 4, 2 and 0.5
     assert tree["tokens_per_s"] == 100.0
     assert tree["ms_per_call"] == 20.0
-    assert tree["over_chain"] == 1.0  # of 2, 1 and 0.25
+    assert tree["over_chain"] == 1.0  # median of 2, 1 and 0.25
     assert (tree["faster_than_plain"], tree["equal_to_plain"]) == (2, 2)
     assert tree["p_plain"] == 1.0 and tree["p_chain"] == 1.0
     assert rows["plain"]["speedup"]["median"] == 1.0
     assert rows["chain:2"]["over_chain"] is None
 
 
-def test_a_greedy_row_stands_for_all_rules_and_a_sampled_one_for_its_own():
+def test_greedy_rows_hold_for_all_rules():
     names = [(0, "plain"), (0, "mss@A"), (1, "plain"), (1, "mss@A")]
     rows = [{"temperature": t, "arm": arm} for t, arm in names]
     assert temperature.row_of(rows, "naive@A", 0) is rows[1]
     assert temperature.row_of(rows, "mss@A", 1) is rows[3]
-    assert temperature.row_of(rows, "naive@A", 1) is None  # of a run cut short
+    # Absent in an interrupted run
+    assert temperature.row_of(rows, "naive@A", 1) is None
     assert temperature.row_of(rows, "naive@E", 0) is None
 
 
-def test_decoding_is_measured_arm_by_arm(pair, report):
+def test_the_report_of_bench_decode(pair, report):
     assert report["complete"] and len(report["units"]) == 8
     for name, record in report["units"].items():
         greedy = "T=0" in name
         trees = {arm.rpartition("@")[2] for arm in record}
         assert trees == {"plain", "chain:2", "A"}
-        assert len(record) == (3 if greedy else 4)  # a rule makes no greedy difference
+        # Rules do not matter for greedy decoding
+        assert len(record) == (3 if greedy else 4)
         for arm, cell in record.items():
             assert len(cell["seconds"]) == 2 and min(cell["seconds"]) > 0
             assert cell["tokens"] == 8 and sum(cell["gained"]) == cell["calls"]
@@ -252,7 +254,7 @@ def test_figures_can_be_drawn(report, tmp_path, kind):
     assert "A" in command.table_of(shown)
 
 
-def test_an_arm_has_one_colour_whatever_stands_beside_it(report):
+def test_an_arm_has_the_same_colour_in_all_figures(report):
     greedy, sampled = (
         {label: bars[0].get_facecolor() for bars, label in zip(*shown, strict=True)}
         for shown in (ax.get_legend_handles_labels() for ax in drawn(report).axes)
@@ -268,13 +270,13 @@ def test_wrong_arms_are_refused(arm):
         parse_arm(arm)
 
 
-def test_a_set_smaller_than_a_batch(pair):
+def test_a_set_smaller_than_a_batch_is_refused(pair):
     with pytest.raises(ValueError, match="--count: 2 of HumanEval make no batch of 3"):
         arms.workload(*pair, [parse_arm("plain")], PROMPTS, 8, batch=3)
 
 
 def test_a_wrong_token_ends_the_run(pair):
-    """Arms whose greedy text is not plain decoding's are not timed silently."""
+    """Arms whose greedy text differs from plain decoding are never timed silently."""
     work = arms.workload(*pair, [parse_arm("plain")], PROMPTS, 8)
     plain = arms.decode_once(work, work.arms[0], ["def f(x):"], 0)
     (row,) = plain.tokens
@@ -284,10 +286,10 @@ def test_a_wrong_token_ends_the_run(pair):
         arms.check_ties(pair[0], ["def f(x):"], results)
 
 
-def test_prompts_go_round_the_sets():
+def test_rounds_alternate_between_sets():
     prompts = {"a": [1, 2, 3, 4, 5], "b": [6, 7, 8]}
     first, second = {"a": [1, 2], "b": [6, 7]}, {"a": [3, 4]}
-    assert rounds(prompts, 2) == [first, second]  # whole batches alone
+    assert rounds(prompts, 2) == [first, second]  # only complete batches
     sets = [list(groups) for groups in rounds(prompts)]
     assert sets == [["a", "b"]] * 3 + [["a"]] * 2
 
@@ -315,7 +317,7 @@ def test_prompt_files(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(pair, tmp_path_factory):
-    """The pair as directories, and a file of prompts."""
+    """Writes the pair as directories, and a file of prompts."""
     path = tmp_path_factory.mktemp("models")
     stree_jax.save(pair[0], path / "target")
     stree_jax.save(pair[1], path / "drafter")
@@ -344,7 +346,7 @@ def test_the_command_prints_and_writes(folder, capsys, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"r.json", "f.png", "f.svg"}
 
 
-def test_pairs_side_by_side(folder, capsys):
+def test_several_pairs(folder, capsys):
     spec = f"half={folder / 'target'}:{folder / 'drafter'}"
     options = ["--count", "1", "--max-new-tokens", "4", "--repeats", "1", "--pairs"]
     options += [spec, spec.replace("half", "none"), "--arms", "chain:2"]
@@ -377,11 +379,11 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
     speeds = [row["predicted"] for row in report["results"]]
     assert speeds == sorted(speeds, reverse=True)
     assert rows["plain"]["predicted"] == rows["plain"]["speedup"] == 1.0
-    # A step of plain decoding is predicted from itself, the others are not.
+    # A plain step is predicted from its own time, other steps are not.
     pass_ms = 1e3 * report["units"]["target"]["1"]
     own = max(rows["plain"]["ms"], pass_ms)
     assert rows["plain"]["predicted_ms"] == pytest.approx(own)
-    for arm in ("chain:2", "optimal:3"):  # the replayed walk is the loop's
+    for arm in ("chain:2", "optimal:3"):  # the replayed walk matches the loop
         assert rows[arm]["simulated_tau"] == rows[arm]["tau"]
         assert 1 < rows[arm]["tau"] <= 3
     text = command.table_of(report)
@@ -394,7 +396,7 @@ def test_cost_is_predicted_and_measured(pair, tmp_path, monkeypatch):
         assert again()["units"] == before  # resumed: nothing is measured again
 
 
-def test_the_verdict_names_the_tree_and_what_was_faster():
+def test_the_verdict_names_the_fastest_trees():
     def row(arm, predicted, speedup, parents):
         numbers = {"predicted": predicted, "speedup": speedup}
         return {"arm": arm, "parents": parents, **numbers}
@@ -407,7 +409,7 @@ def test_the_verdict_names_the_tree_and_what_was_faster():
     assert "Measured, optimal:4 is: 1.90" in text and "--tree" not in text
 
 
-def test_profile_adds_up_to_the_step(pair):
+def test_profile_has_all_parts_of_a_step(pair):
     prompts = {"HumanEval": ["def f(x):"]}
     words = ["--prompts", "p", "--arms", "plain", "A"]
     report = measured(profile, words, pair, prompts, Run(1))
@@ -431,18 +433,19 @@ def test_all_writes_one_report(folder, capsys, tmp_path, monkeypatch):
     words = ["--count", "1", "--max-new-tokens", "4", "--out", tmp_path / "all"]
     with mock.patch.object(jax, "clear_caches", wraps=jax.clear_caches) as cleared:
         assert bench(folder, "all", *words) == 0
-    assert cleared.call_count == 2  # or many benchmarks exhaust a process's memory maps
+    # Otherwise many benchmarks use up the memory maps of a process
+    assert cleared.call_count == 2
     names = {path.name for path in (tmp_path / "all").iterdir()}
     figures_of = {f"{k}.{s}" for k in ("decode", "trees") for s in ("png", "svg")}
     assert names == {"REPORT.md", "decode.json", "trees.json"} | figures_of
     text = (tmp_path / "all" / "REPORT.md").read_text()
     assert "![Decoding](decode.png)" in text and "| p.jsonl | 1 | mss@A |" in text
     with mock.patch.object(everything, "measure", side_effect=AssertionError):
-        assert bench(folder, "all", *words) == 0  # all of it is there
+        assert bench(folder, "all", *words) == 0  # all reports exist already
     capsys.readouterr()
 
 
-def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
+def test_all_lists_what_was_not_measured(folder, capsys, tmp_path):
     assert bench(folder, "all", "--out", tmp_path, "--minutes", "0") == 0
     text = (tmp_path / "REPORT.md").read_text()
     assert text.count("Not measured: the time was over.") == text.count("## ") == 6
@@ -470,7 +473,9 @@ def test_all_says_what_there_was_no_time_for(folder, capsys, tmp_path):
         ("decode", ["--minutes", "-1"], "--minutes: want at least 0, got -1"),
     ],
 )
-def test_wrong_options_are_one_line(folder, capsys, kind, options, message):
+def test_invalid_options_are_refused_in_one_line(
+    folder, capsys, kind, options, message
+):
     assert bench(folder, kind, *options) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`bench memory`: bytes of shapes, what fits, conversations in a budget."""
+"""Test `bench memory`: bytes of shapes, what fits, conversations within a budget."""
 
 import json
 from dataclasses import replace
@@ -81,7 +81,7 @@ def subject(models):
 
 
 def fixed(models, name, heads=K):
-    """A choice of the planner's kind, of a tree that needs no times."""
+    """Returns a `Choice` as from the planner, of a tree that needs no step times."""
     request = Request(1, 64, 2, NEW)
     room = request.room(2)
     memory = memory_of(models.target, models.heads, name, room)
@@ -91,7 +91,7 @@ def fixed(models, name, heads=K):
 
 
 def plans(target, heads, turns, shares, max_new_tokens, timed):
-    """As the planner's, of fixed trees: "auto" would time steps."""
+    """A stand-in for the planner, with fixed trees, because "auto" would time steps."""
     models = memory.Models(target, target, heads)
     ample, less = fixed(models, "pruned:2x2x6"), fixed(models, "chain:1", heads=1)
     found = {shares[0]: (10**6, ample), shares[1]: (10**5, less), 0.1: (9, "too few")}
@@ -108,7 +108,7 @@ def report(models):
     return json.loads(json.dumps(found))
 
 
-def test_the_breakdown_is_of_all_bytes(subject):
+def test_the_parts_of_the_breakdown_add_up(subject):
     rows = budgets.breakdown(subject, (4,))
     assert all(sum(row["parts"].values()) == row["total"] for row in rows)
     of = {(row["axis"], row["value"]): row["parts"] for row in rows}
@@ -125,7 +125,7 @@ def test_the_breakdown_is_of_all_bytes(subject):
     assert row["run_time"] == row["total"] - weights
 
 
-def test_the_longest_text_fits_and_the_next_does_not(subject):
+def test_the_longest_text_fits_and_a_longer_one_does_not(subject):
     for row in budgets.longest(subject, (6,)):
         tree = subject.tree(row["nodes"])
         for name, total in (("context", "promised"), ("steps", "steps_total")):
@@ -141,7 +141,7 @@ def test_the_longest_text_fits_and_the_next_does_not(subject):
     assert [row["context"] for row in budgets.longest(alone, ())] == [0]
 
 
-def test_a_search_finds_the_last_that_fits():
+def test_the_search_finds_the_last_size_that_fits():
     for count in (1, 2, 7, 20):
         sizes = [3 * i for i in range(count)]
         for limit in range(-1, 3 * count):
@@ -150,7 +150,7 @@ def test_a_search_finds_the_last_that_fits():
             assert last_fit(sizes.__getitem__, limit, count) == want
 
 
-def test_fixed_ratios_beside_the_planner(subject, monkeypatch):
+def test_fixed_ratios_compared_with_the_planner(subject, monkeypatch):
     monkeypatch.setattr(budgets, "RATIOS", (1, 63))
     limit = 2 * 10**6
     half, little = budgets.ratios(replace(subject, limit=limit), (4, 6))
@@ -163,7 +163,7 @@ def test_fixed_ratios_beside_the_planner(subject, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [3 * 10**5, 10**6])
-def test_the_most_queries_fit_and_no_more(subject, limit, monkeypatch):
+def test_the_largest_number_of_queries_fits(subject, limit, monkeypatch):
     monkeypatch.setattr(budgets, "RATIOS", (1,))
     (row,) = budgets.ratios(replace(subject, limit=limit), (4, 6))
     most = row["most_queries"]
@@ -173,8 +173,8 @@ def test_the_most_queries_fit_and_no_more(subject, limit, monkeypatch):
         assert (found.promised <= limit) == fits
 
 
-def test_printed_numbers_are_the_papers():
-    """Its 55 MB and 19.5 MB, and the 65 % less of 20 conversations."""
+def test_printed_numbers_match_the_paper():
+    """The paper's 55 MB and 19.5 MB, and 65 % less for 20 conversations."""
     rows = budgets.printed(budgets.subject_of(budgets.PAPER, 16 * 10**9))
     assert [round(row["specmemo"] / 2**20, 1) for row in rows] == [55.2, 19.5]
     assert [row["printed_mib"] for row in rows] == ["55", "19.5"]
@@ -184,16 +184,17 @@ def test_printed_numbers_are_the_papers():
     assert rows[0]["head_bytes"] * 3 == rows[1]["head_bytes"] * 4
 
 
-def test_cached_rows_are_counted_in_every_kind_of_layer():
-    """2 h k x d p of Llama-2-7B: 2048 tokens in 16 bits are a GiB."""
+def test_cache_rows_are_counted_in_every_kind_of_layer():
+    """2 h k x d p for Llama-2-7B: 2048 tokens in 16 bits are one GiB."""
     llama = budgets.subject_of(budgets.PAPER, 0).target
     assert 2048 * cache_row_bytes(llama) == 2**30
     assert cache_row_bytes(budgets.subject_of("mamba2-2.7b", 0).target) == 0
-    shared = abstract_model(FAMILIES["zamba2"], "float32")  # two layers, 8 heads of 8
+    # Two layers with 8 heads of 8
+    shared = abstract_model(FAMILIES["zamba2"], "float32")
     assert cache_row_bytes(shared) == 2 * 2 * 8 * 8 * 4
 
 
-def test_arms_give_plain_text_and_their_bytes(report, models):
+def test_arms_have_the_plain_text_and_their_bytes(report, models):
     assert report["complete"]
     rows = {row["arm"]: row for row in report["results"]}
     names = [f"{k} heads, sparse:{n}" for k in (1, 2) for n in OPTIONS["sizes"]]
@@ -205,7 +206,7 @@ def test_arms_give_plain_text_and_their_bytes(report, models):
     assert (row["nodes"], rows["plain"]["nodes"]) == (6, 1)
     assert row["bytes"] - row["run_time"] == memory.weights + memory.drafter_weights
     assert row["expected_tau"] > 1 and rows["plain"]["expected_tau"] is None
-    # More heads have better places for as many nodes.
+    # More heads allow better places for the same number of nodes.
     better = [rows[f"{k} heads, sparse:6"]["expected_tau"] for k in (1, 2)]
     assert better[0] <= better[1]
 
@@ -223,7 +224,7 @@ def test_conversations_in_budgets(report):
     assert record["tokens"] == 2 * NEW and len(record["resident"]) == 2
 
 
-def test_a_wrong_turn_is_found(models):
+def test_wrong_text_in_a_turn_is_found(models):
     talk = plans(models.target, models.heads, TURNS, (1.0, 0.5), NEW, False)
     said = [result for result, _ in conversations.converse(talk, TURNS[0], None)]
     same = {"plain": said, "a": said}
@@ -234,8 +235,8 @@ def test_a_wrong_turn_is_found(models):
         conversations.check_turns(models.target, {"plain": said, "a": [said[0], wrong]})
 
 
-def test_the_planner_is_asked_at_every_budget(models):
-    """And is told of a limit that its own choice just fits."""
+def test_the_planner_runs_for_every_budget(models):
+    """Including a limit that its own choice just fits."""
     talk = conversations.plans(
         models.target, models.heads, TURNS, (1.0, 0.0), NEW, False
     )
@@ -270,7 +271,7 @@ def test_tables_and_figures(report, tmp_path):
         assert (tmp_path / f"f-{part}.png").stat().st_size > 10_000
 
 
-def test_what_is_measured_wants_prompts(models):
+def test_measured_parts_need_prompts(models):
     for parts, error in (
         ("batch", "--parts batch: what is measured wants --prompts"),
         ("turns", "--parts turns: want --prompts with conversations"),

@@ -1,6 +1,6 @@
-"""The cost model: times of passes, acceptance by depth and rank, and what they predict.
+"""Test the cost model: times of passes, acceptance by depth and rank, predictions.
 
-What it says of the loop is compared with the loop, call for call.
+Predictions of the decoding loop are compared with the loop, call by call.
 """
 
 import dataclasses
@@ -29,20 +29,21 @@ from stree_jax.speculation.tree import (
 from tests.support.tiny import REAL, STOP, perturbed, tiny
 
 DOC = Path(__file__).parents[2] / "docs" / "cost-model.md"
-# Depth first, and a younger sibling with more children: rows are in no other order.
+# Depth first, and a younger sibling has more children. Other layouts would not detect
+# rows in the wrong order.
 ODD = make_tree([-1, 0, 1, 2, 1, 0, 5, 5, 6, 6, 0])
 TREES = {name: resolve_tree(name) for name in ("A", "E", "chain:4")} | {"odd": ODD}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_to_compile():
-    """Less optimised programs: most of these run once or twice."""
+    """Compiles with little optimisation, because most programs run once or twice."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-# Times.
+# --- times ----------------------------------------------------------------------------
 
 
 def test_a_fit_finds_the_coefficients():
@@ -58,18 +59,18 @@ def test_a_fit_finds_the_coefficients():
     np.testing.assert_allclose(square(np.array([0.0, 10.0])), [3e-3, 5.5e-3])
 
 
-def test_a_poor_fit_says_so():
-    """A step at two rows is no line; a line through it starts below zero."""
+def test_a_poor_fit_has_a_low_quality():
+    """The times jump at two rows, and the fitted line starts below zero."""
     sizes, seconds = [1, 2, 3, 4], [1.0, 8.0, 9.0, 14.0]
     fit = cost.fit_pass_time(sizes, seconds, 1)
     assert (fit.c, fit.b) == pytest.approx((-2, 4))
     r2, worst = cost.fit_quality(fit, sizes, seconds)
-    assert r2 == pytest.approx(1 - 6 / 86)  # errors 1, -2, 1, 0
+    assert r2 == pytest.approx(1 - 6 / 86)  # errors are 1, -2, 1, 0
     assert worst == pytest.approx(1.0)
     assert np.isnan(cost.fit_quality(PassTime(1.0), [1, 2], [1.0, 1.0])[0])
 
 
-def test_measured_times_are_met_and_not_left():
+def test_measured_times_are_interpolated_not_extrapolated():
     time = MeasuredTime([1, 2, 8], np.array([1.0, 3.0, 6.0]))
     assert [time(n) for n in (1, 2, 8, 5)] == [1, 3, 6, 4.5]
     np.testing.assert_allclose(time(np.array([1.5, 2.0])), [2, 3])
@@ -92,26 +93,26 @@ def test_bad_measurements_are_refused():
         cost.fit_pass_time([1, 2], [1.0, 2.0], 3)
 
 
-def test_ratio_and_crossing():
+def test_tau_ratio_and_crossing():
     assert cost.tau_ratio(PassTime(2.0, 1.0), 4, 10) == 2
-    # Ends of the lines in the paper's Fig. 3, 15 and 63 nodes, packed and unrolled.
+    # Ends of the lines in Fig. 3 of the paper: 15 and 63 nodes, packed and unrolled.
     packed = cost.fit_pass_time([15, 63], [27.6, 34.0], 1)
     unrolled = cost.fit_pass_time([15, 63], [27.3, 59.8], 1)
     assert cost.crossing(packed, unrolled, range(1, 64)) == 16
     assert cost.crossing(unrolled, packed, range(1, 64)) is None
     assert cost.crossing(unrolled, packed, range(1, 16)) == 1
-    # Faster, slower, faster: what counts is from where on it stays faster.
+    # Faster, slower, faster: the crossing is where it starts to stay faster.
     bumpy = MeasuredTime([1, 2, 3, 4], [1.0, 5.0, 1.0, 1.0])
     assert cost.crossing(bumpy, PassTime(2.0), [4, 1, 3, 2]) == 3
     assert cost.crossing(PassTime(2.0), PassTime(2.0), [1, 2]) is None
 
 
-# Ranks.
+# --- ranks ----------------------------------------------------------------------------
 
 
-def test_ranks_are_places_in_the_order_of_drafting():
+def test_ranks_match_the_order_of_drafting():
     logits = jnp.round(jax.random.normal(jax.random.key(0), (6, 9)) * 2)  # ties
-    logits = logits + 0.0  # top_k puts 0 before -0; a rank takes them to be equal
+    logits = logits + 0.0  # top_k orders 0 before -0, and ranks treat them as equal
     _, order = jax.lax.top_k(logits, 9)
     for place in range(9):
         ranks = jax.jit(cost.rank_of)(logits, order[:, place])
@@ -119,7 +120,7 @@ def test_ranks_are_places_in_the_order_of_drafting():
         np.testing.assert_array_equal(ranks, place)
 
 
-def test_a_texts_ranks_are_read_after_the_true_text():
+def test_ranks_of_a_text():
     model = tiny(1, ("mamba",))
     prompt, text = [3, 9], [11, STOP, 46, 0, 30]
     ranks = cost.drafter_ranks(model, prompt, text)
@@ -135,7 +136,7 @@ def test_a_texts_ranks_are_read_after_the_true_text():
         cost.drafter_ranks(model, prompt, [50])
 
 
-# The walk.
+# --- the walk -------------------------------------------------------------------------
 
 
 def gains(tree, *ranks):
@@ -143,7 +144,8 @@ def gains(tree, *ranks):
 
 
 def test_calls_by_hand():
-    # chain: two drafts and the bonus; a miss, which is the bonus; a draft, cut.
+    # chain(2): two draft tokens and the bonus; a miss with the bonus; a draft token cut
+    # by the end.
     assert gains(chain(2), [0, 0, 0, 1, 0]) == [[3, 1, 1]]
     assert gains(chain(2), [0, 0], [0, 1, 0, 0, 4], []) == [[2], [2, 3], []]
     assert gains(chain(0), [0, 0, 0]) == [[1, 1, 1]]
@@ -154,7 +156,7 @@ def test_calls_by_hand():
     assert cost.simulated_tau(ODD, [[0, 0, 1, 3], [2, 0]]) == 2
 
 
-def test_what_has_no_walk_is_refused():
+def test_trees_and_ranks_without_a_walk_are_refused():
     for function in (cost.simulated_tau, cost.simulated_gains):
         with pytest.raises(ValueError, match="^tree: a beam"):
             function(Beam(2, 3), [[0]])
@@ -165,8 +167,8 @@ def test_what_has_no_walk_is_refused():
                 function(chain(2), [[0], bad])
 
 
-def assert_calls_are_the_loops(target, drafter, tree, prompts, **options):
-    """Replay the texts of a loop and compare the calls one by one."""
+def assert_calls_match_the_loop(target, drafter, tree, prompts, **options):
+    """Replays the texts of a loop and compares the calls one by one."""
     lengths = []
     for part in stree_jax.stream(
         target, prompts, drafter=drafter, tree=tree, steps=1, **options
@@ -181,7 +183,8 @@ def assert_calls_are_the_loops(target, drafter, tree, prompts, **options):
     for row, gain in enumerate(simulated):
         assert gain.tolist() == [n for n in measured[:, row].tolist() if n]
         assert len(gain) == part.target_calls[row]
-    assert len({n for gain in simulated for n in gain.tolist()}) > 2  # a varied text
+    # Several different gains
+    assert len({n for gain in simulated for n in gain.tolist()}) > 2
     return part
 
 
@@ -191,7 +194,7 @@ def test_calls_of_a_random_pair(rule):
     drafter = dataclasses.replace(target, params=perturbed(target.params, 0.04, 5))
     prompts = [[5, 6, 9], [1], [30, 31, 32, 33, 8]]
     options = {} if rule == "greedy" else {"sampling": stree_jax.Sampling(0.7, seed=4)}
-    done = assert_calls_are_the_loops(
+    done = assert_calls_match_the_loop(
         target, drafter, ODD, prompts, max_new_tokens=48, rule="naive", **options
     )
     assert done.min_margin.min() > 1e-4  # no ties
@@ -206,7 +209,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def bundled(pair):
-    """Prompts as ids, and the ranks of the bundled target's texts."""
+    """Returns prompts as ids, and the ranks of the bundled target's texts."""
     target, drafter = pair
     texts = ["def fibonacci(n):\n", "import os\n", "It was the best of times, ", "x"]
     prompts = [target.tokenizer.encode(text).ids for text in texts]
@@ -229,31 +232,31 @@ def test_calls_of_the_bundled_pair(pair, bundled, tree):
         )
     tau = done.lengths.sum() / done.target_calls.sum()
     assert cost.simulated_tau(tree, ranks) == pytest.approx(tau)
-    # Few calls, and ranks that depend on the rank above: only about what was gained.
+    # There are few calls, and ranks depend on the rank above, so this is approximate.
     own = cost.acceptance_from_ranks(ranks, tree.depth, tree.children, tree)
     assert cost.expected_tau(tree, own) == pytest.approx(tau, rel=0.06)
 
 
-# Acceptance.
+# --- acceptance -----------------------------------------------------------------------
 
 
 def test_a_table_by_hand():
-    # Calls: 0 0|2, 1 0|0, 3|, 0 1|: places behind a bonus begin anew.
+    # Calls: 0 0|2, 1 0|0, 3|, 0 1|. Places after a bonus token begin a new call.
     ranks = [[0, 0, 2, 1, 0, 0, 3], [0, 1]]
     table = cost.acceptance_from_ranks(ranks, 2, 3)
     # Full tree of 3 children, 2 deep: 0 0|2, 1 0|0, |3, and 0 1 of the second text.
     np.testing.assert_array_equal(table.reached, [4, 3])
     np.testing.assert_allclose(table.p, [[2 / 4, 1 / 4, 0], [2 / 3, 1 / 3, 0]])
-    # A chain goes on from rank 0 alone: 0 0|2, |1, 0 0|3, and 0|1.
+    # A chain continues only after rank 0: 0 0|2, |1, 0 0|3, and 0|1.
     table = cost.acceptance_from_ranks(ranks, 2, 2, chain(2))
     np.testing.assert_array_equal(table.reached, [4, 3])
     np.testing.assert_allclose(table.p, [[3 / 4, 1 / 4], [2 / 3, 1 / 3]])
-    # Below a leaf a loop looks at nothing: 0 0|2, 1|0, 0|3, and 0 1.
+    # The loop sees nothing below a leaf: 0 0|2, 1|0, 0|3, and 0 1.
     wide = from_child_counts([[2], [2, 0]])
     table = cost.acceptance_from_ranks(ranks, 2, 2, wide)
     np.testing.assert_array_equal(table.reached, [4, 3])
     np.testing.assert_allclose(table.p, [[3 / 4, 1 / 4], [1 / 3, 1 / 3]])
-    # The text's end: nothing is known of depth 2.
+    # At the text's end, depth 2 is unknown.
     table = cost.acceptance_from_ranks([[0]], 2, 1)
     np.testing.assert_array_equal(table.reached, [1, 0])
     np.testing.assert_array_equal(table.p, [[1], [0]])
@@ -278,7 +281,8 @@ def test_bad_tables_are_refused():
 
 
 def streaky(n, seed, stay=0.85):
-    """Ranks of a text with easy and hard stretches: misses come in a row."""
+    """Returns ranks of a text with easy and hard stretches, so that misses are
+    clustered."""
     rng = np.random.default_rng(seed)
     easy, ranks = True, []
     p = {True: [0.85, 0.1, 0.03, 0.02], False: [0.3, 0.2, 0.1, 0.4]}
@@ -288,22 +292,22 @@ def streaky(n, seed, stay=0.85):
     return ranks
 
 
-def test_a_chain_is_expected_what_it_gains():
-    """Of whole calls exactly: products of its shares are shares."""
+def test_the_expected_tau_of_a_chain_is_exact():
+    """Over complete calls, because products of conditional shares are shares."""
     ranks, tree = streaky(4000, 0), chain(4)
     gain = cost.simulated_gains(tree, [ranks])[0]
     whole = ranks[: int(gain[:-1].sum())]
     table = cost.acceptance_from_ranks([whole], 4, 1, tree)
     expected = cost.expected_tau(tree, table)
     assert expected == pytest.approx(cost.simulated_tau(tree, [whole]), rel=1e-12)
-    # Acceptance at all places alike, or below any path at all, is another thing.
+    # Acceptance counted at all places, without regard to calls, differs.
     p = np.mean(np.array(ranks) == 0)
     places = 1 + sum(p ** np.arange(1, 5))
     assert abs(places / expected - 1) > 0.03
 
 
 @pytest.mark.parametrize("name", ["A", "E", "B", "odd"])
-def test_a_tree_is_expected_about_what_it_gains(name):
+def test_the_expected_tau_of_a_tree_is_close(name):
     ranks = [streaky(6000, seed) for seed in (1, 2)]
     tree = ODD if name == "odd" else resolve_tree(name)
     own = cost.acceptance_from_ranks(ranks, tree.depth, tree.children, tree)
@@ -311,8 +315,8 @@ def test_a_tree_is_expected_about_what_it_gains(name):
     assert cost.expected_tau(tree, own) == pytest.approx(tau, rel=0.015)
 
 
-def test_independent_ranks_are_expected_what_they_gain():
-    """Where ranks have no memory, one table holds for all trees."""
+def test_the_expected_tau_for_independent_ranks():
+    """If ranks are independent, one table is right for all trees."""
     p = np.array([0.5, 0.25, 0.1])
     rng = np.random.default_rng(3)
     ranks = [rng.choice(4, 60_000, p=[*p, 1 - p.sum()])]
@@ -324,7 +328,7 @@ def test_independent_ranks_are_expected_what_they_gain():
 
 
 def table_of(shape, seed):
-    """Random acceptance that falls with rank."""
+    """Returns random acceptance that decreases with rank."""
     rng = np.random.default_rng(seed)
     p = np.sort(rng.random(shape), axis=1)[:, ::-1]
     return Acceptance(p / p.sum(axis=1, keepdims=True) * rng.random((shape[0], 1)))
@@ -343,12 +347,12 @@ def test_expected_tau_is_the_sum_over_paths(tree):
     assert cost.expected_tau(chain(0), table) == 1
 
 
-# Search and prediction.
+# --- search and prediction ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_greedy_tree_is_the_best(seed):
-    """Against all trees of up to seven nodes."""
+    """Compared with all trees of up to seven nodes."""
     table = table_of((3, 3), seed)
     for size in (1, 2, 4, 7):
         parents = product(*(range(t) for t in range(1, size)))
@@ -365,7 +369,8 @@ def test_the_greedy_tree_is_the_best(seed):
 
 def test_the_greedy_tree_by_hand():
     table = Acceptance(np.array([[0.6, 0.3], [0.4, 0.2]]))
-    # Products: .6; .3 beside it; .6 * .4 = .24 below the first; .6 * .2, .3 * .4.
+    # Products: .6; its sibling .3; below the first .6 * .4 = .24; then .6 * .2 and .3 *
+    # .4.
     tree = cost.greedy_tree(table, 4)
     assert tree.parents.tolist() == [-1, 0, 0, 1]
     assert cost.greedy_tree(table, 7).size == 7
@@ -378,14 +383,14 @@ def test_the_greedy_tree_by_hand():
 TARGET, DRAFTER = PassTime(10.0, 1.0), PassTime(2.0, 0.5)
 
 
-def test_a_steps_time_is_its_passes():
-    # A: 13 nodes, 4 deep, 3 wide: 23 + (2 + 2.5) + 3 * (2 + 1.5) + 1.
+def test_the_time_of_a_step_is_the_sum_of_its_passes():
+    # A has 13 nodes, 4 deep, 3 wide: 23 + (2 + 2.5) + 3 * (2 + 1.5) + 1.
     assert cost.step_time(resolve_tree("A"), TARGET, DRAFTER, 1.0) == 39
-    # A chain of 1: its one level is not read by the drafter.
+    # The draft model does not read the only level of a chain of 1.
     assert cost.step_time(chain(1), TARGET, DRAFTER) == 12 + 3
     assert cost.step_time(chain(1), TARGET, MeasuredTime([2], [3.0])) == 12 + 3
     assert cost.step_time(Beam(3, 4), TARGET, DRAFTER, 1.0) == 39
-    assert cost.step_time(chain(0), TARGET, DRAFTER, 1.0) == 11  # plain
+    assert cost.step_time(chain(0), TARGET, DRAFTER, 1.0) == 11  # plain decoding
     speedup = cost.predicted_speedup(resolve_tree("A"), 3.0, TARGET, DRAFTER, 1.0)
     assert speedup == pytest.approx(3 * 11 / 39)
     assert cost.predicted_speedup(chain(0), 1.0, TARGET, DRAFTER, 1.0) == 1
@@ -408,7 +413,7 @@ def test_the_best_comes_first():
         assert row.speedup == pytest.approx(row.tau * 11 / row.step_s)
 
 
-def test_the_page_prints_what_it_says(capsys):
+def test_the_example_in_the_docs_prints_its_output(capsys):
     text = DOC.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     (printed,) = re.findall(r"```text\n(.*?)```", text, re.S)

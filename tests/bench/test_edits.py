@@ -1,4 +1,4 @@
-"""The edit prompts: the file that is here, and how it is built."""
+"""Test the edit prompts: the file in the repository, and how it is built."""
 
 import gzip
 import json
@@ -32,7 +32,8 @@ STORY = (
 
 @pytest.fixture
 def corpus(tmp_path):
-    """As many tasks as there are kinds of edit, and a paragraph or two per book."""
+    """Writes a corpus with a task for each kind of edit, and two paragraphs per
+    book."""
     folder = tmp_path / "corpus"
     for name in ("mbpp", "standard-ebooks"):
         (folder / name).mkdir(parents=True)
@@ -57,7 +58,7 @@ def rows_of(corpus):
     return [json.loads(line) for line in build_edits.build(corpus).splitlines()]
 
 
-def test_the_file_is_a_set_of_both_kinds_in_turn():
+def test_the_file_alternates_between_both_kinds():
     rows = [json.loads(line) for line in gzip.open(FILE, "rt", encoding="utf-8")]
     assert [row["kind"] for row in rows] == ["code edit", "passage"] * 30
     assert {row["licence"] for row in rows} == {"CC-BY-4.0", "CC0-1.0"}
@@ -68,7 +69,7 @@ def test_the_file_is_a_set_of_both_kinds_in_turn():
     assert FILE.stat().st_size < 60_000
 
 
-def test_every_prompt_ends_within_its_answer():
+def test_every_prompt_ends_inside_its_answer():
     for line in gzip.open(FILE, "rt", encoding="utf-8"):
         row = json.loads(line)
         text, begun = re.split(r"Edited code:\n|says: “", row["prompt"])
@@ -87,7 +88,7 @@ def test_the_same_corpus_gives_the_same_prompts(corpus):
     assert rows_of(corpus) == rows
 
 
-def test_the_answer_begins_as_asked(corpus):
+def test_answers_begin_with_the_edit(corpus):
     rows = rows_of(corpus)
     begun = {}
     for row in rows[::2]:
@@ -113,7 +114,7 @@ def test_the_answer_begins_as_asked(corpus):
 
 
 @pytest.mark.parametrize("missing", ["", "mbpp", "standard-ebooks"])
-def test_what_is_missing_is_named_in_one_line(corpus, missing, monkeypatch, capsys):
+def test_a_missing_corpus_is_named_in_one_line(corpus, missing, monkeypatch, capsys):
     (corpus / missing).rename(corpus.parent / "elsewhere")
     out = corpus.parent / "edits.jsonl"
     words = ["build_edits", "--corpus", str(corpus), "--out", str(out)]
@@ -124,7 +125,7 @@ def test_what_is_missing_is_named_in_one_line(corpus, missing, monkeypatch, caps
     assert not out.exists()
 
 
-def test_the_command_writes_what_the_name_says(corpus):
+def test_the_command_compresses_by_file_name(corpus):
     for name, opener in (("e.jsonl", open), ("e.jsonl.gz", gzip.open)):
         words = ["-m", "stree_jax.bench.build_edits", "--corpus", str(corpus), "--out"]
         out = corpus / name

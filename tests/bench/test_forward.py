@@ -1,4 +1,4 @@
-"""Passes, unrolled decoding, kernels and memory: what their reports hold."""
+"""Test reports on passes, unrolled decoding, kernels and memory."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ class Killed(Exception):
 
 
 def killed_at(call, n):
-    """`call`, which is killed the n-th time."""
+    """Wraps `call` so that its n-th call raises `Killed`."""
     calls = []
 
     def counted(*args, **options):
@@ -88,7 +88,7 @@ def test_allocator_peaks_are_taken_in_ascending_order(monkeypatch):
     arms = {
         "big": (30, arm("big", 300)),
         "small": (10, arm("small", 200)),
-        "hidden": (20, arm("hidden", 150)),  # the compiler thought it was bigger
+        "hidden": (20, arm("hidden", 150)),  # the compiler predicted more
     }
     monkeypatch.setattr(device_memory, "peak_in_use", lambda: peak[0])
     peaks = device_memory.allocator_peaks(arms)
@@ -96,7 +96,7 @@ def test_allocator_peaks_are_taken_in_ascending_order(monkeypatch):
     assert peaks == {"small": 200, "hidden": None, "big": 300}
     monkeypatch.setattr(device_memory, "peak_in_use", lambda: None)
     assert device_memory.allocator_peaks(arms) == dict.fromkeys(arms)
-    assert len(called) == 3  # nothing is run for no figure
+    assert len(called) == 3  # without memory statistics, nothing runs
 
 
 # --- forward --------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_allocator_peaks_are_taken_in_ascending_order(monkeypatch):
 @pytest.mark.parametrize(
     ("levels", "leaves", "tokens"), [(4, 8, 32), (5, 16, 80), (6, 32, 192)]
 )
-def test_what_a_full_tree_unrolls_to(levels, leaves, tokens):
+def test_sizes_of_unrolled_full_trees(levels, leaves, tokens):
     tree = resolve_tree(f"binary:{levels}")
     packed, step = (passes.Case(tree.size, scan) for scan in ("packed", "step"))
     assert packed.tree.parents.tolist() == tree.parents.tolist()
@@ -116,8 +116,8 @@ def test_what_a_full_tree_unrolls_to(levels, leaves, tokens):
 
 
 @pytest.mark.parametrize("nodes", [15, 63])
-def test_the_ways_to_verify_agree(target, nodes):
-    model = target  # tests/test_unrolled.py has attention
+def test_all_scans_agree(target, nodes):
+    model = target  # tests/bench/test_unrolled.py has attention
     rng = np.random.default_rng(0)
 
     def noise(path, z):
@@ -134,10 +134,10 @@ def test_the_ways_to_verify_agree(target, nodes):
     pending = Pending(records, path, jnp.asarray([3], jnp.int32))
 
     @jax.jit
-    def all_ways(model, *args):
+    def all_scans(model, *args):
         return [passes.Case(nodes, scan).verify(model, *args) for scan in passes.SCANS]
 
-    packed, *others = all_ways(model, state, draft, pending)
+    packed, *others = all_scans(model, state, draft, pending)
     for other in others:
         chex.assert_trees_all_close(other, packed, atol=2e-4, rtol=1e-3)
     assert float(jnp.std(packed.hidden)) > 0.1
@@ -156,7 +156,8 @@ def test_forward_report(target, monkeypatch, tmp_path):
 
     monkeypatch.setattr(forward, "config_of", lambda name: target.config)
     monkeypatch.setattr(forward, "compile_case", counted)
-    monkeypatch.setattr(forward, "peak_in_use", rising)  # a backend with statistics
+    # A backend with memory statistics
+    monkeypatch.setattr(forward, "peak_in_use", rising)
     monkeypatch.setattr(device_memory, "peak_in_use", rising)
 
     def measured():
@@ -167,7 +168,7 @@ def test_forward_report(target, monkeypatch, tmp_path):
         patch.setattr(forward, "time_cases", killed_at(forward.time_cases, 2))
         with pytest.raises(Killed):
             measured()
-    assert len(compiled) == 4  # each case once, for all units
+    assert len(compiled) == 4  # each case once for all units
     part = (tmp_path / "r.json.part").read_text().splitlines()
     kept = dict(json.loads(line) for line in part[1:])
     assert list(kept) == ["allocator", "bandwidth", "sizes"]
@@ -195,7 +196,7 @@ def test_forward_report(target, monkeypatch, tmp_path):
     shown = cells(forward.table(report))
     assert len(shown) == 2 + len(report["results"])
 
-    cut = report | {"results": [], "fit": None, "floor_ms": None}  # --minutes 0
+    cut = report | {"results": [], "fit": None, "floor_ms": None}  # as with --minutes 0
     assert forward.table(cut).startswith("small, float32")
 
 
@@ -215,7 +216,7 @@ def test_passes_that_run_out_of_memory(target, monkeypatch):
     for row in report["results"]:
         compared = row["ms"] is not None
         assert (row["over_packed"] == 1) is compared and row["memory_bytes"] > 0
-    assert report["fit"] is None  # of one size
+    assert report["fit"] is None  # only one size remains
     assert sum("OOM" in row for row in cells(forward.table(report))) == 6
     drawn(report)
 
@@ -231,7 +232,7 @@ def test_the_fit_is_in_milliseconds():
     assert "t(N) = 2.00 - 3.000 N + 0.50000 N^2 ms" in forward.table(report)
 
 
-def test_what_a_pass_reads(target):
+def test_bytes_read_by_a_pass(target):
     tied, apart = (replace(target.config, tie_embeddings=t) for t in (True, False))
     assert len(set(forward.bytes_of(tied, "float32"))) == 1
     total, read = forward.bytes_of(apart, "float32")
@@ -338,7 +339,7 @@ def test_a_baseline_that_runs_out_of_memory(target, drafter, monkeypatch):
 
 @pytest.fixture
 def small_shapes(monkeypatch):
-    """ "tiny", and "other" with a smaller vocabulary."""
+    """Defines the shapes "tiny", and "other" with a smaller vocabulary."""
     small = shapes.mamba2(64, 1)
     found = {
         "tiny": replace(small, vocab_size=128, num_tokens=120),
@@ -379,7 +380,7 @@ def test_a_drafter_shape_gets_the_vocabulary_of_the_target(small_shapes):
     assert len(set(prompts)) == 2 and {len(ids) for ids in prompts} == {5}
 
 
-def test_a_baseline_with_too_few_leaves_is_found_out(target, drafter, monkeypatch):
+def test_a_baseline_with_too_few_leaves_is_detected(target, drafter, monkeypatch):
     monkeypatch.setattr(unrolled, "count_leaves", lambda *args: [1])
     with pytest.raises(RuntimeError, match="step: token .* differs from plain"):
         beam_report(target, drafter, Run(1))
@@ -410,7 +411,7 @@ def test_kernels_report(monkeypatch):
     units = [f"{name}/2/3" for name in small_shapes]
     assert list(report["units"]) == ["bandwidth", *units]
     sizes = {row["op"]: row["bytes"] for row in report["results"]}
-    assert sizes["products"] == 4 * (6 * 8 + 2 * 6 * 8)  # rows and two weights
+    assert sizes["products"] == 4 * (6 * 8 + 2 * 6 * 8)  # rows and two weight matrices
     assert sizes["int8"] == 4 * 6 * 8 + 2 * (6 * 8 + 4 * 6 * 2)
     assert json.loads(json.dumps(report)) == report
     xla, triton = report["results"][:2]

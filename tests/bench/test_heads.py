@@ -1,4 +1,4 @@
-"""`bench heads`: accuracies, arms, typical acceptance's text, tables and figures."""
+"""Test `bench heads`: accuracies, arms, text of typical acceptance, tables, figures."""
 
 import json
 from dataclasses import replace
@@ -71,8 +71,8 @@ def test_arms_of_the_options():
     assert {name for name, arm in found.items() if arm.rule} == {"typical, chain:2"}
 
 
-def test_arms_of_exact_rules_are_plain_decoding(report):
-    """And those of the rule typical are not said to be, where tokens are drawn."""
+def test_arms_of_exact_rules_match_plain_decoding(report):
+    """For the rule typical, sampled text is not reported as equal."""
     assert report["arms"] == ARMS and report["complete"]
     for title in PROMPTS:
         for temperature in (0.0, 1.0):
@@ -86,8 +86,8 @@ def test_arms_of_exact_rules_are_plain_decoding(report):
             assert rows["heads, cartesian:3x2"]["tau"] > 1
 
 
-def test_accuracies_are_those_of_greedy_text(report, pair, heads):
-    """By brute force: the places whose guesses are all in the text that was made."""
+def test_accuracies_match_greedy_text(report, pair, heads):
+    """By brute force, at the places whose guesses are all inside the generated text."""
     target = pair[0]
     for title, prompts in PROMPTS.items():
         said = stree_jax.generate(
@@ -121,7 +121,7 @@ def test_accuracies_are_those_of_greedy_text(report, pair, heads):
         np.testing.assert_allclose(given[1], second, atol=1e-12)
 
 
-def test_traffic_is_what_heads_read(report, pair, heads):
+def test_traffic_counts_the_bytes_that_heads_read(report, pair, heads):
     unit = report["units"]["/GSM8K/T=0/0"]
     target, stage = unit["heads, cartesian:3x2"]["traffic"]
     d = pair[0].config.d_model
@@ -141,7 +141,7 @@ def test_traffic_is_what_heads_read(report, pair, heads):
     assert report["bytes"]["lookup"] == 0
 
 
-def test_what_typical_acceptance_makes_of_a_text(report, pair, heads):
+def test_statistics_of_typical_acceptance(report, pair, heads):
     """Mean log-probabilities under the target, token by token."""
     (row,), target = report["texts"], pair[0]
     assert row["temperature"] == 1.0
@@ -168,7 +168,7 @@ def test_what_typical_acceptance_makes_of_a_text(report, pair, heads):
     assert row["greedy"]["tau"] == row["sampling"]["tau"] == 1 < row["typical"]["tau"]
 
 
-def test_distinct_runs():
+def test_distinct_ngrams():
     assert bench.distinct([[1, 2, 3, 4, 5]]) == 1
     assert bench.distinct([[1] * 7]) == 1 / 4
     assert bench.distinct([[1, 2, 1, 2, 1, 2], list(range(9))]) == (2 / 3 + 1) / 2
@@ -188,7 +188,7 @@ def test_tables_and_figures(report, tmp_path):
     assert len(drawn(greedy).axes) == 3
 
 
-def test_heads_of_a_widened_target_are_widened(monkeypatch):
+def test_heads_are_widened_with_their_target(monkeypatch):
     target, made = wide_target(), []
     small = random_heads(target, heads=2)
     monkeypatch.setattr(inputs, "load_pair", lambda *args: (target, target))
@@ -203,11 +203,11 @@ def test_heads_of_a_widened_target_are_widened(monkeypatch):
     assert made[0].target.config.d_model == made[0].heads.config.d_model == 128
 
 
-# Wider
+# --- widening -------------------------------------------------------------------------
 
 
 def wide_target():
-    """A model that can be widened."""
+    """Returns a model that can be widened."""
     config = replace(
         tiny(0, layers=("mamba", "attention")).config.with_mixers(
             mamba=MambaConfig(4, 8, 16, norm_eps=0.1),
@@ -223,7 +223,7 @@ OWN = [dict(heads=3, blocks=2), dict(heads=2, own_output=True, bias=False)]
 
 
 @pytest.mark.parametrize("options", OWN, ids=["the model's output", "own outputs"])
-def test_heads_of_a_wider_target_say_the_same(options):
+def test_widened_heads_have_the_same_logits(options):
     target = wide_target()
     heads, factor = random_heads(target, accuracy=(), **options), 4
     wide, wider = widened(target, factor), widened_heads(heads, factor)
@@ -239,7 +239,7 @@ def test_heads_of_a_wider_target_say_the_same(options):
     np.testing.assert_allclose(said[0], said[1], rtol=0, atol=2e-5)
 
 
-def test_they_draft_the_same_for_it():
+def test_widened_heads_draft_the_same():
     target = wide_target()
     heads = random_heads(target, scale=0.03, heads=3)
     rng = np.random.default_rng(4)

@@ -1,4 +1,4 @@
-"""The options of `stree-jax bench`: help, defaults, and what making them imports."""
+"""Test options of `stree-jax bench`: help, defaults, and imports."""
 
 import argparse
 import subprocess
@@ -23,7 +23,7 @@ NEEDED = {
 }
 
 
-def test_a_benchmark_is_the_module_of_its_name():
+def test_every_benchmark_is_a_module_of_its_name():
     for name in BENCHMARKS:
         module = registry.load(name)
         assert module.NAME == name
@@ -32,7 +32,7 @@ def test_a_benchmark_is_the_module_of_its_name():
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_option_says_what_it_is_by_default(name):
+def test_every_help_text_has_the_default(name):
     parser = argparse.ArgumentParser()
     registry.add_options(name, parser)
     for action in parser._actions:
@@ -43,15 +43,15 @@ def test_every_option_says_what_it_is_by_default(name):
             continue
         said = action.help.rpartition("(default: ")[2].removesuffix(")")
         assert said != action.help, action.dest
-        if action.default:  # else words say what is done without it
+        if action.default:  # otherwise words describe the default
             several = isinstance(action.default, list | tuple)
             values = action.default if several else [action.default]
             assert said == " ".join(map(str, values)), action.dest
-    parser.format_help()  # no stray % in it
+    parser.format_help()  # fails on a stray %
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_the_options_are_those_of_the_command(name):
+def test_options_match_the_command(name):
     words = [name, *NEEDED.get(name, PROMPTS)]
     command = vars(build_parser().parse_args(["bench", *words]))
     assert command.items() >= vars(parse_bench(words)).items()
@@ -72,8 +72,8 @@ def test_all_gives_each_benchmark_its_options():
         assert name != "attention" or made.pairs == ["a=t:d"]
 
 
-def test_a_tree_is_an_arm_here(capsys):
-    """`--tree` of other commands was taken, and nothing done with it."""
+def test_the_option_tree_is_refused(capsys):
+    """Benchmarks name trees as arms. `--tree` was once accepted and ignored."""
     with pytest.raises(SystemExit):
         parse_bench(["decode", *PROMPTS, "--tree", "A"])
     assert "unknown option --tree" in capsys.readouterr().err

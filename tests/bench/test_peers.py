@@ -1,6 +1,6 @@
-"""GGUF files of our parameters, the process of llama.cpp, and what bench peers says.
+"""Test GGUF files written from parameters, the llama.cpp process, and `bench peers`.
 
-llama.cpp itself is not run: that its logits are ours is checked before it is timed.
+llama.cpp itself is not run here. `bench peers` compares its logits before timing it.
 """
 
 import math
@@ -96,13 +96,14 @@ def test_a_file_reads_back(config, dtype, tmp_path):
             np.testing.assert_array_equal(back, ours[name])
         elif kind.name == "BF16":
             np.testing.assert_array_equal(back, to_bfloat16(ours[name]))
-        else:  # half a step, of 127 from 0 to a block's largest; scales are float16
+        # Rounding to half a step of 1/127 of the block's maximum; scales are float16
+        else:
             blocks, apart = (z.reshape(-1, 32) for z in (ours[name], back - ours[name]))
             step = np.abs(blocks).max(1, keepdims=True) / 127
             assert (np.abs(apart) <= (0.5 + 127 * 2**-11) * step).all()
         if name.startswith(("token_embd", "blk.0.ssm_in", "blk.1.attn_q")):
             kinds.add(kind.name)
-    if dtype == "float32":  # and as a model of ours, but for the padding
+    if dtype == "float32":  # it also loads as the same model, except for padding
         ours_again = stree_jax.load(file).config
         assert (
             replace(
@@ -144,7 +145,8 @@ def test_tensors_are_in_the_layout_of_llama_cpp():
     q, k, v = np.split(np.asarray(attention["qkv"]), [32, 48])
     for name, rows, heads in (("attn_q", q, 4), ("attn_k", k, 2)):
         for head in range(heads):
-            for i in range(4):  # channels that turn together, in halves and as pairs
+            # Channels rotated together: halves here, neighbours in llama.cpp
+            for i in range(4):
                 pair = tensors[f"blk.1.{name}.weight"][8 * head + 2 * i :][:2]
                 both = rows[8 * head + i], rows[8 * head + i + 4]
                 np.testing.assert_array_equal(pair, np.stack(both))
@@ -172,12 +174,12 @@ def test_tensors_are_in_the_layout_of_llama_cpp():
         replace(MAMBA2, norm="layer"),
     ],
 )
-def test_what_llama_cpp_has_not_is_refused(config):
+def test_models_unsupported_by_llama_cpp_are_refused(config):
     with pytest.raises(ValueError, match="llama.cpp: want a Mamba2 model"):
         gguf_writer.arch_of(config)
 
 
-def test_rows_of_broken_blocks_are_refused(tmp_path):
+def test_rows_of_incomplete_blocks_are_refused(tmp_path):
     pytest.importorskip("gguf")
     mamba = replace(MAMBA2.mixers["mamba"], num_heads=6, head_dim=8)
     config = replace(MAMBA2.with_mixers(mamba=mamba), d_model=24)
@@ -206,7 +208,7 @@ def cell(seconds, tokens, calls, equal=None):
     return times | {"tokens": tokens, "calls": calls, "equal": equal}
 
 
-def test_the_report_s_arithmetic():
+def test_the_arithmetic_of_the_report():
     arms = {
         PLAIN: cell([2.0, 1.0, 4.0], 100, 100, True),
         "E": cell([0.5], 100, 40, False),
@@ -237,14 +239,15 @@ def test_the_report_s_arithmetic():
 
 @pytest.fixture
 def subject():
-    """A model, and in place of llama.cpp its own logits, `off` apart."""
+    """Returns a model and a stand-in for llama.cpp whose logits are `off` away."""
     model = Model(params=params_of(MAMBA2), config=MAMBA2)
     prompts = {"random": [(1, 2, 3)]}
     return peers.Subject(model, model, (parse_arm(PLAIN),), prompts)
 
 
 def stand_in(model, off):
-    """A `llama_process` whose logits are ours but for one."""
+    """A `llama_process` that returns this library's logits, with one of them
+    changed."""
 
     @contextmanager
     def process(python):
@@ -273,12 +276,12 @@ def measured(monkeypatch, subject, off):
     return peers.measure_peers({"tiny": subject}, args, Run(1))
 
 
-def test_other_logits_are_not_timed(monkeypatch, subject):
+def test_a_peer_with_other_logits_is_not_timed(monkeypatch, subject):
     with pytest.raises(RuntimeError, match="in float32 are 0.00.* more than 0.001"):
         measured(monkeypatch, subject, 0.002)
 
 
-def test_a_report_beside_llama_cpp(monkeypatch, subject):
+def test_a_report_with_llama_cpp(monkeypatch, subject):
     report = measured(monkeypatch, subject, 0.0005)
     assert report["complete"]
     apart = report["units"]["logits"]["tiny/float32"]["logits_apart"]
@@ -292,8 +295,9 @@ def test_a_report_beside_llama_cpp(monkeypatch, subject):
     assert len(drawn(report).axes) == 1
 
 
-def test_a_signal_that_ended_it_is_named(tmp_path):
-    """As of instructions that a virtual machine has not: the last words say nothing."""
+def test_a_signal_that_ends_the_process_is_named(tmp_path):
+    """For example an illegal instruction in a virtual machine, after which the last
+    lines of output explain nothing."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho all is well >&2\nkill -SEGV $$\n")
     python.chmod(0o755)

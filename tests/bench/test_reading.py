@@ -1,4 +1,4 @@
-"""bench prompts and bench capacity: what their reports hold, on tiny models."""
+"""Test `bench prompts` and `bench capacity` on tiny models."""
 
 import json
 from dataclasses import replace
@@ -41,7 +41,7 @@ LENGTHS = ("5", "70")  # less than a chunk, and more
 
 @pytest.fixture
 def model(monkeypatch):
-    """In place of all shapes."""
+    """A model used in place of all shapes."""
     params = init_params(HYBRID, jax.random.key(0), jnp.float32)
     made = Model(params=perturbed(params, 0.2, 1), config=HYBRID)
     monkeypatch.setattr(reading, "config_of", lambda shape: HYBRID)
@@ -54,7 +54,7 @@ def read(*dtypes, lengths=LENGTHS):
     return reading.measure(parse_bench(["prompts", *words, *lengths]), Run(2))
 
 
-def test_a_prompt_is_read_to_the_logits_of_its_last_token(model):
+def test_prefill_returns_the_logits_of_the_last_token(model):
     ids = list(np.random.default_rng(0).integers(47, size=70))
     call, about = reading.our_reader(model, ids)
     seconds, logits = call()
@@ -65,7 +65,7 @@ def test_a_prompt_is_read_to_the_logits_of_its_last_token(model):
     assert abs(logits - without).max() > 0.1 * abs(expected).max()
 
 
-def test_a_report_beside_transformers(model):
+def test_a_report_with_transformers(model):
     pytest.importorskip("transformers")
     report = read("float32", "int8")
     assert report["complete"] and json.loads(json.dumps(report)) == report
@@ -89,7 +89,7 @@ def test_a_report_beside_transformers(model):
     assert len(drawn(report).axes) == 1
 
 
-def test_other_weights_are_not_timed(model, monkeypatch):
+def test_a_peer_with_other_weights_is_not_timed(model, monkeypatch):
     pytest.importorskip("transformers")
     other = reading.in_transformers
 
@@ -102,7 +102,7 @@ def test_other_weights_are_not_timed(model, monkeypatch):
         read("float32")
 
 
-def test_without_transformers_ours_is_read_alone(model, monkeypatch):
+def test_without_transformers_only_this_library_is_timed(model, monkeypatch):
     monkeypatch.setattr(reading, "transformers_version", lambda: None)
     report = read("float32")
     assert [row["ratio"] for row in report["results"]] == [None, None]
@@ -111,7 +111,7 @@ def test_without_transformers_ours_is_read_alone(model, monkeypatch):
     drawn(report)
 
 
-def test_one_token_is_no_prompt(model):
+def test_prompts_of_one_token_are_refused(model):
     with pytest.raises(ValueError, match="--lengths: want at least 2, got 1"):
         read("float32", lengths=("1", "8"))
 
@@ -134,18 +134,19 @@ def capacities(**options):
     return command.measure(parse_bench(["capacity", "--repeats", "2", *words]))
 
 
-def test_a_report_of_caches_and_text(monkeypatch):
+def test_a_report_by_capacity_and_text_length(monkeypatch):
     model = tiny(0, layers=("attention", "mlp", "attention"))
     monkeypatch.setattr(capacity, "model_named", lambda name, dtype: model)
     report = capacities()
     assert report["complete"] and json.loads(json.dumps(report)) == report
-    assert "text" not in report  # that is what --explain prints, and --figure draws
+    assert "text" not in report  # --explain prints this, and --figure draws it
     rows = report["results"]
     places = [(row["capacity"], row["text"]) for row in rows]
     assert places == 2 * [(128, 5), (512, 5), (512, 5), (512, 300)]
     assert [row["nodes"] for row in rows] == 4 * [1] + 4 * [3]
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    for row in rows:  # two layers, keys and values, two heads of 8, float32; a length
+    # Two layers, keys and values, two heads of 8, float32; and a length
+    for row in rows:
         assert row["read_bytes"] == weights + row["text"] * 2 * 2 * 2 * 8 * 4 + 4
         assert row["model"] == "a/b" and row["temp_bytes"] > 0
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
@@ -154,13 +155,13 @@ def test_a_report_of_caches_and_text(monkeypatch):
     assert len(drawn(report).axes) == 2
 
 
-def test_ratios_are_made_turn_by_turn():
+def test_ratios_are_computed_turn_by_turn():
     def record(rows, seconds, size):
         times = {"capacity": rows, "text": 5, "seconds": seconds, "read_bytes": size}
         return times | {"temp_bytes": 1, "memory_bytes": 1, "compile_s": 0.0}
 
     records = [record(128, [0.1, 0.2, 0.4], 10**8), record(256, [0.2, 0.1, 0.8], 10**9)]
-    records.append(record(512, [], 10**9))  # memory did not suffice
+    records.append(record(512, [], 10**9))  # memory was not enough
     unit = {"parameters": 1, "records": records}
     first, second, third = capacity.capacity_rows({"nodes": 16}, unit)
     assert (second["ms"], second["over_first"]) == pytest.approx((200, 2))
@@ -169,7 +170,7 @@ def test_ratios_are_made_turn_by_turn():
     assert third["ms"] is third["over_first"] is third["bytes_per_s"] is None
 
 
-def test_a_turn_is_after_as_much_text_as_it_is_told():
+def test_a_turn_runs_after_the_given_length_of_text():
     model = tiny(0, layers=("attention",))
     case = passes.Case(1, "packed", context=5, capacity=512)
     turns = passes.Turns(passes.compile_case(model, case, 1))
@@ -186,7 +187,7 @@ def test_a_turn_is_after_as_much_text_as_it_is_told():
 
 
 def test_loaded_weights_compile_once(caplog):
-    """The second call, a turn, compiled anew for a carry committed to the device."""
+    """The second call once compiled again, for a carry committed to the device."""
     model = tiny(0, layers=("attention",))
     model = replace(model, params=jax.device_put(model.params, jax.devices()[0]))
     turns = passes.Turns(passes.compile_case(model, passes.Case(1, "packed"), 1))
@@ -207,13 +208,13 @@ def test_loaded_weights_compile_once(caplog):
         ({"sizes": ["0", "1"]}, "--sizes: want at least 1, got 0"),
     ],
 )
-def test_a_text_without_room_is_refused(wrong, words):
+def test_a_text_longer_than_the_caches_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         capacities(**wrong)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_weights_of_a_shape_are_random(monkeypatch, dtype):
+def test_random_weights_in_other_dtypes(monkeypatch, dtype):
     monkeypatch.setattr(capacity, "config_of", {"mamba2-130m": HYBRID}.__getitem__)
     model = capacity.model_named("mamba2-130m", dtype)
     assert model.config == HYBRID and str(model.weight_format) == dtype

@@ -1,4 +1,6 @@
-"""Shapes of published models are what their checkpoints are read as."""
+"""Test that shapes of published models match the configs read from their
+checkpoints.
+"""
 
 import json
 from dataclasses import replace
@@ -20,9 +22,9 @@ def configs(directory, config, tensors, mixer=None):
     return replace(read_config(CheckpointFiles(directory), found)[1], stop_tokens=())
 
 
-def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):
-    # Fields as the authors' training code writes them for Llama-3-8B and half the
-    # layers: ssm_layers 0, 2, 4, ...
+def test_the_mambainllama_shape_matches_its_checkpoint(tmp_path):
+    # Fields as the authors' training code writes them for Llama-3-8B, with half of the
+    # layers replaced: ssm_layers 0, 2, 4, ...
     teacher = {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -67,7 +69,7 @@ def test_mambainllama_is_what_its_checkpoint_is_read_as(tmp_path):
     assert mamba.d_in_proj == 10272 and mamba.d_xBC == 6144
 
 
-def test_llama_135m_is_what_its_checkpoint_is_read_as(tmp_path):
+def test_the_llama_135m_shape_matches_its_checkpoint(tmp_path):
     config = {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 0,
@@ -89,7 +91,7 @@ def test_llama_135m_is_what_its_checkpoint_is_read_as(tmp_path):
 
 
 @pytest.mark.parametrize("name", shapes.MAMBA2_SIZES)
-def test_mamba2_is_what_its_checkpoint_is_read_as(tmp_path, name):
+def test_the_mamba2_shapes_match_their_checkpoints(tmp_path, name):
     d_model, n_layer = shapes.MAMBA2_SIZES[name]
     config = {
         "d_model": d_model,

@@ -1,4 +1,6 @@
-"""`bench staged`: traffic, what the cost model says, tables and figures."""
+"""Test `bench staged`: memory traffic, predictions of the cost model, tables,
+figures.
+"""
 
 import json
 
@@ -65,7 +67,7 @@ def test_stages_draft_the_same_in_fewer_passes(report):
         one, two = rows["staged, 1 ahead"], rows["staged, 2 ahead"]
         base = rows["speculative"]
         assert rows["plain"]["passes_per_call"] == 0
-        assert base["passes_per_call"] == 3  # text, and two levels more
+        assert base["passes_per_call"] == 3  # the text, and two more levels
         for row in (one, two, rows["staged, 2 ahead x 2"]):
             assert (row["tau"], row["equal_to_plain"]) == (base["tau"], 1)
             assert row["passes_per_call"] <= 3
@@ -75,8 +77,9 @@ def test_stages_draft_the_same_in_fewer_passes(report):
         assert rows["n-grams alone"]["equal_to_plain"] == 1
 
 
-def test_traffic_is_what_the_passes_read(report, pair):
-    """Target and drafter are of a size: a step reads 1 + 3 models, states beside."""
+def test_traffic_counts_the_bytes_that_passes_read(report, pair):
+    """Target and draft model have equal sizes: a step reads 1 + 3 models, plus
+    states."""
     rows = rows_of(report, "GSM8K", 0.0)
     assert rows["plain"]["traffic"] == rows["plain"]["traffic_without_caches"] == 1
     unit = report["units"]["/GSM8K/T=0/0"]["speculative"]
@@ -95,8 +98,8 @@ def test_traffic_is_what_the_passes_read(report, pair):
     assert rows["speculative"]["traffic"] == pytest.approx(want)
 
 
-def test_the_cost_model_against_arithmetic():
-    """Steps of 10 ms with 4 passes of 1 ms for levels; guesses save 2 of them."""
+def test_the_cost_model_matches_arithmetic():
+    """Steps of 10 ms contain 4 passes of 1 ms for levels. Guesses save 2 of them."""
     seconds = MeasuredTime([1, 2, 3, 4, 6], [1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
     shape = {"depth": 5, "inner": 2, "ahead": 1}
     assert staged_gain(10e-3, seconds, **shape, passes=3) == pytest.approx(10 / 8)
@@ -106,14 +109,15 @@ def test_the_cost_model_against_arithmetic():
     dear = MeasuredTime([1, 2, 3, 4], [1e-3, 1e-3, 2e-3, 3e-3])
     assert staged_gain(10e-3, dear, **shape, passes=3) == pytest.approx(10 / 13)
     wide = {"depth": 5, "inner": 1, "ahead": 1, "passes": 3, "width": 2}
-    steep = MeasuredTime([1, 3], [1e-3, 2e-3])  # two passes of 3 rows, 2 rows more read
+    # Two passes of 3 rows, and 2 more rows to read
+    steep = MeasuredTime([1, 3], [1e-3, 2e-3])
     assert staged_gain(10e-3, steep, **wide) == pytest.approx(10 / (10 - 4 + 2 * 2 + 1))
     with pytest.raises(ValueError, match="passes: want at least 1"):
         staged_gain(10e-3, seconds, **shape, passes=0.5)
 
 
-def test_passes_of_a_chain_against_draws():
-    """Guesses that are right by chance, as often as they are said to be."""
+def test_expected_passes_match_a_simulation():
+    """The guesses are right at random, at the given rates."""
     rates, depth, rng = (0.4, 0.5, 0.7), 6, np.random.default_rng(0)
     for ahead, width in ((1, 1), (2, 1), (2, 3)):
         passes = []
@@ -145,7 +149,7 @@ def test_tables_and_figures(report, tmp_path):
 
 
 @pytest.mark.parametrize("tree", ["auto", "beam:2x2", "chain:1"])
-def test_trees_that_have_no_levels_to_guess(tree):
+def test_trees_without_levels_to_guess_are_refused(tree):
     with pytest.raises(ValueError, match="want a fixed one of at least two levels"):
         measured(staged, [*WORDS, "--tree", tree], None, PROMPTS, Run(1))
     assert resolve_tree(tree) is not None

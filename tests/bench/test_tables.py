@@ -1,4 +1,4 @@
-"""Tables: columns of fields and functions, and their cells."""
+"""Test tables: columns of fields and functions, and their cells."""
 
 from stree_jax.bench.method import quartiles_of
 from stree_jax.bench.tables import by, equal, quartiles, ratio, table

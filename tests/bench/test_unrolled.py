@@ -1,4 +1,4 @@
-"""Trees verified by a sequence per leaf: a baseline with the packed results."""
+"""Test unrolled verification, one sequence per leaf: a baseline with equal results."""
 
 import chex
 import jax
@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-def test_step_scan_is_the_tree_scan_of_a_chain():
+def test_step_scan_matches_the_tree_scan_of_a_chain():
     rng = np.random.default_rng(0)
     H, G, P, N = 4, 2, 3, 5
     x, dt, a, B, C = (
@@ -45,7 +45,7 @@ def test_step_scan_is_the_tree_scan_of_a_chain():
 
 @pytest.mark.parametrize("scan", ["step", "chunk"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_is_the_packed_pass(kind, scan):
+def test_a_pass_matches_the_packed_pass(kind, scan):
     model = tiny(3, layers=KINDS[kind])
     config = model.config
     rng = np.random.default_rng(1)
@@ -59,7 +59,7 @@ def test_a_pass_is_the_packed_pass(kind, scan):
     state = init_state(config, BATCH, 32, jnp.float32).replace(
         layers=state, length=jnp.asarray([5, 9], jnp.int32)
     )
-    # The decay of a record is negative, its step size is positive.
+    # In a record, decays are negative and step sizes positive.
     records = jax.tree_util.tree_map_with_path(
         lambda path, z: -jnp.abs(noise(z)) if path[-1].name == "a" else noise(z),
         init_records(config, BATCH, T, jnp.float32),

@@ -1,4 +1,4 @@
-"""A target among zeros: the same function, larger."""
+"""Test widening a target with zeros: the same function, with a larger size."""
 
 from dataclasses import replace
 
@@ -19,7 +19,8 @@ BIASES = dict(proj_in_bias=True, proj_out_bias=True)
 
 
 def model_of(**options):
-    """Like `tiny`, one group a mixer, every bias, and norms whose epsilon matters."""
+    """Like `tiny`, with one group per mixer, every bias, and norms with a large
+    epsilon."""
     biased = AttentionConfig(4, 2, 8, Rope(1e4, 8), qkv_bias=True, out_bias=True)
     config = tiny(0).config.with_mixers(
         mamba=MambaConfig(4, 8, 16, norm_eps=0.1, **BIASES),
@@ -42,7 +43,7 @@ def model_of(**options):
     ],
     ids=["gated", "not gated"],
 )
-def test_a_wider_model_is_the_same_function(model):
+def test_a_widened_model_is_the_same_function(model):
     wide = widened(model, 4)
     assert wide.config.d_model == 128
     assert wide.params["embedding"].shape == (50, 128)
@@ -54,7 +55,7 @@ def test_a_wider_model_is_the_same_function(model):
     chex.assert_trees_all_close(stree_jax.score(wide, tokens), want, atol=1e-5)
 
 
-def test_it_is_speculated_with_like_the_small_one():
+def test_a_widened_target_accepts_the_same_drafts():
     model = model_of()
     drafter = model.replace(params=perturbed(model.params, 0.05, 3))
     prompts = [np.random.default_rng(i).integers(REAL, size=5) for i in range(2)]
@@ -85,7 +86,7 @@ def test_the_option_widens_targets(monkeypatch):
     assert 10 < wide / small < 16
 
 
-def test_what_cannot_be_widened():
+def test_models_that_cannot_be_widened_are_refused():
     for factor in (0, 2, 3, 8, -4):
         with pytest.raises(ValueError, match=f"power of four, got {factor}"):
             widened(model_of(), factor)

@@ -1,20 +1,21 @@
-"""Random damage to checkpoints: refused in one line, or of no consequence.
+"""Damages checkpoints at random: each must be refused in one line, or load correctly.
 
     python -m tests.damage --count 2000 --commands 60 --kills 50 --seed 0
 
 A case copies a tiny checkpoint, damages it once or twice and passes it to `convert`,
-`load`, `info`, `export` and, every fourth time, the command. Each of them works, or
-raises a ValueError or OSError of one line that names the directory, and says nothing
-else; nothing is left at the destination or beside it, the source stays as it was, no
-code of a pickle runs, no pipe is opened, and memory and time stay small. What was
-accepted must agree: `load` of the source with `load` of what `convert` and `export`
-made of it. Of our own format nothing is accepted that is not as it was written. A
-failure names its case: `--one NUMBER` runs it. `--only gguf` damages GGUF files alone.
+`load`, `info`, `export` and, in every fourth case, the command line. Each of them
+works, or raises a ValueError or OSError of one line that names the directory, and
+prints nothing else. Nothing else appears at or beside the destination, the source stays
+unchanged, no code of a pickle runs, no pipe is opened, and memory and time stay small.
+Accepted results must agree: `load` of the source with `load` of what `convert` and
+`export` made from it. In this library's own format, only unchanged data may be
+accepted. A failure names its case: `--one NUMBER` runs it. `--only gguf` damages only
+GGUF files.
 
-Commands: the same in processes of their own, with all that they write to stderr.
+Commands: the same in separate processes, including all that they write to stderr.
 
-Kills: processes that convert without a pause get SIGKILL at random moments. Each
-destination must be absent or whole.
+Kills: processes that convert all the time get SIGKILL at random moments. Each
+destination must be absent or complete.
 """
 
 import argparse

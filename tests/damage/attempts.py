@@ -1,4 +1,4 @@
-"""Calls of which all that happens is kept: errors, warnings, stderr, opened pipes."""
+"""Calls of which everything is recorded: errors, warnings, stderr, opened pipes."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Kept for good: a logger that is made within a call keeps the stderr that it finds.
+# Kept for the whole run: a logger created within a call keeps the stderr that it finds.
 STDERR = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 WATCHER = """
@@ -32,10 +32,10 @@ print(*sorted(opened), sep="\\n")
 
 @dataclass
 class Outcome:
-    """What one way in did with a case.
+    """The result of one call on a case.
 
     Attributes:
-      stderr: all that reached file descriptor 2, by Python or not.
+      stderr: everything written to file descriptor 2, by Python or other code.
     """
 
     value: Any = None
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def attempt(call: Callable[[], Any]) -> Outcome:
-    """Make a call and keep what it did; only an interrupt is raised."""
+    """Makes a call and records what happens. Only KeyboardInterrupt is raised."""
     outcome = Outcome()
     with redirected() as file, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -55,7 +55,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
             outcome.value = call()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # Rust panics are no Exceptions
+        except BaseException as error:  # Rust panics are not Exceptions
             outcome.error = error
         outcome.seconds = time.perf_counter() - began
         STDERR.flush()
@@ -67,7 +67,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 @contextlib.contextmanager
 def redirected() -> Iterator[Any]:
-    """Stderr of Python and of everything else goes to a file."""
+    """Redirects the stderr of the whole process to a file."""
     old = os.dup(2)
     try:
         with tempfile.TemporaryFile() as file, contextlib.redirect_stderr(STDERR):
@@ -81,9 +81,9 @@ def redirected() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def unraisable() -> Iterator[None]:
-    """What is raised where nobody can catch it goes to stderr, also in a test.
+    """Sends exceptions that nobody can catch to stderr, also under pytest.
 
-    Orbax leaves such coroutines when it gives up on a directory without checksums.
+    Orbax leaves such coroutines when it fails on a directory without checksums.
     """
     old, sys.unraisablehook = sys.unraisablehook, sys.__unraisablehook__
     try:
@@ -95,10 +95,10 @@ def unraisable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(directory: Path) -> Iterator[list[str]]:
-    """Ends the reading of named pipes, of which the paths are in the list afterwards.
+    """Stops reads of named pipes. Afterwards the list has the paths of opened pipes.
 
-    Whoever opens one to read it would wait for ever, and may hold Python's lock while
-    it does; so another process opens the other end.
+    A reader of such a pipe would wait forever, and may hold Python's lock meanwhile, so
+    another process opens the other end.
     """
     opened: list[str] = []
     pipes = [str(file) for file in directory.rglob("*") if file.is_fifo()]

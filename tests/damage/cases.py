@@ -62,11 +62,11 @@ GGUF_WEIGHTS = [8, 3, 2, 1]
 
 @dataclass(frozen=True)
 class Case:
-    """A damaged copy in `directory`; destinations go to `folder / "out"`.
+    """A damaged copy in `directory`. Destinations go to `folder / "out"`.
 
     Attributes:
-      what: the checkpoint, and what was done to it.
-      original: what it is a copy of.
+      what: the checkpoint, and the damage done to it.
+      original: the sound checkpoint.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def src(self) -> Path:
-        """What commands are given: the directory, or of GGUF files the first."""
+        """The path given to commands: the directory, or the first GGUF file."""
         if self.name not in GGUF:
             return self.directory
         return self.directory / min(file.name for file in self.original.iterdir())
@@ -96,7 +96,8 @@ class Case:
 
 
 def once(damage: Damage, directory: Path, rng: Rng, again: bool) -> str | None:
-    """What was done; None where nothing was, or it failed on damage before it."""
+    """Applies one damage. Returns its description, or None if it did not apply or
+    failed on earlier damage."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return damage(directory, rng)
@@ -109,12 +110,12 @@ def once(damage: Damage, directory: Path, rng: Rng, again: bool) -> str | None:
 def make_case(
     seed: int, number: int, sources: Path, folder: Path, only: str = ""
 ) -> Case:
-    """The case of a number; the same one for ever.
+    """Makes the case of a number. The same arguments always make the same case.
 
     Args:
-      sources: where sound checkpoints are kept.
-      folder: exists and is empty.
-      only: with what the names of its checkpoints begin.
+      sources: folder of sound checkpoints.
+      folder: an existing, empty folder.
+      only: prefix of the names of its checkpoints.
     """
     rng = Rng(f"{seed}.{number}")
     named = [name for name in SOURCES if name.startswith(only)]
@@ -142,9 +143,9 @@ def make_case(
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """What of our directory is never to be another unnoticed.
+    """Returns the parts of an own-format directory whose changes must be detected.
 
-    The bytes of params/ and of the tokenizer, and the fields of config.json.
+    These are the bytes of params/ and of the tokenizer, and the fields of config.json.
     """
     files = [*(directory / "params").rglob("*"), directory / "tokenizer.json"]
     found: dict[str, Any] = {
@@ -157,9 +158,9 @@ def contents(directory: Path) -> dict[str, Any]:
 
 
 def changed(case: Case) -> list[str]:
-    """The names of what is not as it was, in a directory that was accepted.
+    """Returns the names of changed parts in a directory that was accepted.
 
-    A config.json without its checksum is one that was edited on purpose.
+    A config.json without its checksum counts as edited on purpose.
     """
     before, after = contents(case.original), contents(case.src)
     if "checksum" not in after["config"]:

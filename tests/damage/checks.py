@@ -1,4 +1,4 @@
-"""What each way in must do with a case. Every check yields what is wrong."""
+"""Checks of every call on a case. Each check yields descriptions of failures."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ from tests.damage.tally import Tally
 from tests.damage.tensors import OUTSIDE
 
 ROOT = Path(__file__).parents[2]
-SLOW = 20.0  # seconds: a failure
-MORE_MEMORY = 500 << 20  # of the whole run
+SLOW = 20.0  # seconds until a call counts as a failure
+MORE_MEMORY = 500 << 20  # bytes in the whole run
 LONGEST = 1000  # characters of a message
 CLI_EVERY = 4
 COMMANDS = ("convert", "info", "export")
 
 
 def check_message(case: Case, text: str, named: bool = True) -> Iterator[str]:
-    """One line, not too long, that names the directory."""
+    """The message must be one line of limited length that names the directory."""
     if len(text.splitlines()) != 1:
         yield f"more than one line: {text!r}"
     if named and str(case.directory) not in text:
@@ -41,7 +41,8 @@ def check_message(case: Case, text: str, named: bool = True) -> Iterator[str]:
 
 
 def check_outcome(case: Case, outcome: Outcome, named: bool = True) -> Iterator[str]:
-    """A call from Python: an error of ours, no warning of others, silence, in time."""
+    """A Python call must raise only this library's errors, print no foreign warnings,
+    and end in time."""
     error = outcome.error
     if isinstance(error, CheckpointError | ValueError | OSError):
         yield from check_message(case, str(error), named)
@@ -67,7 +68,7 @@ def listing(directory: Path) -> list[tuple[str, int]]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Models of equal configs and, bit for bit, parameters."""
+    """True if configs are equal and parameters bitwise equal."""
     if a.config != b.config:
         return False
     mine, theirs = (jax.tree_util.tree_leaves_with_path(m.params) for m in (a, b))
@@ -90,10 +91,10 @@ def arguments_of(case: Case, command: str, dst: Path) -> list[str]:
 
 
 def check_command(case: Case, code: int, stderr: str, named: bool) -> Iterator[str]:
-    """Code 2 and one line, or code 0 and no more than what the command has to tell.
+    """Exit code 2 needs one line of stderr. Exit code 0 allows only known lines.
 
     Args:
-      named: the line has to name the directory.
+      named: whether the line must name the directory.
     """
     lines = stderr.splitlines()
     if code == 2:
@@ -109,7 +110,7 @@ def check_command(case: Case, code: int, stderr: str, named: bool) -> Iterator[s
 
 
 def check_cli(case: Case, accepted: dict[str, bool], number: int) -> Iterator[str]:
-    """The command in this process does what the calls from Python did."""
+    """The command, in this process, must do the same as the Python calls."""
     dst = case.folder / "out" / "by command"
     command = COMMANDS[number // CLI_EVERY % len(COMMANDS)]
     outcome = attempt(lambda: run_cli(arguments_of(case, command, dst)))
@@ -133,7 +134,7 @@ def numbers_of(config: Any) -> Iterator[float]:
 
 
 def check_config(config: Any) -> Iterator[str]:
-    """No model means these; generation would fail or be nonsense."""
+    """The config must not have values with which generation fails or is meaningless."""
     if any(map(math.isnan, numbers_of(config))):
         yield "accepted NaN in the config"
     if not 0 < config.num_tokens <= config.vocab_size:
@@ -148,7 +149,7 @@ def check_config(config: Any) -> Iterator[str]:
 
 
 def check_agreement(case: Case, outcomes: dict[str, Outcome]) -> Iterator[str]:
-    """What convert and load accept is the same; info may know less."""
+    """convert and load must accept the same. info may accept more."""
     loaded, converted = outcomes["load"], outcomes["convert"]
     if not case.own and (loaded.error is None) != (converted.error is None):
         yield f"load: {loaded.error!r}, convert: {converted.error!r}"
@@ -170,9 +171,10 @@ def check_agreement(case: Case, outcomes: dict[str, Outcome]) -> Iterator[str]:
 
 
 def check_export(case: Case, loaded: Any, tally: Tally) -> Iterator[str]:
-    """What can be exported is the same when it is loaded.
+    """An exported model must load as the same model.
 
-    But for the padding of a vocabulary, which no config of transformers tells.
+    The padding of the vocabulary may differ, because no config of transformers stores
+    it.
     """
     dst = case.folder / "out" / "exported"
     if not dst.exists():
@@ -188,7 +190,8 @@ def check_export(case: Case, loaded: Any, tally: Tally) -> Iterator[str]:
 
 
 def check_leftovers(case: Case, before: list, wanted: list[str]) -> Iterator[str]:
-    """Nothing but what was made, the source as it was, and no code of a pickle run."""
+    """There must be no extra files, no change of the source, and no code run from
+    pickles."""
     if (case.folder / "canary").exists():
         yield "code of a pickle ran"
     left = sorted(file.name for file in (case.folder / "out").iterdir())
@@ -202,12 +205,12 @@ def check_leftovers(case: Case, before: list, wanted: list[str]) -> Iterator[str
 
 
 def peak() -> int:
-    """The most bytes of memory that this process has held."""
+    """Returns the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def check_calls(case: Case, number: int, tally: Tally) -> Iterator[str]:
-    """Every way in from Python, and then the command now and then."""
+    """Makes every Python call, and the command in every fourth case."""
     before = listing(case.directory)
     outcomes: dict[str, Outcome] = {}
 
@@ -245,7 +248,7 @@ def check_calls(case: Case, number: int, tally: Tally) -> Iterator[str]:
 
 
 def check_case(case: Case, number: int, tally: Tally) -> Iterator[str]:
-    """All that is wrong with what becomes of a case."""
+    """Yields all failures of a case."""
     memory = peak()
     with watched(case.folder) as opened:
         yield from check_calls(case, number, tally)

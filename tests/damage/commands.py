@@ -1,4 +1,4 @@
-"""The command in a process of its own: all of its stderr, also at its exit."""
+"""Commands in separate processes, with all of their stderr, including that at exit."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ LIMIT = 120  # seconds
 
 
 def check_process(case: Case, command: str, tally: Tally) -> Iterator[str]:
-    """One command on one case."""
+    """Runs and checks one command on one case."""
     before, dst = listing(case.directory), case.folder / "out" / "dst"
     arguments = [sys.executable, "-m", "stree_jax", *arguments_of(case, command, dst)]
     try:
@@ -35,7 +35,8 @@ def check_process(case: Case, command: str, tally: Tally) -> Iterator[str]:
         return
     tally.commands += 1
     tally.command_refusals += done.returncode == 2
-    # What export says of a sound model that has no class elsewhere is about the model.
+    # If a sound model cannot be exported, the message is about the model, not the
+    # directory.
     named = command != "export"
     for wrong in check_command(case, done.returncode, done.stderr, named):
         yield f"{command}: {wrong}"
@@ -46,7 +47,7 @@ def check_process(case: Case, command: str, tally: Tally) -> Iterator[str]:
 def run_commands(
     seed: int, numbers: list[int], sources: Path, tally: Tally, quiet: bool
 ) -> None:
-    """The commands in turn on cases."""
+    """Runs the commands in turn on cases."""
     for number in tqdm(numbers, unit="command", disable=quiet):
         with tempfile.TemporaryDirectory(prefix="damage-") as folder:
             case = make_case(seed, number, sources, Path(folder))

@@ -1,4 +1,4 @@
-"""Damage to JSON files: fields of other names, types and sizes, and broken syntax."""
+"""Damage to JSON files: fields with other names, types and sizes, and broken syntax."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ def json_files(directory: Path) -> list[Path]:
 
 
 def some_json(directory: Path, rng: Rng) -> Path:
-    """The config one time in two, others the rest."""
+    """Chooses a config file with probability one half, otherwise any JSON file."""
     files = json_files(directory)
     if not files:
         raise Useless
@@ -33,7 +33,7 @@ def some_json(directory: Path, rng: Rng) -> Path:
 
 
 def places(values: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
+    """Yields every (container, key) of a JSON value."""
     if isinstance(values, dict | list):
         keys = list(values) if isinstance(values, dict) else range(len(values))
         for key in keys:
@@ -85,7 +85,7 @@ def odd_value(value: Any, rng: Rng) -> Any:
 
 
 def fields(directory: Path, rng: Rng) -> str:
-    """One to four fields of a JSON file removed, of another type or size."""
+    """Removes one to four fields of a JSON file, or changes their type or size."""
     file = some_json(directory, rng)
     values = json.loads(file.read_text())
     changed = []
@@ -119,7 +119,7 @@ NAMED = ["llama", "mamba2", "mamba", "stree-jax", "nemotron_h", "llama3", "M*E-"
 
 
 def foreign(directory: Path, rng: Rng) -> str:
-    """A field that this format reads by another name, or does not expect."""
+    """Adds a field that this format calls otherwise, or does not expect."""
     files = [file for file in json_files(directory) if "config" in file.name]
     if not files:
         raise Useless

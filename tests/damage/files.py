@@ -1,4 +1,4 @@
-"""Damage to files as such: their bytes, their length, and what kind they are."""
+"""Damage to files: their bytes, length and type."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from tests.damage.sources import Rng, Useless
 
 
 def files_of(directory: Path) -> list[Path]:
-    """By size: orbax draws some of its names."""
+    """Returns files sorted by size, because orbax chooses some names at random."""
     files = [f for f in directory.rglob("*") if f.is_file()]
     return sorted(files, key=lambda f: (f.stat().st_size, str(f)))
 
@@ -34,12 +34,12 @@ def flip(directory: Path, rng: Rng) -> str:
 
 
 def arrays(directory: Path, rng: Rng) -> str:
-    """Bytes below params/, most of which orbax would take for weights."""
+    """Changes bytes below params/, most of which orbax would accept as weights."""
     return flip(directory / "params", rng)
 
 
 def header_text(directory: Path, rng: Rng) -> str:
-    """A character of a safetensors header that JSON minds, or its length."""
+    """Changes JSON characters of a safetensors header, or its length."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise Useless
@@ -81,7 +81,7 @@ def cut(directory: Path, rng: Rng) -> str:
 
 
 def put_special(place: Path, what: str, rng: Rng) -> None:
-    """Something other than a file at a place where nothing is."""
+    """Puts something other than a regular file at an empty place."""
     match what:
         case "directory" | "full directory":
             place.mkdir()
@@ -111,7 +111,7 @@ SPECIAL += ["dangling", "loop", "folder", "device", "other"]
 
 
 def replace_file(directory: Path, rng: Rng) -> str:
-    """Gone, or something other than a file."""
+    """Removes a file, or replaces it by something other than a regular file."""
     file = some_file(directory, rng)
     place = rng.choice([file, file, file.parent]) if file.parent != directory else file
     shutil.rmtree(place) if place.is_dir() else place.unlink()
@@ -130,7 +130,8 @@ KNOWN = (
 
 
 def add_special(directory: Path, rng: Rng) -> str:
-    """Something other than a file by a name that a reader may look for."""
+    """Adds something other than a regular file under a name that a reader may look
+    for."""
     name = rng.choice(KNOWN.split())
     if os.path.lexists(directory / name):
         raise Useless

@@ -1,4 +1,4 @@
-"""Damage to GGUF files: their counts, lengths, types, names and places."""
+"""Damage to GGUF files: counts, lengths, types, names and offsets."""
 
 import struct
 from collections.abc import Callable
@@ -28,24 +28,24 @@ class Tensor:
 
 @dataclass
 class Parts:
-    """What a file is made of; `keys` are names, types and the bytes of values."""
+    """The parts of a file. `keys` holds names, types and the bytes of values."""
 
     version: int = 3
     keys: list[tuple[bytes, int, bytes]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     data: bytes = b""
-    counts: tuple[int, int] | None = None  # that are told in place of the true ones
+    counts: tuple[int, int] | None = None  # written in place of the true counts
 
 
 def parse(raw: bytes) -> Parts:
-    """Of a sound file."""
+    """Parses a sound file."""
     at = 4
 
     def take(form: str) -> int:
         nonlocal at
         (value,) = struct.unpack_from(form, raw, at)
         at += struct.calcsize(form)
-        if value > len(raw) and form == "<Q":  # of the first damage of two
+        if value > len(raw) and form == "<Q":  # after the first of two damages
             raise Useless
         return value
 
@@ -91,7 +91,7 @@ def build(parts: Parts) -> bytes:
 
 
 def array(kind: int, values: list) -> bytes:
-    """The bytes of an array of texts or numbers."""
+    """Returns the bytes of an array of strings or numbers."""
     begin = struct.pack("<IQ", kind, len(values))
     if kind == STRING:
         return begin + b"".join(text(v.encode()) for v in values)
@@ -99,7 +99,8 @@ def array(kind: int, values: list) -> bytes:
 
 
 def some(parts: Parts, rng: Rng, *kinds: int) -> int:
-    """The place of a key whose value is of one of these types; of none: of any."""
+    """Returns the index of a random key with a value of one of these types. If `kinds`
+    is empty, any type will do."""
     fit = [i for i, key in enumerate(parts.keys) if not kinds or key[1] in kinds]
     if not fit:
         raise Useless
@@ -107,7 +108,7 @@ def some(parts: Parts, rng: Rng, *kinds: int) -> int:
 
 
 def two(parts: Parts, rng: Rng) -> list[Tensor]:
-    if len(parts.tensors) < 2:  # the last shard
+    if len(parts.tensors) < 2:  # the last shard may have one tensor
         raise Useless
     return rng.sample(parts.tensors, 2)
 
@@ -166,7 +167,7 @@ def missing(parts: Parts, rng: Rng) -> str:
     if rng.random() < 0.5:
         tensor = parts.tensors.pop(rng.randrange(len(parts.tensors)))
         harmless = b"output.weight", b"rope_freqs.weight"
-        # A bias, or experts' part of one, may be optional.
+        # A bias, or part of an expert's bias, may be optional.
         sure = tensor.name not in harmless and b"bias" not in tensor.name
         return f"{HARMFUL if sure else ''}without {tensor.name!r}"
     name = parts.keys.pop(some(parts, rng))[0]
@@ -243,7 +244,7 @@ EDITS: list[Edit] = [
 
 
 def gguf_edit(directory: Path, rng: Rng) -> str:
-    """One of the above, in one of the files."""
+    """Applies one of the edits to one of the files."""
     found = [f for f in sorted(directory.glob("*.gguf")) if f.is_file()]
     if not found:
         raise Useless

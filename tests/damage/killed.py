@@ -1,4 +1,4 @@
-"""Processes that convert without a pause, killed at random moments."""
+"""Processes that convert all the time, killed at random moments."""
 
 import shutil
 import signal
@@ -25,7 +25,7 @@ for i in itertools.count():
     convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2], str(i)), progress=False)
 """
 KILLED = ["llama", "mamba2", "granite-moe", "native-plain"]
-STARTED = 2  # processes at a time
+STARTED = 2  # parallel processes
 LATEST = 1.5  # seconds after the start of the first conversion
 
 

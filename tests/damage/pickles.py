@@ -1,4 +1,4 @@
-"""Pickles with code in them, and with things in place of tensors."""
+"""Pickles that contain code, or other objects in place of tensors."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ from tests.damage.sources import HARMFUL, Rng, Useless, read_weights, weight_fil
 
 
 class Code:
-    """Unpickled by anything but a careful reader, it makes a file."""
+    """An object that creates a file if an unsafe reader unpickles it."""
 
     def __init__(self, canary: Path, rng: Rng) -> None:
         text = f"open({str(canary)!r}, 'w').close()"
@@ -25,7 +25,7 @@ class Code:
 
 
 def odd_pickles(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Things in place of a tensor, none of which is one in plain numbers."""
+    """Returns objects in place of a tensor. None of them is a plain dense tensor."""
     wide = tensor.reshape(-1)[:1]
     return {
         "sparse": tensor.to_sparse,
@@ -45,7 +45,7 @@ def odd_pickles(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def harmless_pickles(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """The same tensor, but not as it is usually stored."""
+    """Returns the same tensor in unusual storage."""
     rows = torch.cat([tensor, tensor])
     return {
         "view": lambda: rows[len(tensor) :],
@@ -66,7 +66,7 @@ def pickles(directory: Path, rng: Rng) -> str:
     found: dict[Any, Any] = dict(read_weights(directory))
     name, old = rng.choice(list(found)), rng.random() < 0.3
     if found[name].dtype != torch.float32 or not found[name].ndim:
-        raise Useless  # torch cannot make all of these of it
+        raise Useless  # some of these need a float32 tensor with axes
     canary, what = directory.parent / "canary", rng.choice(["code", "odd", "view"])
     if what == "code":
         place = rng.choice(["value", "key", "root", "plain", "disguised"])

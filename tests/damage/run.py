@@ -1,4 +1,4 @@
-"""Cases, commands and kills in one run, and the figures of it."""
+"""Runs cases, commands and kills, and counts the results."""
 
 import faulthandler
 import os
@@ -17,7 +17,7 @@ from tests.damage.killed import run_kills
 from tests.damage.sources import source
 from tests.damage.tally import Tally
 
-STUCK = 120.0  # seconds of a case; the program ends and says where it was
+STUCK = 120.0  # seconds of a case, after which the program ends with a traceback
 
 
 def run_cases(
@@ -28,9 +28,9 @@ def run_cases(
     quiet: bool,
     only: str,
 ) -> None:
-    """Make cases and check what becomes of them in this process."""
+    """Makes cases and checks them in this process."""
     bar = tqdm(numbers, unit="case", disable=quiet)
-    stderr = os.dup(2)  # the one that is there while a call's is kept
+    stderr = os.dup(2)  # stderr from before calls redirect it
     for number in bar:
         bar.set_postfix_str(f"case {number}, {len(tally.failures)} failures")
         if not quiet:
@@ -60,19 +60,21 @@ def run(
     quiet: bool = False,
     only: str = "",
 ) -> Tally:
-    """One run.
+    """Runs everything once.
 
     Args:
-      numbers: of the cases in this process.
-      commands: of the cases for a command in a process of its own; None: none.
-      kills: processes to kill.
-      quiet: shows no progress, and does not end the program where it is stuck.
-      only: with what the names of the checkpoints in this process begin.
+      numbers: cases to check in this process.
+      commands: cases to check with a command in a separate process. If None, there are
+        none.
+      kills: number of processes to kill.
+      quiet: if true, shows no progress and does not end the program if it hangs.
+      only: prefix of the names of checkpoints in this process.
     """
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="damage-sources-") as folder:
         sources = Path(folder)
-        stree_jax.load(source(sources, "own-llama", "own"))  # what any run imports
+        # Imports what every run imports
+        stree_jax.load(source(sources, "own-llama", "own"))
         before = peak()
         with unraisable():
             run_cases(seed, numbers, sources, tally, quiet, only)

@@ -1,4 +1,4 @@
-"""Sound checkpoints in every format and layout, to be damaged."""
+"""Sound checkpoints of every format and layout, to be damaged."""
 
 import json
 import random
@@ -30,13 +30,13 @@ from tests.support.vocabularies import (
 
 OWN = {"own-mamba2": "mamba2", "own-granite-moe": "granite-moe", "own-llama": "llama"}
 NATIVES = {f"native-{name}": name for name in NATIVE_CASES}
-QUANTIZED = {  # a model and a spelling, in safetensors alone
+QUANTIZED = {  # a model and a layout of `quantized`; safetensors only
     "quantized-nvfp4": ("nemotron-h", "modelopt mixed"),
     "quantized-reciprocal": ("llama", "compressed nvfp4"),
     "quantized-int8": ("mamba2", "compressed int8 packed"),
     "quantized-fp8": ("granite", "fp8"),
 }
-# A case of `gguf_files`, how its matrices are stored, tensors of a shard (0: one file).
+# A case of `gguf_files`, the type of its matrices, and tensors per shard (0: one file).
 GGUF = {
     "gguf-llama": ("llama", "Q8_0", 0),
     "gguf-mamba2": ("mamba2", "BF16", 0),
@@ -46,14 +46,14 @@ GGUF = {
 }
 SOURCES = [*HF_CASES, *NATIVES, "mambainllama", *QUANTIZED, *GGUF, *OWN]
 LAYOUTS = ("safetensors", "safetensors shards", "bin", "bin shards")
-HARMFUL = "!"  # a damage whose description begins so must be refused
+HARMFUL = "!"  # prefix of descriptions: this damage must be refused
 
 Rng = random.Random
 Tensors = dict[str, torch.Tensor]
 
 
 class Useless(Exception):
-    """A damage that does not apply to this checkpoint; another one is drawn."""
+    """A damage does not apply to this checkpoint, and another one is drawn."""
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -63,7 +63,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_weights(directory: Path, tensors: Tensors, layout: str) -> None:
-    """The tensors in one file or two and an index; older weights go."""
+    """Writes tensors to one file, or to two and an index, in place of older weights."""
     for file in weight_files(directory):
         file.unlink()
     suffix = layout.split()[0]
@@ -88,7 +88,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_weights(directory: Path) -> Tensors:
-    """All tensors of a sound checkpoint of another library."""
+    """Reads all tensors of a sound checkpoint of another library."""
     tensors: Tensors = {}
     for file in weight_files(directory):
         if not file.is_file() or file.suffix == ".json":
@@ -96,7 +96,7 @@ def read_weights(directory: Path) -> Tensors:
         try:
             safe = file.suffix == ".safetensors"
             tensors |= load_file(file) if safe else torch.load(file)
-        except Exception as error:  # the first damage of two
+        except Exception as error:  # after the first of two damages
             raise Useless from error
     if not tensors:
         raise Useless
@@ -110,12 +110,12 @@ def layout_of(directory: Path) -> str:
 
 
 def write_gguf_source(directory: Path, name: str) -> None:
-    """GGUF files alone, with a vocabulary of bytes or of pieces."""
+    """Writes only GGUF files, with a byte-level or SentencePiece vocabulary."""
     case, kind, shards = GGUF[name]
     extra = write_byte_level(byte_level("smollm"), "smollm", "{{ messages }}")
     if name in ("gguf-mamba2", "gguf-granite"):
         extra = write_pieces(*pieces())
-    # Rows that are whole blocks, where they are stored in blocks.
+    # For types stored in blocks, rows must be whole blocks.
     wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32}
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as plain:
@@ -144,7 +144,7 @@ def write_source(directory: Path, name: str) -> None:
 
 
 def source(folder: Path, name: str, layout: str) -> Path:
-    """A sound checkpoint, made when it is first wanted."""
+    """Returns a sound checkpoint, which is made when it is first needed."""
     if name in QUANTIZED:
         layout = layout.replace("bin", "safetensors")
     if name in GGUF:

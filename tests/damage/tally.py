@@ -1,4 +1,4 @@
-"""What a run has seen."""
+"""Counts of a run."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,13 +9,17 @@ class Tally:
     """Counts of a run.
 
     Attributes:
-      refused: of the cases by `load`, by kind of damage; `accepted` likewise.
+      refused: cases refused by `load`, by kind of damage.
+      accepted: cases accepted by `load`, by kind of damage.
       exported: models that were accepted and exported.
-      commands: that ran in a process of their own, `command_refusals` with code 2.
-      kills: processes killed, `interrupted` of them within a conversion.
-      whole: directories that killed processes left whole.
-      slowest: seconds of a call, and which; `longest` characters of a message.
-      memory: bytes more than at the start, at most.
+      commands: commands run in separate processes.
+      command_refusals: those of them with exit code 2.
+      kills: killed processes.
+      interrupted: those of them killed during a conversion.
+      whole: complete directories left by killed processes.
+      slowest: seconds of the slowest call, and its name.
+      longest: characters of the longest message, and its call.
+      memory: growth of the peak memory since the start, in bytes.
     """
 
     cases: int = 0

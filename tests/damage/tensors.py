@@ -1,4 +1,4 @@
-"""Damage to tensors and to the shards and the index that hold them."""
+"""Damage to tensors, and to the shards and index that hold them."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ NAMES += ["lm_head.weight", "mtp.x", "a.rotary_emb.inv_freq", "\x00", "model.nor
 
 
 def tensor_changes(t: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Other shapes and numbers."""
+    """Returns functions that change the shape or the numbers of a tensor."""
     return {
         "transposed": lambda: t.mT.contiguous() if t.ndim > 1 else t.flip(0),
         "flat": lambda: t.reshape(-1).clone(),
@@ -47,13 +47,14 @@ def tensor_changes(t: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def filled(t: torch.Tensor, value: float) -> torch.Tensor:
-    """Of its dtype, where that has such a number."""
+    """Returns a tensor of the same dtype filled with `value`, if the dtype is
+    floating."""
     full = torch.full(t.shape, value)
     return full.to(t.dtype) if t.is_floating_point() else full
 
 
 def tensors(directory: Path, rng: Rng) -> str:
-    """One to three tensors of other names, shapes or dtypes."""
+    """Changes names, shapes or dtypes of one to three tensors."""
     found, layout = read_weights(directory), layout_of(directory)
     what = ""
     for _ in range(rng.choice([1, 1, 1, 3])):
@@ -61,7 +62,7 @@ def tensors(directory: Path, rng: Rng) -> str:
         if "lm_head.weight" in found and rng.random() < 0.2:
             name = "lm_head.weight"
         what += change_tensor(found, name, rng)
-    with contextlib.suppress(ValueError):  # a name that safetensors does not take
+    with contextlib.suppress(ValueError):  # a name that safetensors does not accept
         write_weights(directory, found, layout)
         return what
     raise Useless
@@ -97,7 +98,7 @@ def change_tensor(found: Tensors, name: str, rng: Rng) -> str:
 
 
 def shards(directory: Path, rng: Rng) -> str:
-    """A tensor in two shards, a shard missing, and indexes that do not fit."""
+    """Puts a tensor in two shards, removes a shard, or breaks the index."""
     found = read_weights(directory)
     layout = rng.choice(["safetensors shards", "bin shards"])
     write_weights(directory, found, layout)
@@ -117,18 +118,18 @@ def shards(directory: Path, rng: Rng) -> str:
             values["weight_map"] = dict.fromkeys(found, first.name)
             write_json(index, values)
             what = HARMFUL + what
-        case "both":  # a whole file beside them wins
+        case "both":  # a single file takes precedence over shards
             (directory / "model.safetensors").write_bytes(first.read_bytes())
         case "extra":
             shutil.copyfile(first, directory / f"zzz.{suffix}")
-        case "others":  # the index of the other kind
+        case "others":  # the index of the other file type
             other = "model" if suffix == "bin" else "pytorch_model"
             ending = "safetensors" if suffix == "bin" else "bin"
             index.rename(directory / f"{other}.{ending}.index.json")
     return f"{what} ({suffix})"
 
 
-OUTSIDE = "outside"  # a shard beside the checkpoint: a reader must not get there
+OUTSIDE = "outside"  # a shard outside the checkpoint, which must not be read
 SHARD_NAMES: list[Any] = [
     *("/etc/passwd", "a/b", "", ".", "..", "/", "config.json", "~/x.bin", "nul\0.bin"),
     *(
@@ -142,7 +143,7 @@ SHARD_NAMES: list[Any] = [
 
 
 def paths(directory: Path, rng: Rng) -> str:
-    """Names in the index that lead elsewhere; every file they could mean is there."""
+    """Makes the index name other paths. Every file that they could mean exists."""
     suffix = rng.choice(["safetensors", "bin"])
     write_weights(directory, read_weights(directory), f"{suffix} shards")
     index = next(directory.glob("*.index.json"))

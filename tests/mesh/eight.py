@@ -1,4 +1,4 @@
-"""Run by test_mesh.py in a process with eight devices: prints facts as JSON."""
+"""Program run by test_mesh.py with eight devices. It prints results as JSON."""
 
 import json
 import sys
@@ -36,12 +36,13 @@ def refused(call, *args, **options):
 
 
 def families():
-    """Logits of all, and text of those that have most kinds of layers."""
+    """Checks logits of all families, and texts of those with the most kinds of
+    layers."""
     return {name: check_family(name, [MESH], text=name in WRITES) for name in FAMILIES}
 
 
 def shapes():
-    """What `abstract_model` says is what `shard` makes."""
+    """Checks that `abstract_model` predicts the result of `shard`."""
 
     def alike(x, y):
         same = x.sharding.is_equivalent_to(y.sharding, y.ndim)
@@ -57,7 +58,7 @@ def shapes():
 
 
 def uneven():
-    """Heads that three devices do not divide are on all of them; an MLP is not."""
+    """Three devices: heads that cannot be divided are copied, and an MLP is split."""
     model = tiny(1)
     cut = stree_jax.shard(model, mesh_of("1x3"))
     ids = prompts(model.config, 3)
@@ -67,7 +68,7 @@ def uneven():
 
 
 def in_jit():
-    """`generate_tokens` inside a user's own program."""
+    """Runs `generate_tokens` inside a user's program."""
     model, mesh = tiny(1), mesh_of(MESH)
     drafter = model.replace(params=perturbed(model.params, 0.05, 3))
     ids = np.random.default_rng(0).integers(8, 47, (4, 9)).astype(np.int32)
@@ -86,7 +87,7 @@ def in_jit():
 
 
 def program():
-    """What the loop over steps exchanges, and what a device holds."""
+    """Returns the communication in the decoding loop."""
     model = random_model(FAMILIES["falcon-h1"], 1)
     cut = stree_jax.shard(model, mesh_of(MESH))
     ids = prompts(model.config)
@@ -100,7 +101,7 @@ def program():
 
 
 def held():
-    """Bytes of a device: of weights and state, on one device and on eight."""
+    """Returns bytes per device, of weights and state, on one device and on eight."""
     model = random_model(FAMILIES["bamba"], 1)
     ids = prompts(model.config)
     models = model, stree_jax.shard(model, mesh_of(MESH))
@@ -114,7 +115,7 @@ def held():
 
 
 def counted():
-    """The table of `bench devices`."""
+    """Returns the table of `bench devices`."""
     words = ["devices", "--shapes", "hybrid-130m", "--meshes", "model=2", "model=4"]
     args = parse_bench([*words, "--sizes", "1", "--context", "256"])
     report = devices.measure(args, Run(1))
@@ -148,7 +149,7 @@ def refusals():
 
 
 def tapped():
-    """A drafter that taps layers: the same text, and the streams of one device."""
+    """Tests a drafter that taps layers: same text and same streams as on one device."""
     model, found = tiny(1), []
     ids = [
         row[:n] for row, n in zip(prompts(model.config, 4), (3, 9, 5, 7), strict=True)
@@ -169,5 +170,5 @@ PARTS = (tapped, families, shapes, uneven, in_jit, program, held, counted, refus
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    facts = {part.__name__: part() for part in PARTS}
-    print(json.dumps(facts), file=sys.stdout)
+    results = {part.__name__: part() for part in PARTS}
+    print(json.dumps(results), file=sys.stdout)

@@ -1,4 +1,6 @@
-"""A model cut over devices: which device has what, and the same logits and text."""
+"""Test models sharded over devices: layout of parameters, and the same logits and
+text.
+"""
 
 import json
 import subprocess
@@ -31,8 +33,8 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="module")
-def facts():
-    """Of a process with eight devices."""
+def results():
+    """Returns the results of a process with eight devices."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.mesh.eight"],
         cwd=ROOT,
@@ -45,8 +47,9 @@ def facts():
 
 @families
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_the_tables_are_the_parameters(family, n):
-    """Runs fill the axis of the whole parameter, and parts of them a part's."""
+def test_runs_match_the_shapes_of_parameters(family, n):
+    """Runs fill the axis of the whole parameter, and their parts fill that of a
+    shard."""
     config = FAMILIES[family]
     cut = cut_of(config, n)
     table = param_table(part_config(config, cut))
@@ -57,14 +60,15 @@ def test_the_tables_are_the_parameters(family, n):
             assert parts[path] == shape
             continue
         assert run_width(param.runs) == shape[param.axis], path
-        if path[-1] in ("linear", "eh_proj"):  # by `width`, which no config has
+        # Part_config does not change the `width` that sizes them
+        if path[-1] in ("linear", "eh_proj"):
             continue
         wide = list(shape)
         wide[param.axis] = part_width(param.runs, times)
         assert parts[path] == tuple(wide), path
 
 
-def test_parts_of_a_run_are_its_units_in_order():
+def test_parts_of_a_run_are_in_order():
     runs = (Run(8, 4), Run(6, 2, repeats=True))
     places = np.arange(14)
 
@@ -77,11 +81,11 @@ def test_parts_of_a_run_are_its_units_in_order():
     assert not Run(8, 4).divides(8) and runs[1].divides(8) and not runs[1].divides(3)
 
 
-def test_heads_have_their_own_groups():
-    """The group that head h reads is the one that its part has."""
+def test_heads_are_placed_with_their_groups():
+    """Each shard has the groups that its heads read."""
     config = MambaConfig(8, 2, 3, n_groups=4)
     into = mamba_params(config, 5)["in_proj"].runs
-    # Rows of in_proj, each marked with its head or, of B and C, its group.
+    # Rows of in_proj, each marked with its head, or with its group for B and C.
     z, x = np.repeat(np.arange(8), 2), np.repeat(np.arange(8), 2)
     group = np.repeat(np.arange(4), 3)
     rows = np.concatenate([z, x, 10 + group, 20 + group, np.arange(8)])
@@ -95,7 +99,7 @@ def test_heads_have_their_own_groups():
             assert np.unique(heads).tolist() == [*range(first, first + 8 // n)]
 
 
-def test_what_does_not_divide_is_whole():
+def test_indivisible_layers_are_not_split():
     config = FAMILIES["bamba"]
     assert cut_of(config, 3) == WHOLE
     odd = config.with_mixers(attention=AttentionConfig(6, 2, 4))
@@ -103,39 +107,40 @@ def test_what_does_not_divide_is_whole():
     assert cut_of(replace(config, vocab_size=63, num_tokens=61), 2).of(VOCAB) == 1
     groups = config.with_mixers(mamba=MambaConfig(12, 4, 8, n_groups=3))
     assert [cut_of(groups, n).of("mamba") for n in (2, 3)] == [1, 3]
-    assert cut_of(groups, 6).of("mamba") == 6  # two parts share a group
+    assert cut_of(groups, 6).of("mamba") == 6  # two shards share a group
 
 
 @families
-def test_logits_and_text_are_one_devices(facts, family):
-    assert facts["families"][family]
+def test_logits_and_text_match_one_device(results, family):
+    assert results["families"][family]
 
 
 @families
-def test_shapes_are_told_without_arrays(facts, family):
-    assert facts["shapes"][family]
+def test_abstract_model_predicts_shards(results, family):
+    assert results["shapes"][family]
 
 
-def test_uneven_sizes(facts):
-    told = facts["uneven"]
+def test_indivisible_heads_are_copied(results):
+    told = results["uneven"]
     assert told["same"]
     assert "mamba" not in told["cut"] and told["cut"]["mlp"] == 3
 
 
-def test_inside_a_users_program(facts):
-    assert facts["in_jit"]
+def test_inside_jit(results):
+    assert results["in_jit"]
 
 
-def test_what_a_step_exchanges(facts):
-    """A sum a mixer or MLP and one of embeddings; the gated norm's means, the logits;
-    in conditions, whether any row runs. No weights."""
-    told, config = facts["program"], FAMILIES["falcon-h1"]
+def test_communication_of_a_step(results):
+    """One sum for each mixer or MLP and one for embeddings, the means of the gated
+    norm, and the logits. Conditions exchange whether any row is running. Weights are
+    never exchanged."""
+    told, config = results["program"], FAMILIES["falcon-h1"]
     rows, nodes = 4, 13
     width = rows * nodes * config.d_model * 4
     logits = rows * nodes * config.vocab_size * 4
     kinds = {(kind, size): times for kind, times, size, _ in told["exchanges"]}
-    means = rows * nodes * 4 * 4  # of four parts
-    both = ("all-reduce", 2 * width)  # a layer's two mixers, together
+    means = rows * nodes * 4 * 4  # from four shards
+    both = ("all-reduce", 2 * width)  # both mixers of a layer, in one operation
     assert kinds == {
         ("all-reduce", width): 3,
         both: 2,
@@ -150,39 +155,39 @@ def test_what_a_step_exchanges(facts):
     "groups",
     ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "mesh['data'=2,'model'=4] {'model'}"],
 )
-def test_who_exchanges_however_it_is_written(groups):
-    """By jax 0.10 as lists or counts, by jax 0.11 as axes of a mesh."""
+def test_replica_groups_are_parsed(groups):
+    """jax 0.10 writes lists or counts, jax 0.11 writes mesh axes."""
     line = (
         f"  %sum = f32[4,2]{{1,0}} all-reduce(%x), replica_groups={groups}, to_apply=%f"
     )
     assert exchanges(f"body {{\n{line}\n}}\n") == [Exchange("all-reduce", 1, 32, 4)]
 
 
-def test_what_a_device_holds(facts):
-    whole, part = facts["held"]["state"]
-    assert part == whole / 8  # rows by 2, heads by 4
-    whole, part = facts["held"]["weights"]
-    assert part < whole / 3  # norms, and B and C of groups, are in every part
+def test_bytes_per_device(results):
+    whole, part = results["held"]["state"]
+    assert part == whole / 8  # rows over 2, heads over 4
+    whole, part = results["held"]["weights"]
+    assert part < whole / 3  # norms, and B and C of shared groups, are copied
 
 
-def test_taps_on_a_mesh(facts):
+def test_taps_on_a_mesh(results):
     """Every device has the whole residual stream."""
-    told = facts["tapped"]
+    told = results["tapped"]
     assert told["same"] and told["away"] < 1e-5
-    assert min(told["count"]) > 2  # the prompts, and what was accepted
+    assert min(told["count"]) > 2  # the prompts and some accepted tokens
 
 
-def test_the_benchs_table(facts):
-    two, four = facts["counted"]["rows"]
+def test_the_table_of_bench_devices(results):
+    two, four = results["counted"]["rows"]
     assert 0.45 < four["weight_bytes"] / two["weight_bytes"] < 0.55
     assert sum(n for kind, n, *_ in two["exchanges"] if kind == "all-reduce") == 25
     assert two["largest_gather_bytes"] < two["largest_weight_bytes"] / 100
-    lines = facts["counted"]["table"].splitlines()
+    lines = results["counted"]["table"].splitlines()
     assert sum(line.startswith("| hybrid-130m | model=") for line in lines) == 2
 
 
-def test_refusals(facts):
-    told = facts["refusals"]
+def test_unsupported_uses_of_meshes_are_refused(results):
+    told = results["refusals"]
     assert "unknown axis 'rows'" in told["axis"]
     assert "model=7" in told["size"] and "2, " in told["size"]
     assert "int8" in told["int8"]
@@ -196,14 +201,14 @@ def test_refusals(facts):
 
 
 @pytest.mark.parametrize("text", ["rows=2", "model", "model=x", "model=2,model=2", ""])
-def test_a_bad_mesh_is_named(text):
+def test_invalid_meshes_are_refused(text):
     with pytest.raises(ValueError, match="mesh: want data=N"):
         axes_named(text)
     with pytest.raises(ValueError, match="at least 1"):
         axes_named("data=0")
 
 
-def test_too_few_devices():
+def test_too_few_devices_are_reported():
     with pytest.raises(ValueError, match="is 4 devices, there are 1; JAX_NUM_CPU_DEV"):
         make_mesh("data=2,model=2")
 
@@ -216,20 +221,20 @@ def test_too_few_devices():
         ["--processes", "2", "--mesh", "model=2"],
     ],
 )
-def test_the_command_says_it_in_a_line(words, capsys):
+def test_command_errors_are_one_line(words, capsys):
     assert main(["generate", "a", *words]) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and out == ""
 
 
-def test_the_command_on_a_mesh(capsys):
+def test_the_command_runs_on_a_mesh(capsys):
     words = ["--mesh", "data=1,model=1", "--drafter", "none", "--max-new-tokens", "3"]
     assert main(["generate", "def f(", *words]) == 0
     assert capsys.readouterr().out.startswith("def f(")
 
 
 @pytest.mark.parametrize("axes", ["data=1,model=1", "data=1", "model=1"])
-def test_one_device_is_a_mesh(axes):
+def test_a_mesh_of_one_device(axes):
     from stree_jax import generate, shard
     from tests.support.tiny import tiny
 

@@ -1,4 +1,4 @@
-"""Two processes decode together, and are told if they want different things."""
+"""Test two processes that decode together, and their errors if they disagree."""
 
 import json
 import os
@@ -23,8 +23,8 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def told():
-    """What each of two processes with two devices printed."""
+def outputs():
+    """Returns what each of two processes with two devices printed."""
     port = str(free_port())
     runs = [
         subprocess.Popen(
@@ -43,14 +43,14 @@ def told():
     return [json.loads(out.splitlines()[-1]) for out, _ in ends]
 
 
-def test_the_text_is_one_devices(told):
+def test_text_matches_one_device(outputs):
     model = random_model(FAMILIES["bamba"], 1)
     ids = prompts(model.config, 4)
     options = {"max_new_tokens": 4, "drafter": "lookup", "tree": "A"}
     greedy = stree_jax.generate(model, ids, **options).tokens
     sampling = stree_jax.Sampling(temperature=1.0)
     drawn = stree_jax.generate(model, ids, sampling=sampling, **options).tokens
-    for texts in told:
+    for texts in outputs:
         for mesh in ("model=4", "data=2,model=2"):
             assert texts[f"{mesh} 0"] == greedy
             assert texts[f"{mesh} 1"] == drawn
@@ -67,7 +67,7 @@ main.main(["generate", "a", *words, "--coordinator", sys.argv[1]])
 
 
 @pytest.mark.parametrize("place", ["0", "1"])
-def test_a_process_alone_gives_up(place):
+def test_a_process_alone_times_out(place):
     words = [sys.executable, "-c", ALONE, f"localhost:{free_port()}", place]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and run.stdout == ""
@@ -76,11 +76,11 @@ def test_a_process_alone_gives_up(place):
 
 
 @pytest.mark.parametrize("address", ["here", "here:", ":80", "here:x", "here:99999"])
-def test_an_address_that_cannot_be(address):
+def test_invalid_addresses_are_refused(address):
     with pytest.raises(ValueError, match="coordinator: want HOST:PORT"):
         connect(address, 2, 0)
 
 
-def test_processes_that_disagree_are_told(told):
-    for texts in told:
+def test_processes_that_disagree_get_an_error(outputs):
+    for texts in outputs:
         assert texts["disagree"].startswith("process 1 was asked for something else")

@@ -1,5 +1,7 @@
-"""Run by tests/models/test_weight_seam.py in a process with eight devices: a weight
-format from outside on a mesh. Prints facts as JSON."""
+"""A custom weight format on a mesh, run by tests/models/test_weight_seam.py.
+
+The process has eight devices, and prints results as JSON.
+"""
 
 import json
 import sys
@@ -23,7 +25,7 @@ def in_toy(model):
 
 
 def texts():
-    """Plain text on one device, and texts on eight."""
+    """Returns plain text on one device, and texts on eight."""
     model = random_model(FAMILIES["llama"], 1)
     near = in_toy(model.replace(params=perturbed(model.params, 0.01, 3)))
     target, ids = in_toy(model), prompts(model.config)
@@ -39,7 +41,7 @@ def texts():
 
 
 def folders(root):
-    """Writes a model for transformers and as a directory of ours."""
+    """Writes a model in the formats of transformers and of this library."""
     model = random_model(FAMILIES["llama"], 1)
     stree_jax.save(model, root / "ours")
     export_hf(model.config, model.params, None, root / "theirs")
@@ -47,7 +49,7 @@ def folders(root):
 
 
 def loaded(folder):
-    """True if a load onto a mesh is a load onto one device that is then cut."""
+    """True if loading onto a mesh equals loading onto one device and sharding."""
     mesh = mesh_of("1x2")
     wanted = stree_jax.shard(stree_jax.load(folder, dtype="toy16"), mesh)
     found = stree_jax.load(folder, dtype="toy16", mesh=mesh)
@@ -71,6 +73,6 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
     FORMATS[TOY.name] = TOY
     plain, found = texts()
-    facts = {"plain": plain, "texts": found, "refused": refused()}
-    facts["loaded"] = {f.name: loaded(f) for f in folders(Path(sys.argv[1]))}
-    print(json.dumps(facts), file=sys.stdout)
+    results = {"plain": plain, "texts": found, "refused": refused()}
+    results["loaded"] = {f.name: loaded(f) for f in folders(Path(sys.argv[1]))}
+    print(json.dumps(results), file=sys.stdout)

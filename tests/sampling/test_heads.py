@@ -1,4 +1,4 @@
-"""Sampled text that Medusa heads draft for has the target's distribution."""
+"""Test that text sampled with Medusa heads has the target's distribution."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.heads import random_heads
 
 @pytest.fixture(scope="module")
 def experiment():
-    """Heads that are often wrong, in the drafter's place."""
+    """Returns an experiment with heads, which are often wrong, as the drafter."""
     found = distribution.Experiment()
     found.drafter = random_heads(found.target, seed=2, scale=0.5, heads=3)
     return found
@@ -25,15 +25,15 @@ RULES = [
 
 
 @pytest.mark.parametrize(("rule", "tree"), RULES)
-def test_the_joint_distribution_is_the_targets(experiment, rule, tree):
+def test_the_joint_distribution_matches_the_target(experiment, rule, tree):
     assert experiment.p_value(rule, tree) > 0.01
 
 
 _draw_level = medusa.draw_level
 
 
-def test_drafts_with_anothers_probabilities_are_found(experiment, monkeypatch):
-    """Handed over are those of half the temperature."""
+def test_wrong_draft_probabilities_are_found(experiment, monkeypatch):
+    """The rule gets probabilities of half the temperature."""
 
     def wrong(draft, logits, depth, *rest):
         drawn = _draw_level(draft, logits, depth, *rest)
@@ -44,5 +44,5 @@ def test_drafts_with_anothers_probabilities_are_found(experiment, monkeypatch):
     assert experiment.p_value(Rule("mss", "iid"), "bushy") < 1e-6
 
 
-def test_typical_acceptance_is_found_to_be_another_distribution(experiment):
+def test_typical_acceptance_changes_the_distribution(experiment):
     assert experiment.p_value(Rule("typical", "top_k"), "bushy") < 1e-6

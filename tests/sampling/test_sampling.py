@@ -1,4 +1,6 @@
-"""Sampled text has the target's distribution, and every classic mistake would show."""
+"""Test that sampled text has the target's distribution, and that mistakes are
+detected.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +31,17 @@ def experiment():
 
 
 @pytest.mark.parametrize(("rule", "tree"), distribution.RULES)
-def test_the_joint_distribution_is_the_targets(experiment, rule, tree):
+def test_the_joint_distribution_matches_the_target(experiment, rule, tree):
     assert experiment.p_value(rule, tree) > 0.01
 
 
 @pytest.mark.parametrize("name", distribution.MISTAKES)
-def test_a_planted_mistake_is_found(experiment, name):
+def test_planted_mistakes_are_found(experiment, name):
     assert experiment.p_value_of(distribution.MISTAKES[name]) < 1e-6
 
 
 def dist_of(sampling, places, V, seen=None):
-    """What B rows choose by, at places [B] of their outputs."""
+    """Returns the distribution of B rows at places [B] of their outputs."""
     places = jnp.asarray(places, jnp.int32)
     none = jnp.full((len(places), 1), -1, jnp.int32)
     requests = Requests(places + 1, None, none, None, sampling)
@@ -70,7 +72,7 @@ SETTINGS = [
 
 
 def warped(logits, text, s):
-    """transformers' processors in transformers' order; logits [V], text [S]."""
+    """Applies transformers' processors in its order to logits [V] after a text [S]."""
     chain = LogitsProcessorList()
     if s.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
@@ -85,7 +87,7 @@ def warped(logits, text, s):
     return torch.log_softmax(z[0], dim=-1).numpy()
 
 
-def test_processed_distributions_are_those_of_transformers():
+def test_processed_distributions_match_transformers():
     rng = np.random.default_rng(0)
     V, Q = 50, 3
     rows = sampling_rows(SETTINGS)
@@ -106,28 +108,31 @@ def test_processed_distributions_are_those_of_transformers():
             )
 
 
-def test_ties_stay_together():
-    """Tokens as probable as the k-th are kept, whatever their number."""
+def test_top_k_keeps_all_tied_tokens():
+    """All tokens as probable as the k-th are kept."""
     rows = sampling_rows([Sampling(top_k=2), Sampling(top_p=0.5)])
     logits = jnp.asarray([[[0.0, 1.0, 1.0, 1.0, -1.0]]] * 2, jnp.float32)
     kept = np.isfinite(processed(rows, logits, None))[:, 0]
     assert kept.tolist() == [[False, True, True, True, False]] * 2
 
 
-def test_forbidden_tokens_stay_forbidden():
+def test_forbidden_tokens_are_never_chosen():
     logits = jnp.full((len(SETTINGS), 1, 9), -jnp.inf).at[:, :, 3].set(-7.0)
     p = np.exp(processed(sampling_rows(SETTINGS[:11]), logits[:11], None))
     assert (p[:, 0, 3] == 1).all() and p.sum() == 11
 
 
 MARGINS = [
-    # Settings, logits, noise; what is chosen, and by how much another token is not.
+    # Settings, logits, noise, the chosen token, and the expected margin.
     (Sampling(), [2.0, 1.5, 0.0], [0, 0, 0], 0, 0.5),
     (Sampling(top_k=1), [2.0, 1.9, 0.0], [0, 0, 0], 0, 0.1),
-    (Sampling(top_k=1), [2.0, 1.9, 0.0], [0, -5, 0], 0, 0.1),  # what is kept could go
-    (Sampling(top_k=2), [2.0, 1.9, 1.7], [0, 0, 5], 0, 0.1),  # the next kept overtakes
-    (Sampling(top_k=2), [3.0, 1.9, 1.7], [0, 0, 5], 0, 0.2),  # the third would win
-    (Sampling(top_k=2), [3.0, 1.9, 1.7], [0, 0, 0], 0, 1.1),  # it would come and lose
+    # The chosen token could drop out of the filter
+    (Sampling(top_k=1), [2.0, 1.9, 0.0], [0, -5, 0], 0, 0.1),
+    # The next kept token could win
+    (Sampling(top_k=2), [2.0, 1.9, 1.7], [0, 0, 5], 0, 0.1),
+    (Sampling(top_k=2), [3.0, 1.9, 1.7], [0, 0, 5], 0, 0.2),  # the third could win
+    # It could enter the filter and lose
+    (Sampling(top_k=2), [3.0, 1.9, 1.7], [0, 0, 0], 0, 1.1),
     (Sampling(min_p=0.5), [0.0, np.log(0.5) - 0.3, -9], [0, 5, 0], 0, 0.3),
     (Sampling(min_p=0.5), [0.0, np.log(0.5) + 0.3, -9], [0, 5, 0], 1, 0.3),
     (Sampling(top_p=0.6), np.log([0.62, 0.28, 0.1]), [0, 9, 0], 0, 0.02),
@@ -137,8 +142,10 @@ MARGINS = [
 
 
 @pytest.mark.parametrize(("settings", "logits", "noise", "best", "gap"), MARGINS)
-def test_the_margin_sees_the_edge_of_a_filter(settings, logits, noise, best, gap):
-    """No smaller change of the logits than the margin chooses another token."""
+def test_the_margin_includes_the_boundaries_of_filters(
+    settings, logits, noise, best, gap
+):
+    """A change of the logits below the margin cannot change the choice."""
     dist = dist_of(sampling_rows([settings]), [0], 3)
     logits = jnp.asarray(logits, jnp.float32)
     noise = jnp.asarray([noise], jnp.float32)
@@ -156,11 +163,11 @@ def test_the_margin_sees_the_edge_of_a_filter(settings, logits, noise, best, gap
     assert token == best
     assert margin == pytest.approx(gap, abs=1e-5)
     changes = np.random.default_rng(0).uniform(-0.49, 0.49, (50, 3))
-    for change in changes:  # no two logits come nearer than by 0.98 of the margin
+    for change in changes:  # differences of logits shrink by at most 0.98 of the margin
         assert choose(logits + margin * jnp.asarray(change, jnp.float32))[0] == best
 
 
-def test_without_filters_the_margin_is_the_gap_of_the_scores():
+def test_without_filters_the_margin_is_the_gap_of_scores():
     dist = dist_of(sampling_rows([Sampling(), Sampling(temperature=0)]), [0, 3], 9)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, 9)), jnp.float32)
     z, edges = dist.scores_and_edges(logits, jnp.zeros((1, 1), jnp.int32))
@@ -173,8 +180,8 @@ def test_without_filters_the_margin_is_the_gap_of_the_scores():
 
 
 @pytest.mark.parametrize("size", [9, 2048])
-def test_a_row_is_drawn_alike_in_programs_with_filters_and_without(size):
-    """To the bit: a text does not depend on what its neighbours ask for."""
+def test_filters_of_other_rows_do_not_change_a_row(size):
+    """Bitwise: a text does not depend on the options of other rows."""
     calm = [Sampling(0.7, seed=1), Sampling(1.6, seed=2), Sampling(0, seed=3)]
     logits = np.random.default_rng(size).normal(size=(4, size)).astype(np.float32)
 
@@ -206,8 +213,8 @@ def test_filters_without_jit():
         np.testing.assert_array_equal(processed(rows, logits, None), want)
 
 
-def test_a_rows_noise_is_its_own():
-    """It depends on seed, sample and place, and not on the rest of the batch."""
+def test_noise_depends_only_on_the_row():
+    """It depends on seed, sample and place, not on the other rows."""
 
     def noise(settings, samples, place):
         rows = sampling_rows(settings, jax.random.key(3), samples)
@@ -225,7 +232,7 @@ def test_a_rows_noise_is_its_own():
     assert (noise([Sampling(temperature=0)], 1, 4) == 0).all()
 
 
-def test_what_is_no_key_is_refused():
+def test_invalid_keys_are_refused():
     with pytest.raises(ValueError, match="want a key of jax.random.key, got 3"):
         sampling_rows([Sampling()], 3)
     with pytest.raises(ValueError, match="want one key, got keys"):
@@ -258,6 +265,6 @@ def test_what_is_no_key_is_refused():
         ({"seed": 2**32}, "seed: want"),
     ],
 )
-def test_wrong_settings_are_refused(option, message):
+def test_invalid_settings_are_refused(option, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**option)

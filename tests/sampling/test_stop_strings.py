@@ -1,4 +1,4 @@
-"""Tests of finding stop strings in tokens, and of cutting and streaming the text."""
+"""Test finding stop strings in tokens, and cutting and streaming texts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -53,7 +53,7 @@ BYTE_PIECES = token_bytes(BYTE_LEVEL)
 SENTENCEPIECE = sentencepiece()
 SENTENCE_PIECES = token_bytes(SENTENCEPIECE)
 
-# Any ids of the one; of the other, byte tokens only where they make up a character.
+# Any ids for byte-level BPE. For SentencePiece, byte tokens only as whole characters.
 BYTE_IDS = st.lists(st.integers(0, len(BYTE_PIECES) - 1), max_size=12)
 SENTENCE_IDS = st.lists(
     st.one_of(
@@ -72,7 +72,8 @@ def joined(pieces: Sequence[bytes], tokens: Sequence[int]) -> bytes:
 
 
 def completed(before: bytes, after: bytes, stops: Sequence[str]) -> list[tuple]:
-    """List (start, -size, stop) of the matches that end later, the preferred first."""
+    """Returns a list (start, -size, stop) of matches that end later, the preferred
+    first."""
     ends = range(len(before) + 1, len(after) + 1)
     keys = [(stop.encode(), stop) for stop in stops]
     found = [
@@ -87,7 +88,8 @@ def completed(before: bytes, after: bytes, stops: Sequence[str]) -> list[tuple]:
 def until_hit(
     table: np.ndarray, pieces: Sequence[bytes], tokens: Sequence[int]
 ) -> Iterator[tuple[bytes, bytes, bool]]:
-    """Follow one set's table [S, V]: the bytes before and after, and whether it hit."""
+    """Follows the table [S, V] of one set. Returns the bytes before and after, and
+    whether it hit."""
     state, data = 0, b""
     for token in tokens:
         state, before = table[state, token], data
@@ -111,17 +113,17 @@ def test_sentencepiece_pieces_join_to_the_decoded_text(tokens: list[int]) -> Non
     assert text.removeprefix(" ") == SENTENCEPIECE.decode(tokens)
 
 
-def test_every_token_has_its_bytes() -> None:
+def test_every_token_has_its_own_bytes() -> None:
     for tokenizer, pieces in (
         (BYTE_LEVEL, BYTE_PIECES),
         (SENTENCEPIECE, SENTENCE_PIECES),
     ):
         assert len(pieces) == tokenizer.get_vocab_size()
-        first = tokenizer.encode("a").ids[-1:]  # nothing is stripped after a letter
+        first = tokenizer.encode("a").ids[-1:]  # no space is stripped after a letter
         for token, piece in enumerate(pieces):
             text = b"a" + piece
             if piece != b"" and tokenizer is SENTENCEPIECE and 129 <= token <= 256:
-                assert piece == bytes([token - 1])  # alone, not a character
+                assert piece == bytes([token - 1])  # not a character on its own
             else:
                 assert tokenizer.decode([*first, token]) == text.decode(
                     errors="replace"
@@ -131,7 +133,7 @@ def test_every_token_has_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("text", ["🙂 東京 é\n", "a  b    c", "日 本<plain>"])
-def test_characters_split_between_tokens_come_together(text: str) -> None:
+def test_characters_split_between_tokens_are_joined(text: str) -> None:
     assert joined(BYTE_PIECES, BYTE_LEVEL.encode(text).ids) == text.encode()
     split = [1 + byte for byte in text.encode()]
     assert joined(SENTENCE_PIECES, split) == text.encode()
@@ -186,7 +188,7 @@ def test_other_decoders_are_refused(decoder: decoders.Decoder, name: str) -> Non
     STOP_SETS,
     st.lists(st.integers(0, len(PIECES) + 1), max_size=20),
 )
-def test_table_hits_where_a_stop_string_ends(
+def test_the_table_hits_where_a_stop_string_ends(
     first: list[str], second: list[str], tokens: list[int]
 ) -> None:
     padded = [*PIECES, b"", b""]
@@ -217,15 +219,15 @@ def test_stop_strings_across_and_within_tokens() -> None:
     def hits(*tokens: int) -> list[bool]:
         return [hit for *_, hit in until_hit(table, pieces, tokens)]
 
-    assert hits(0, 1, 2) == [False, False, True]  # across a boundary
+    assert hits(0, 1, 2) == [False, False, True]  # across a token boundary
     assert hits(3, 2) == [False, True]
     assert hits(1, 4, 0) == [False, True]  # in the middle of a token
-    assert hits(5, 6) == [False, True]  # of a character cut in two
+    assert hits(5, 6) == [False, True]  # part of a character in two tokens
     assert hits(1, 0, 2, 5, 1, 6) == [False] * 6
 
 
 def test_table_shape_and_spare_rows() -> None:
-    long = "abcdefghijklmno"  # 15 states: the start and its prefixes
+    long = "abcdefghijklmno"  # 15 states: the start and all prefixes
     table = token_table([b"a", b"", b"b"], [["b"], [], [long]], 5)
     assert table.dtype == np.int32
     assert table.shape == (3, 16, 5)
@@ -234,8 +236,8 @@ def test_table_shape_and_spare_rows() -> None:
     np.testing.assert_array_equal(table[0, 0], [0, 0, HIT, 0, 0])
     np.testing.assert_array_equal(table[1], 0)
     np.testing.assert_array_equal(table[2, 1], [1, 1, 2, 1, 1])
-    np.testing.assert_array_equal(table[[0, 2], HIT], HIT)  # once hit, for ever
-    # More pieces than the model has ids, and none at all.
+    np.testing.assert_array_equal(table[[0, 2], HIT], HIT)  # after a hit it always hits
+    # More pieces than the model has ids, and no pieces.
     np.testing.assert_array_equal(token_table([b"a", b"b"], [["b"]], 1)[0, :1], [[0]])
     np.testing.assert_array_equal(token_table([], [["b"]], 2)[0, 0], [0, 0])
 
@@ -257,7 +259,7 @@ def test_find_stop_prefers_early_and_long(stops: list[str], tokens: list[int]) -
     assert find_stop(PIECES, tokens, stops) == expected
 
 
-def test_find_stop_passes_over_earlier_tokens() -> None:
+def test_find_stop_skips_earlier_tokens() -> None:
     pieces = [b"ab", b"x", b"xabab", b""]
     assert find_stop(pieces, [0, 1], ["ab"]) is None
     assert find_stop(pieces, [0, 3], ["ab"]) is None
@@ -308,10 +310,10 @@ def test_cut_text_in_the_middle_of_tokens() -> None:
     across = [*BYTE_LEVEL.encode("été").ids, user, *BYTE_LEVEL.encode("    b").ids]
     assert cut_text(BYTE_LEVEL, BYTE_PIECES, across, ["é  "]) == ("été    b", None)
     assert cut_text(BYTE_LEVEL, BYTE_PIECES, across[:-1], ["é  "]) == ("ét", "é  ")
-    # Its first byte alone would spoil the run of byte tokens before a stop string.
+    # Its first byte alone would break the run of byte tokens before a stop string.
     run = [1 + byte for byte in "é🙂".encode()]
     assert cut_text(SENTENCEPIECE, SENTENCE_PIECES, run, ["🙂"]) == ("é", "🙂")
-    # A malformed run of byte tokens decodes to one character for each of its bytes.
+    # An invalid run of byte tokens decodes to one character per byte.
     malformed = [1 + byte for byte in b"a\xff\xc3\xa9"]
     assert cut_text(SENTENCEPIECE, SENTENCE_PIECES, malformed, ["é"]) == (
         "\ufffd" * 2,
@@ -321,7 +323,9 @@ def test_cut_text_in_the_middle_of_tokens() -> None:
 
 @settings(max_examples=300)
 @given(STOP_SETS, st.text("ab\né🙂\ufffd", max_size=12))
-def test_held_back_is_the_longest_start(stops: list[str], text: str) -> None:
+def test_held_back_is_the_longest_beginning_of_a_stop_string(
+    stops: list[str], text: str
+) -> None:
     rest = text.rstrip("\ufffd")
     starts = {stop[:size] for stop in stops for size in range(len(stop))}
     longest = max(len(start) for start in starts if rest.endswith(start))
@@ -334,7 +338,7 @@ def test_held_back_is_the_longest_start(stops: list[str], text: str) -> None:
     st.text("aabbcé🙂\n", max_size=14),
     st.lists(st.integers(1, 5), min_size=56, max_size=56),
 )
-def test_streaming_never_shows_what_is_cut(
+def test_streaming_never_shows_text_that_is_cut(
     stops: list[str], text: str, sizes: list[int]
 ) -> None:
     data, shown, before = text.encode(), "", b""
@@ -345,7 +349,7 @@ def test_streaming_never_shows_what_is_cut(
             assert data[: matches[0][0]].decode().startswith(shown)
             return
         visible = so_far[: len(so_far) - held_back(so_far, stops)]
-        assert visible.startswith(shown)  # nothing shown is taken back
+        assert visible.startswith(shown)  # shown text is never taken back
         assert "\ufffd" not in visible
         shown, before = visible, after
     assert text.startswith(shown)
@@ -357,4 +361,4 @@ def test_held_back_examples() -> None:
     assert held_back("x\ufffd", []) == 1
     assert held_back("xa\ufffd\ufffd", ["aé"]) == 3
     assert held_back("xaba", ["abab", "ac"]) == 3
-    assert held_back("xab", ["ab"]) == 0  # complete, not a start
+    assert held_back("xab", ["ab"]) == 0  # complete, not a beginning

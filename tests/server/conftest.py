@@ -1,4 +1,4 @@
-"""A server of a tiny model, and its texts by plain decoding."""
+"""A server of a tiny model, and the texts of plain decoding."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def batch(model):
-    with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
+    with pytest.MonkeyPatch.context() as patch:  # times are assumed, not measured
         patch.setattr(step_times, "timed", lambda spec, *_: spec)
         return served.warm_batch(model)
 
@@ -42,7 +42,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def plain(model, prompts):
-    """Texts of plain decoding, each prompt by itself."""
+    """Returns texts of plain decoding, one prompt at a time."""
     return [
         stree_jax.generate(
             model, [prompt], max_new_tokens=new, capacity=256, drafter=None

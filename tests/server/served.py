@@ -1,4 +1,4 @@
-"""A server of a tiny model within this process, and how to ask it."""
+"""A server of a tiny model in this process, and clients for it."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def tiny_model():
 
 
 def spell(model):
-    """A chat template's work, in letters that the tokenizer has."""
+    """Returns a stand-in for a chat template, with letters that the tokenizer has."""
 
     def spelled(messages, turn):
         text = "".join(f"{m['role'][0]}. {m['content']}\n" for m in messages)
@@ -51,7 +51,7 @@ def warm_batch(model):
 
 
 def service_of(batch, **changes):
-    """A started server over a warm batch."""
+    """Returns a running service over a batch whose programs are compiled."""
     engine = Engine(batch, QUEUE)
     fields = dict(
         engine=engine,
@@ -68,7 +68,7 @@ def service_of(batch, **changes):
 
 @asynccontextmanager
 async def client_of(service, key="nobody's"):
-    """The official client, talking to the application itself."""
+    """Yields the official client, connected directly to the application."""
     transport = httpx2.ASGITransport(make_app(service), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport) as http:
         yield AsyncOpenAI(
@@ -77,7 +77,7 @@ async def client_of(service, key="nobody's"):
 
 
 def ask(service, path, body=None, **options):
-    """Status, headers and JSON (or text) of one request."""
+    """Sends one request. Returns status, headers and JSON (or text)."""
 
     async def asked():
         transport = httpx2.ASGITransport(make_app(service))
@@ -95,7 +95,7 @@ def ask(service, path, body=None, **options):
 
 
 class Connection:
-    """An ASGI connection by hand: a client that can go away."""
+    """A handmade ASGI connection whose client can disconnect."""
 
     def __init__(self, service, path, body):
         self.app, self.sent = make_app(service), []
@@ -123,8 +123,8 @@ class Connection:
         self.events.put_nowait({"type": "http.disconnect"})
 
 
-class HeldUp:
-    """The engine waits before its next segment, whoever has a row by then."""
+class Paused:
+    """Stops the engine before its next segment, whichever rows are in use."""
 
     def __init__(self, service):
         self.batch, self.reached = service.engine.batch, False
@@ -136,14 +136,14 @@ class HeldUp:
         self._open.wait(60)
         return self._advance()
 
-    def let_go(self):
+    def resume(self):
         self._open.set()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.let_go()
+        self.resume()
         del self.batch.advance
 
 

@@ -1,4 +1,6 @@
-"""A server that is full, late, broken or left: nobody waits for ever."""
+"""Test a server that is full, slow or failing, or whose clients leave: nobody waits
+forever.
+"""
 
 import asyncio
 import logging
@@ -19,7 +21,7 @@ from tests.server.served import (
     FINE,
     NEW,
     Connection,
-    HeldUp,
+    Paused,
     ask,
     client_of,
     service_of,
@@ -27,7 +29,7 @@ from tests.server.served import (
 )
 
 
-def test_a_full_queue_says_so_and_others_are_served(service):
+def test_a_full_queue_refuses_requests(service):
     async def asked(held):
         async with client_of(service) as client:
             create = client.completions.create
@@ -38,17 +40,17 @@ def test_a_full_queue_says_so_and_others_are_served(service):
             with pytest.raises(openai.RateLimitError) as refusal:
                 await create(**FINE)
             assert int(refusal.value.response.headers["retry-after"]) >= 1
-            held.let_go()
+            held.resume()
             return [a.choices[0].text for a in await asyncio.gather(*made)]
 
-    with HeldUp(service) as held:
+    with Paused(service) as held:
         texts = asyncio.run(asked(held))
     assert len(texts) == 1 + served.QUEUE and len(set(texts)) == 1
     assert 'requests_total{outcome="rejected"} 1.0' in service.metrics.text().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_row_whose_client_has_left_is_free(service, stream, prompts, plain):
+def test_a_disconnected_client_frees_its_row(service, stream, prompts, plain):
     async def asked(held):
         body = FINE | dict(prompt=prompts[0], max_tokens=NEW[0], stream=stream)
         there = Connection(service, "/v1/completions", body)
@@ -56,20 +58,20 @@ def test_a_row_whose_client_has_left_is_free(service, stream, prompts, plain):
         await until(lambda: held.reached)
         there.leave()
         await work
-        held.let_go()
+        held.resume()
         await until(lambda: service.engine.running == 0)
         made = service.engine.counts.tokens
         assert made < len(plain[0].tokens[0])
         return there.sent
 
-    with HeldUp(service) as held:
+    with Paused(service) as held:
         sent = asyncio.run(asked(held))
     bodies = [m.get("body", b"") for m in sent]
     assert not any(b"[DONE]" in body for body in bodies)
     assert 'outcome="cancelled"} 1.0' in service.metrics.text().decode()
 
 
-def test_time_is_limited(service):
+def test_requests_time_out(service):
     hasty = replace(service, limits=Limits(timeout_s=0.2))
 
     async def nothing_comes():
@@ -79,17 +81,17 @@ def test_time_is_limited(service):
         return slow.sent[0]["status"]
 
     assert asyncio.run(nothing_comes()) == 408
-    with HeldUp(service):
+    with Paused(service):
         status, _, answer = ask(hasty, "/v1/completions", FINE)
         assert status == 504 and "0.2 seconds" in answer["error"]["message"]
         status, _, text = ask(hasty, "/v1/completions", FINE | dict(stream=True))
     assert status == 200 and '"code":"timeout"' in text and "[DONE]" not in text
 
 
-# When decoding fails
+# --- when decoding fails --------------------------------------------------------------
 
 
-def test_a_failure_is_told_and_the_server_goes_on(service, prompts, plain):
+def test_the_server_survives_a_failure(service, prompts, plain):
     advance, failures = service.engine.batch.advance, [RuntimeError("broken\nhere")]
 
     def fails_once():
@@ -109,7 +111,7 @@ def test_a_failure_is_told_and_the_server_goes_on(service, prompts, plain):
     assert ask(service, "/health")[0] == 200
 
 
-def test_an_engine_that_only_fails_ends_the_process_and_says_why(service):
+def test_repeated_failures_end_the_process(service):
     told, said = [], []
 
     def failing():
@@ -139,7 +141,7 @@ def test_an_engine_that_only_fails_ends_the_process_and_says_why(service):
         engine.submit(jobs[:1])
 
 
-def test_stopping_leaves_nobody_waiting(batch, prompts):
+def test_stopping_answers_all_requests(batch, prompts):
     service = service_of(batch)
 
     async def asked(held):
@@ -149,18 +151,18 @@ def test_stopping_leaves_nobody_waiting(batch, prompts):
         await until(lambda: held.reached)
         stopped = asyncio.ensure_future(asyncio.to_thread(service.engine.stop))
         await until(lambda: service.engine.closing)
-        held.let_go()
+        held.resume()
         assert await stopped
         await work
         return there.sent[0]["status"]
 
-    with HeldUp(service) as held:
+    with Paused(service) as held:
         assert asyncio.run(asked(held)) == 500
     batch.clear()
     assert ask(service, "/v1/completions", FINE)[0] == 503
 
 
-def test_metrics(service):
+def test_metrics_count_tokens_and_requests(service):
     ask(service, "/v1/completions", FINE | dict(stream=True))
     status, headers, text = ask(service, "/metrics")
     values = dict(
@@ -179,12 +181,12 @@ def test_metrics(service):
 
 
 def test_nothing_is_compiled_while_serving(service, prompts, model):
-    """Whatever is asked, in whatever company."""
+    """For all kinds of requests and batches."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     names = ("jax._src.interpreters.pxla", "jax._src.dispatch")
-    jax.config.update("jax_log_compiles", True)  # in the engine's thread, too
+    jax.config.update("jax_log_compiles", True)  # also for the engine's thread
     for name in names:
         logging.getLogger(name).addHandler(handler)
     try:
@@ -201,7 +203,7 @@ def test_nothing_is_compiled_while_serving(service, prompts, model):
     assert not [line for line in lines if line.startswith("Compiling")], lines
 
 
-def test_widths_have_the_passes_of_generate(model):
+def test_prefill_widths(model):
     attention = replace(model.config, layers=("attention", "mlp"))
     assert reading_widths(model.config, 2048) == [2049]
     assert reading_widths(attention, 2048) == [65, 897, 2049]

@@ -1,4 +1,4 @@
-"""Prompts that go on from kept texts: the same texts, and fewer tokens read."""
+"""Test prompts that continue cached prefixes: same texts, fewer tokens to prefill."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def tiny_config():
 
 @pytest.fixture(scope="module")
 def batch(model):
-    with pytest.MonkeyPatch.context() as patch:  # steps take what they are assumed to
+    with pytest.MonkeyPatch.context() as patch:  # times are assumed, not measured
         patch.setattr(step_times, "timed", lambda spec, *_: spec)
         spec = spec_for(model, tiny(2, layers=("mamba",)), "auto:1,4", None, None)
         batch = Batch(model, spec, SIZES)
@@ -45,8 +45,8 @@ def batch(model):
     return batch
 
 
-def said(batch, *asked):
-    """Tokens of texts that are decoded together."""
+def decoded_together(batch, *asked):
+    """Returns the tokens of texts that are decoded together."""
     found = {i: [] for i in range(len(asked))}
     for i, one in enumerate(asked):
         batch.admit(i, one)
@@ -63,29 +63,31 @@ def prompt_of(seed, n):
 
 
 @pytest.mark.parametrize("sampling", [batches.GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_next_turn_has_the_text_of_a_prompt_that_is_read_anew(batch, sampling):
-    """Beside another text, of which nothing is kept."""
+def test_text_after_a_cached_prefix_is_unchanged(batch, sampling):
+    """Beside another text that is not cached."""
     first, other = prompt_of(1, 71), prompt_of(2, 20)
     batch.clear()
     hits, spared = batch.prefixes.hits, batch.prefixes.tokens
-    _, answer = said(batch, Asked(other, 9, sampling), Asked(first, 30, sampling))
+    _, answer = decoded_together(
+        batch, Asked(other, 9, sampling), Asked(first, 30, sampling)
+    )
     assert len(batch.prefixes) == 1, "a text of 29 tokens is read in one pass anyway"
     turn = [*first, *answer, *prompt_of(3, 11)]
     asked = Asked(turn, 40, sampling), Asked(other, 25, sampling)
-    found = said(batch, *asked)
+    found = decoded_together(batch, *asked)
     assert batch.prefixes.hits == hits + 1
     assert batch.prefixes.tokens == spared + 71 + 30 - 1, "all but the last token"
     batch.prefixes.clear()
-    assert said(batch, *asked) == found
+    assert decoded_together(batch, *asked) == found
     assert batch.prefixes.hits == hits + 1
 
 
-def test_greedy_text_after_a_kept_one_is_that_of_generate(batch, model):
+def test_greedy_text_after_a_cached_prefix_matches_generate(batch, model):
     first = prompt_of(5, 80)
     batch.clear()
-    ((answer),) = said(batch, Asked(first, 20))
+    ((answer),) = decoded_together(batch, Asked(first, 20))
     turn = [*first, *answer, *prompt_of(6, 5)]
-    (found,) = said(batch, Asked(turn, 30))
+    (found,) = decoded_together(batch, Asked(turn, 30))
     assert batch.prefixes.hits
     wanted = stree_jax.generate(
         model, [turn], max_new_tokens=30, capacity=512, drafter=None
@@ -93,19 +95,19 @@ def test_greedy_text_after_a_kept_one_is_that_of_generate(batch, model):
     assert found == wanted.tokens[0]
 
 
-def test_a_prompt_that_parts_from_a_kept_text_is_read_anew(batch):
+def test_a_prompt_unlike_the_cached_text_is_prefilled(batch):
     first = prompt_of(7, 90)
     batch.clear()
     hits = batch.prefixes.hits
-    ((answer),) = said(batch, Asked(first, 8))
+    ((answer),) = decoded_together(batch, Asked(first, 8))
     end = [*first, *answer][:-1]
     last = [*end[:-1], (end[-1] + 1) % REAL, 9, 9]
     for turn in ([*first[:-1], 1, *answer, 9], last, end, first):
-        said(batch, Asked(turn, 4))
+        decoded_together(batch, Asked(turn, 4))
     assert batch.prefixes.hits == hits
 
 
-def test_the_one_used_longest_ago_goes():
+def test_the_least_recently_used_prefix_is_dropped():
     kept = Prefixes(2)
     a, b, c = [1, 2], [3, 4], [1, 2, 5, 6]
     for ids in (a, b):
@@ -123,14 +125,14 @@ def test_the_one_used_longest_ago_goes():
     assert (kept.hits, kept.tokens) == (3, 2 + 4 + 2)
 
 
-# Within so many bytes
+# --- memory limits --------------------------------------------------------------------
 
 
-def test_what_is_counted_is_what_a_batch_holds(batch, model, monkeypatch):
-    """To the byte: rows, lists, and as many kept texts as there may be."""
+def test_counted_bytes_are_those_of_a_batch(batch, model, monkeypatch):
+    """To the byte: rows, lists, and the largest number of cached prefixes."""
     batch.clear()
     for seed in range(3):
-        said(batch, Asked(prompt_of(seed, 70), 2))
+        decoded_together(batch, Asked(prompt_of(seed, 70), 2))
     spec = batch._specs[False]
     pasts = [kept.past for kept in batch.prefixes._kept]
     held = size_of((batch._decoding, batch._lists, pasts))
@@ -139,12 +141,12 @@ def test_what_is_counted_is_what_a_batch_holds(batch, model, monkeypatch):
     assert shapes.held(SIZES) == held
     monkeypatch.setattr(fitting, "analysed", lambda _: CompiledBytes(1000, 5, 7))
     needs = list(fitting.needs(model, spec, SIZES))
-    read = size_of(shapes.one)  # a row by itself, while it is admitted
+    read = size_of(shapes.one)  # a single row, during its prefill
     reading = 2 * len(shapes.layout.widths)
     assert needs == [held + 12] * reading + [held + read + 12] + [held + 12] * 4
 
 
-def test_less_is_offered_of_what_was_not_named():
+def test_only_unnamed_sizes_are_reduced():
     wish = Sizes(rows=4, context=512, prefixes=3)
     sizes = [(s.context, s.rows, s.prefixes) for s in fitting.smaller(wish, [])]
     assert sizes[:4] == [(512, 4, 3), (512, 4, 1), (512, 4, 0), (512, 2, 3)]
@@ -155,7 +157,7 @@ def test_less_is_offered_of_what_was_not_named():
 
 @pytest.fixture
 def fit(model, monkeypatch):
-    """`fitted`, where predictions are also the compiler's word."""
+    """Returns `fitted`, with the compiler's sizes replaced by predictions."""
     monkeypatch.setattr(fitting.ServeTask, "compiled", lambda *_: ())
 
     def fit(limit, named=(), drafter="lookup", tree=None):
@@ -171,7 +173,7 @@ def fitted(limit, wishes, model, drafter=None, tree=None):
     return found
 
 
-def test_the_limit_decides_sizes_and_tree(fit, model, monkeypatch):
+def test_the_limit_determines_sizes_and_tree(fit, model, monkeypatch):
     monkeypatch.setattr(fitting.ServeTask, "tolerance", 1.0)
     whole = fit(10**9)
     assert whole.request == SIZES and "auto" in whole.candidate.name
@@ -194,8 +196,8 @@ def test_the_limit_decides_sizes_and_tree(fit, model, monkeypatch):
         assert "\n" not in str(error.value)
 
 
-def test_the_advice_fits(model):
-    """Each number by itself, by the compiler's word."""
+def test_suggested_sizes_fit(model):
+    """Each suggested number fits on its own, by the compiler's sizes."""
     whole = Sizes(rows=3, context=1024, top_logprobs=2, prefixes=3)
     limit = fitted(10**9, [whole], model).size * 6 // 10
     with pytest.raises(ValueError, match="it fits with context") as error:
@@ -207,8 +209,9 @@ def test_the_advice_fits(model):
         assert fitted(limit, [less], model).size <= limit
 
 
-def test_the_compiler_has_the_last_word(model):
-    """The programs of a plain batch: exactly what they need suffices."""
+def test_the_compilers_sizes_decide(model):
+    """For the programs of a batch without a drafter, exactly the needed bytes are
+    enough."""
     sizes = [Sizes(rows=2, context=128, top_logprobs=1, prefixes=1)]
     fit = fitted(10**9, sizes, model)
     again = fitted(fit.size, sizes, model)
@@ -220,14 +223,16 @@ def test_the_compiler_has_the_last_word(model):
     assert task.weights < by_shapes < 1.3 * fit.size
 
 
-def test_a_batch_decodes_in_what_was_promised(model):
-    """Arrays that are alive, at every moment that Python sees."""
+def test_a_batch_stays_within_the_predicted_bytes(model):
+    """Measured by live arrays, whenever Python is in control."""
     (sizes,) = [Sizes(rows=2, context=128, top_logprobs=1, prefixes=1)]
     fit = fitted(10**9, [sizes], model)
     before = {id(x) for x in jax.live_arrays()}
     batch = Batch(model, fit.candidate.spec, sizes)
     batch.warm(lambda _: None)
     for seed in range(3):
-        said(batch, Asked(prompt_of(seed, 70), 5), Asked(prompt_of(9, 30), 20))
+        decoded_together(
+            batch, Asked(prompt_of(seed, 70), 5), Asked(prompt_of(9, 30), 20)
+        )
         alive = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
         assert size_of(model.params) + alive <= fit.size

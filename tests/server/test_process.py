@@ -1,4 +1,4 @@
-"""The command as a process, and the official client: texts, cancellations, the end."""
+"""Test the server process with the official client: texts, disconnections, shutdown."""
 
 import signal
 import socket
@@ -28,7 +28,7 @@ def served():
 
 
 def settings(i):
-    """Of the i-th of many requests: no two neighbours alike."""
+    """Returns settings of request i. Neighbouring requests differ."""
     prompt, new = PROMPTS[i % len(PROMPTS)], 5 + 7 * (i % 6)
     drawn = None if i % 3 else Sampling(0.9, top_p=0.95, seed=i)
     return prompt, new, drawn, bool(i % 2)
@@ -75,7 +75,7 @@ def test_parallel_clients_get_the_texts_of_generate(served):
 def test_a_client_that_stops_reading_frees_its_row(served):
     client = served.client()
     long = dict(model="demo", prompt=PROMPTS[0], max_tokens=CONTEXT - 16, temperature=1)
-    for _ in range(6):  # three times as many as there are rows
+    for _ in range(6):  # three times the number of rows
         stream = client.completions.create(stream=True, seed=5, **long)
         next(iter(stream))
         stream.close()
@@ -106,8 +106,8 @@ def test_a_port_in_use_is_one_line(served):
     assert "Address already in use" in found.stderr
 
 
-def test_a_signal_lets_answers_end(served):
-    """The last test of this process."""
+def test_a_signal_lets_answers_finish(served):
+    """Must be the last test of this process."""
     client = served.client()
     long = dict(model="demo", prompt=PROMPTS[1], max_tokens=CONTEXT - 32, temperature=1)
     stream = client.completions.create(stream=True, seed=7, **long)

@@ -1,4 +1,4 @@
-"""What is refused of a request before any model is asked, and by which name."""
+"""Test which requests the parser refuses, and the parameter that it names."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def message(**fields):
         ),
     ],
 )
-def test_what_is_not_supported_is_named(kind, change, param):
+def test_unsupported_parameters_are_named(kind, change, param):
     with pytest.raises(ApiError) as refusal:
         parse(kind, (CHAT if kind == "chat" else TEXT) | change)
     error = refusal.value.body()["error"]
@@ -78,7 +78,7 @@ def test_what_is_not_supported_is_named(kind, change, param):
     assert error["type"] == "invalid_request_error" and param[:8] in error["message"]
 
 
-def test_what_asks_for_nothing_is_taken():
+def test_neutral_parameters_are_accepted():
     request = parse(
         "chat",
         CHAT
@@ -100,7 +100,7 @@ def test_what_asks_for_nothing_is_taken():
     assert request.sampling(7) == Sampling(1.0, seed=7)
 
 
-def test_all_that_is_read():
+def test_supported_parameters_are_read():
     asked = dict(prompt=["a", [1, 2]], max_tokens=3, temperature=0.5, top_p=0.9, n=2)
     more = dict(best_of=2, logprobs=0, stop="ab", seed=2**32 - 1, stream=True)
     request = parse(

@@ -1,4 +1,4 @@
-"""A server over a tiny model: its texts are those of `generate`, whatever comes."""
+"""Test a server of a tiny model: its texts are those of `generate`."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from tests.support.tiny import REAL
 
 
 def check_offsets(lists):
-    """Of tokens in a text, chunk by chunk."""
+    """Checks the offsets of tokens in a text, chunk by chunk."""
     given = [part for part in lists if part is not None]
     lengths = [len(token) for part in given for token in part.tokens]
     offsets = [place for part in given for place in part.text_offset]
@@ -39,11 +39,12 @@ def chunk_text(chunk):
     return "".join(choice.text for choice in chunk.choices)
 
 
-# Texts
+# --- texts ----------------------------------------------------------------------------
 
 
-def test_parallel_requests_have_the_texts_of_generate(service, prompts, plain, model):
-    """Nine on three rows: greedy, drawn, streamed or with log-probabilities."""
+def test_parallel_requests_match_generate(service, prompts, plain, model):
+    """Nine requests on three rows: greedy, sampled, streamed, or with
+    log-probabilities."""
     drawn = Sampling(0.8, top_p=0.9, seed=11)
     samples = stree_jax.generate(
         model,
@@ -97,7 +98,7 @@ def test_parallel_requests_have_the_texts_of_generate(service, prompts, plain, m
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (12, made)
 
 
-def test_log_probabilities_are_those_of_generate(service, model, prompts):
+def test_log_probabilities_match_generate(service, model, prompts):
     lists = dict(max_new_tokens=12, stop_tokens=(), logprobs=2, capacity=256)
     (wanted,) = stree_jax.generate(model, [prompts[0]], **lists, drafter=None).logprobs
 
@@ -129,7 +130,7 @@ def test_log_probabilities_are_those_of_generate(service, model, prompts):
         assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token
 
 
-def test_a_stop_string_ends_the_text_wherever_tokens_split(service, model, prompts):
+def test_stop_strings_across_tokens(service, model, prompts):
     free = stree_jax.generate(
         model,
         [prompts[0]],
@@ -160,15 +161,15 @@ def test_a_stop_string_ends_the_text_wherever_tokens_split(service, model, promp
         assert answer.usage.completion_tokens == len(kept)
 
 
-def test_a_row_is_free_once_its_stop_string_has_come(service, prompts, plain):
-    """Whoever waits for more texts than this one."""
+def test_a_stop_string_frees_the_row(service, prompts, plain):
+    """Even if the request has other texts that are still running."""
     free, told = plain[0].tokens[0], []
     string = min(across(free, 2), key=lambda s: len(expected_stop(free, [s])[0]))
     reader = service.reader
     job = Job(Asked(prompts[0], NEW[0]), Writer(reader, [string]), told.append)
     service.engine.submit([job])
     asyncio.run(until(lambda: told and told[-1].finish_reason and not running(service)))
-    steps = 2 * served.SIZES.steps * 5  # of five tokens at most
+    steps = 2 * served.SIZES.steps * 5  # of at most five tokens
     kept = len(expected_stop(free, [string])[0])
     assert service.engine.counts.tokens <= kept + steps < len(free)
 
@@ -178,7 +179,7 @@ def running(service):
 
 
 def test_streams_hold_whole_characters_and_no_stop_string(model):
-    """Token by token: what is shown put together is the text."""
+    """For each token, the shown pieces joined are the text."""
     reader = served.reader_of(model)
     rng = np.random.default_rng(4)
     for stops in ((), ("é€", "ab")):
@@ -198,7 +199,7 @@ def test_streams_hold_whole_characters_and_no_stop_string(model):
             assert (piece.finish_reason == "stop") == (found is not None)
 
 
-def test_chat_streams_in_the_protocol_s_shape(service):
+def test_chat_streams_follow_the_protocol(service):
     body = dict(
         model="tiny",
         messages=[
@@ -236,7 +237,7 @@ def test_chat_streams_in_the_protocol_s_shape(service):
 WHOLE = dict(stream=False, stream_options=None)
 
 
-# Refusals
+# --- errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,14 +253,14 @@ WHOLE = dict(stream=False, stream_options=None)
         (dict(prompt="a" * 5000), 413, None, "longer than 4096 bytes"),
     ],
 )
-def test_what_this_server_has_not(service, change, status, param, word):
+def test_unsupported_values_are_refused(service, change, status, param, word):
     found, _, answer = ask(service, "/v1/completions", FINE | change)
     error = answer["error"]
     assert (found, error["param"]) == (status, param) and word in error["message"]
     assert error["type"] == "invalid_request_error"
 
 
-def test_what_is_no_request(service):
+def test_malformed_requests_are_refused(service):
     for data in ("{", "[]", '"x"', "\xff", "[" * 3000):
         status, _, answer = ask(service, "/v1/completions", data)
         assert status == 400 and "JSON" in answer["error"]["message"]
@@ -273,7 +274,7 @@ def test_what_is_no_request(service):
         await long.run()
         return long.sent[0]["status"]
 
-    assert asyncio.run(in_parts()) == 413  # and nobody said how long it would be
+    assert asyncio.run(in_parts()) == 413  # without a Content-Length
     assert ask(service, "/v1/other")[0] == 404
     assert ask(service, "/v1/completions")[0] == 405
     assert ask(service, "/v1/models/tiny")[2]["id"] == "tiny"
@@ -284,7 +285,7 @@ def test_what_is_no_request(service):
     assert status == 400 and "no chat template" in answer["error"]["message"]
 
 
-def test_keys(service):
+def test_api_keys(service):
     locked = replace(service, keys=(b"first", b"second"))
 
     async def models(key):

@@ -1,19 +1,19 @@
-"""Random generations, each row checked against `score` and plain NumPy.
+"""Checks random generations against `score` and plain NumPy, row by row.
 
     python -m tests.soak --count 500 --seed 0
 
-What a compiled program depends on (tree sizes, rule, batch, which options are there at
-all) is drawn once a group; everything else, the topology of the tree included, once a
-generation. A failure names the generation; `--one GROUP.NUMBER` runs it alone.
+Whatever a compiled program depends on (tree sizes, rule, batch, which options are set)
+is drawn once per group. Everything else, including the shape of the tree, is drawn once
+per generation. A failure names its generation: `--one GROUP.NUMBER` runs it alone.
 
-Tolerances. The library computes in float32 and in another order than `score`, so that
-a choice within rounding may fall otherwise:
-- TIE: two logits this close may change places, at the argmax and at the k-th of top-k;
-  so may log-probabilities plus noise, by the generation's own `min_margin`;
-- TIE, too, is by how much probability mass a token may miss the boundary of top-p, and
-  its log-probability that of min-p;
-- CLOSE: log-probabilities agree to this. At a place where a filter's boundary is within
-  TIE of a token, they may be those with the token or without it.
+Tolerances. The library computes in float32, in another order than `score`, so choices
+within rounding error may differ:
+- TIE: two logits this close may swap, at the argmax and at the k-th of top-k. So may
+  log-probabilities plus noise, by the generation's own `min_margin`.
+- TIE is also how much probability mass may separate a token from the boundary of top-p,
+  and how much log-probability from that of min-p.
+- CLOSE: log-probabilities agree within this. If a filter's boundary is within TIE of a
+  token, they may be those with or without the token.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Drawing what to generate."""
+"""Random generations to check."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +11,7 @@ from stree_jax.models import PREFILL_CHUNK
 from stree_jax.speculation.accept import ACCEPTANCES
 from tests.support.tiny import REAL, STOP, perturbed, tiny
 
-PLAIN, GREEDY = "plain", "greedy"  # no drafter; no sampling
+PLAIN, GREEDY = "plain", "greedy"  # without a drafter; without sampling
 RULES = [
     f"{rule}/{draws}"
     for rule, acceptance in ACCEPTANCES.items()
@@ -20,12 +20,12 @@ RULES = [
 ]
 KINDS = [*RULES, GREEDY, PLAIN]
 MOST_PROMPTS, MOST_SAMPLES, LONGEST, MOST_NEW = 8, 2, 70, 40
-SHORT = PREFILL_CHUNK + 1  # prompts up to here are read as one chunk
+SHORT = PREFILL_CHUNK + 1  # prompts up to this length are prefilled in one chunk
 
 
 @dataclass(frozen=True)
 class Group:
-    """What compiled programs depend on."""
+    """Everything that compiled programs depend on."""
 
     kind: str
     tree: Tree
@@ -40,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Case:
-    """One generation; lists are by prompt."""
+    """One generation. Lists are by prompt."""
 
     group: Group
     tree: Tree
@@ -51,12 +51,13 @@ class Case:
     limits: list[int]
     least: list[int]
     stop_tokens: list[list[int]] | tuple | None
-    stops: list[list[int]]  # the same, by prompt whatever the argument's form
+    stops: list[list[int]]  # stop tokens by prompt, whatever the form of the argument
 
 
 @cache
 def models() -> dict[str, stree_jax.Model]:
-    """The target, and drafters of which the first three share its programs."""
+    """Returns the target and draft models. The first three share the target's
+    programs."""
     target = tiny(1)
     return {
         "right": target,
@@ -72,7 +73,7 @@ def sizes(tree: Tree) -> tuple[int, int, int, int]:
 
 
 def random_tree(rng: np.random.Generator) -> Tree:
-    """From bushes to chains."""
+    """Returns a random tree, from wide to chain-like."""
     size, straight = int(rng.integers(2, 20)), rng.uniform(0, 0.7)
     parents = [-1]
     for t in range(1, size):
@@ -82,7 +83,8 @@ def random_tree(rng: np.random.Generator) -> Tree:
 
 
 def shuffled(tree: Tree, rng: np.random.Generator) -> Tree:
-    """Another topology of equal static sizes, by a walk over single parents."""
+    """Returns another tree of equal static sizes, from a random walk that moves one
+    node at a time."""
     for _ in range(60):
         parents = tree.parents.copy()
         t = int(rng.integers(1, tree.size))
@@ -128,7 +130,7 @@ def draw_sampling(rng: np.random.Generator, penalised: bool) -> Sampling:
 def draw_stops(
     rng: np.random.Generator, prompts: int
 ) -> tuple[list[list[int]] | tuple | None, list[list[int]]]:
-    """The argument, and what it means for each prompt."""
+    """Returns the argument `stop_tokens`, and its meaning for each prompt."""
     form = rng.random()
     if form < 0.25:
         return None, [[STOP]] * prompts
@@ -145,7 +147,7 @@ def draw_case(seed: int, number: int, i: int) -> Case:
     lengths = rng.integers(1, SHORT + 1, P)
     limits, least = rng.integers(1, MOST_NEW + 1, P), np.zeros(P, int)
     sampling = [draw_sampling(rng, group.penalised) for _ in range(P)]
-    # Options that a group has must be there in each of its generations.
+    # An option of the group must be set in each of its generations.
     if group.long:
         lengths[rng.integers(P)] = rng.integers(SHORT + 1, LONGEST + 1)
     if group.least:

@@ -1,4 +1,4 @@
-"""The checks of a row. Each yields what is wrong."""
+"""Checks of a row. Each yields descriptions of failures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Tally:
 
 @dataclass
 class Row:
-    """One row of a generation, with all that its checks need."""
+    """One row of a generation, with the data that its checks need."""
 
     case: Case
     result: Generation
@@ -87,7 +87,7 @@ class Row:
 
     @cached_property
     def penalised(self) -> np.ndarray:
-        """The same after the ban on early stops and the repetition penalty."""
+        """The same after the ban on early stop tokens and the repetition penalty."""
         z, text = self.predictions.copy(), list(self.case.prompts[self.prompt])
         z[: self.least, self.stops] = -np.inf
         penalty = float(np.float32(self.sampling.repetition_penalty))
@@ -100,13 +100,13 @@ class Row:
 
     @cached_property
     def processed(self) -> list[np.ndarray]:
-        """Log-probabilities, with the filters as they are, wider and narrower."""
+        """Log-probabilities with the filters as they are, wider, and narrower."""
         temperature = 1 if self.greedy else float(np.float32(self.sampling.temperature))
         z = self.penalised / temperature
         return [filtered(z, self.sampling, slack) for slack in (0, TIE, -TIE)]
 
     def undecided(self, place: int) -> bool:
-        """Whether rounding may move a token over the boundary of a filter."""
+        """True if rounding may move a token over the boundary of a filter."""
         inside = [np.isfinite(z[place]) for z in self.processed]
         return any((inside[0] != other).any() for other in inside[1:])
 
@@ -145,7 +145,7 @@ def check_counts(row: Row) -> Iterator[str]:
 
 
 def check_right_drafter(row: Row) -> Iterator[str]:
-    """Of a drafter that is the target, the first child is always accepted."""
+    """If the drafter is the target, the first child is always accepted."""
     group, b = row.case.group, row.b
     certain = row.greedy or group.kind == "naive/coupled"
     if group.kind == PLAIN or row.case.drafter != "right" or not certain:
@@ -173,7 +173,8 @@ def check_choice(row: Row, tally: Tally) -> Iterator[str]:
 
 
 def check_margin(row: Row) -> Iterator[str]:
-    """Of greedy rows; of others it holds noise. A filter's edge can only lower it."""
+    """For greedy rows only, since other margins include noise. A filter's boundary can
+    only lower the margin."""
     if not row.greedy or any(map(row.undecided, row.places)):
         return
     best = np.sort(row.penalised, axis=1)
@@ -193,7 +194,7 @@ def tied(row: Row, place: int) -> bool:
 
 
 def check_plain(row: Row, tally: Tally) -> Iterator[str]:
-    """The same tokens as without a drafter, where that is promised."""
+    """The tokens are the same as without a drafter, if the rule guarantees that."""
     if row.plain is None or not (row.greedy or row.case.group.kind.startswith("naive")):
         return
     tally.compared += 1
@@ -201,7 +202,8 @@ def check_plain(row: Row, tally: Tally) -> Iterator[str]:
     if ours == plain:
         return
     pairs = zip(ours, plain, strict=False)
-    end = min(len(ours), len(plain))  # where they part if one is the other's beginning
+    # Where they differ if one is a prefix of the other
+    end = min(len(ours), len(plain))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), end)
     if place < end and tied(row, place):
         tally.ties += 1
@@ -210,10 +212,12 @@ def check_plain(row: Row, tally: Tally) -> Iterator[str]:
 
 
 def difference(got: np.ndarray, wants: list[np.ndarray]) -> np.ndarray:
-    """By place, to the nearest of what is right; equal infinities are no difference.
+    """Returns the distance by place to the nearest correct value. Equal infinities have
+    distance 0.
 
     Args:
-      got, wants: [L] or [L, n].
+      got: [L] or [L, n].
+      wants: arrays like `got`, each of them correct.
     """
     gaps = []
     for want in wants:
@@ -243,7 +247,7 @@ def check_logprobs(row: Row, tally: Tally) -> Iterator[str]:
         of_tokens = [z[count, row.tokens] for z in wants]
         best = [np.sort(z, axis=1)[:, ::-1][:, :n] for z in wants]
         named = [np.take_along_axis(z, top_tokens, axis=1) for z in wants]
-        # Another order in time of ties is fine: by name and by size they agree.
+        # Ties may be in another order, so values are compared by token and by rank.
         pairs = {"own": (own, of_tokens), "top": (top, best), "named": (top, named)}
         for what, (got, want) in pairs.items():
             gap = difference(got, want)
@@ -257,7 +261,7 @@ def check_row(row: Row, tally: Tally) -> Iterator[str]:
     tokens = row.tokens
     yield from check_end(row)
     yield from check_counts(row)
-    # Broken rows were not scored.
+    # Rows that failed earlier checks have no scores.
     if usable(row.case, row.b, tokens):
         yield from check_right_drafter(row)
         yield from check_choice(row, tally)

@@ -1,4 +1,4 @@
-"""Running generations, and all checks of each."""
+"""Runs generations and all checks of each."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from tests.soak.cases import GREEDY, PLAIN, Case, draw_case, models
 from tests.soak.checks import Row, Tally, check_row, usable
 from tests.soak.scores import scores
 
-PER_GROUP = 12.5  # generations that share programs, by default
-GROUPS_KEPT = 5  # compiled programs are thrown away after so many groups
+PER_GROUP = 12.5  # default number of generations that share programs
+GROUPS_KEPT = 5  # compiled programs are dropped after this many groups
 
 
 def generate(case: Case, **options: object) -> Generation:
@@ -46,7 +46,7 @@ def check_case(case: Case, tally: Tally) -> Iterator[str]:
         result = speculate(case)
         compare = group.kind != PLAIN and (exact or some_greedy)
         plain = generate(case) if compare else None
-    except Exception as error:  # a finding as well; the others go on
+    except Exception as error:  # also a finding; the run continues
         yield f"{type(error).__name__}: {error}"
         return
     prompts = [prompt for prompt in case.prompts for _ in range(group.n)]
@@ -66,14 +66,14 @@ def check_case(case: Case, tally: Tally) -> Iterator[str]:
 
 
 def run(seed: int, cases: list[tuple[int, int]], *, quiet: bool = False) -> Tally:
-    """Generations, each a group and a number in it, group by group."""
+    """Runs generations (group, number), group by group."""
     tally, groups = Tally(), 0
     bar = tqdm(cases, unit="generation", disable=quiet)
     last = None
     for number, i in bar:
         if number != last:
             groups, last = groups + 1, number
-            if groups % GROUPS_KEPT == 0:  # programs are of no use to other groups
+            if groups % GROUPS_KEPT == 0:  # other groups cannot use these programs
                 jax.clear_caches()
         case = draw_case(seed, number, i)
         bar.set_postfix_str(f"{case.group.kind}, {len(tally.failures)} failures")

@@ -1,4 +1,4 @@
-"""The distribution of the next token, by `score` and once more by sorting."""
+"""Distributions of the next token, from `score`, with filters by sorting."""
 
 import numpy as np
 
@@ -8,11 +8,12 @@ from stree_jax.models import PREFILL_CHUNK
 from tests.soak.cases import MOST_PROMPTS, MOST_SAMPLES, models
 from tests.support.tiny import REAL
 
-SCORED = MOST_PROMPTS * MOST_SAMPLES, 2 * PREFILL_CHUNK  # one shape: one program
+# A single shape, so a single program
+SCORED = MOST_PROMPTS * MOST_SAMPLES, 2 * PREFILL_CHUNK
 
 
 def scores(texts: list[list[int]]) -> np.ndarray:
-    """Logits [rows, places, REAL] after every token."""
+    """Returns logits [rows, places, REAL] after every token."""
     table = np.zeros(SCORED, np.int32)
     for row, text in zip(table, texts, strict=False):
         row[: len(text)] = text
@@ -50,7 +51,7 @@ def keep_min_p(z: np.ndarray, p: float, slack: float) -> np.ndarray:
 
 
 def filtered(z: np.ndarray, s: Sampling, slack: float) -> np.ndarray:
-    """Log-probabilities of z [L, V] inside the filters, moved outwards by `slack`."""
+    """Returns log-probabilities of z [L, V] after the filters, widened by `slack`."""
     z = keep_top_k(z, s.top_k, slack)
     z = keep_top_p(z, float(np.float32(s.top_p)), slack)
     return log_softmax(keep_min_p(z, float(np.float32(s.min_p)), slack))

@@ -1,4 +1,4 @@
-"""What tests of tree "auto" share: sizes, times, and ways of decoding."""
+"""Sizes, step times and ways of decoding that tests of tree "auto" share."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from tests.speculation.steps import prompts_of
 from tests.support.tiny import REAL
 
 NEW, TREE = 24, "auto:1,4,8"
-FLAT = [1.0, 1.01, 1.02]  # a pass over a tree costs what one token does
+# A pass over a tree takes about as long as one over a single token
+FLAT = [1.0, 1.01, 1.02]
 SETTINGS = {
     "greedy": dict(),
     "coupled": dict(sampling=[Sampling(temperature=t, seed=4) for t in (0, 0.7, 1)]),
@@ -35,14 +36,15 @@ def times(verify=FLAT, draft=0.01, level=0.01):
 
 
 def plain_of(target, prompts, name):
-    """Options of the setting, and the tokens that plain decoding has with them."""
+    """Returns the options of the setting, and the tokens of plain decoding with
+    them."""
     options = dict(max_new_tokens=[NEW, NEW, 9], **SETTINGS[name])
     without = {k: v for k, v in options.items() if k != "rule"}
     return options, stree_jax.generate(target, prompts, **without, drafter=None).tokens
 
 
 def before_a_search(target, prompts):
-    """A model that drafts, its state, the texts, and what a search below them asks."""
+    """Returns a draft model, its state, the texts, and the arguments of a search."""
     begun, plan = begin(target, prompts, max_new_tokens=8, drafter=None)
     history = begin_history(prompts_of(prompts, update_width=9, capacity=80))
     root = jnp.asarray([ids[-1] for ids in prompts], jnp.int32)
@@ -51,7 +53,10 @@ def before_a_search(target, prompts):
 
 
 def searching(drafter, history, asked, shape):
-    """A search of all levels, compiled: of a state, and what children must be worth."""
+    """Returns a compiled search of all levels.
+
+    It takes a model state, and the value below which a node gets no children.
+    """
 
     @jax.jit
     def run(state, least):

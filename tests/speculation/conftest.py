@@ -1,4 +1,4 @@
-"""Models and prompts that this room's tests share, unless they need others."""
+"""Models and prompts shared by the tests of this folder, unless they need others."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def drafter(target):
-    """Right now and then."""
+    """Returns a draft model whose tokens are accepted now and then."""
     return target.replace(params=perturbed(target.params, 0.05, 3))
 
 

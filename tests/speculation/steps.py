@@ -1,4 +1,4 @@
-"""Decoding some steps with any `Spec`, and looking at where it stands then."""
+"""Helpers that decode a few steps with any `Spec`, and return the loop's state."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ LENGTHS = [1, 7, 33]  # of the prompts
 
 
 def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
-    """Tokens by row, and the decoding itself, after so many steps."""
+    """Returns tokens by row and the loop's state after `steps` steps."""
     begun, _ = begin(target, prompts, max_new_tokens=max_new_tokens, drafter=None)
     padded = np.zeros((len(prompts), max(LENGTHS)), np.int32)
     for row, ids in zip(padded, prompts, strict=True):
@@ -29,7 +29,8 @@ def decode(spec, target, prompts, max_new_tokens, steps=loop.FOREVER):
 
 
 def prompts_of(texts, update_width, capacity=64, padding=9):
-    """Texts of several lengths as drafters get them; padding may look like text."""
+    """Returns texts of several lengths as drafters get them. Padding may equal a
+    token."""
     width = max(map(len, texts))
     padded = np.full((len(texts), width), padding, np.int32)
     for row, text in zip(padded, texts, strict=True):

@@ -1,4 +1,4 @@
-"""Trees that fit the moment: the same text, whatever is chosen, and what is chosen."""
+"""Test adaptive trees: the text never changes, and the expected sizes are chosen."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ from tests.support.tiny import REAL
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_plain_decodings(target, drafter, prompts, name):
+def test_text_is_identical_to_plain_decoding(target, drafter, prompts, name):
     options, plain = plain_of(target, prompts, name)
     for given in (times(), times([1.0, 3.0, 5.0], 1.0, 1.0)):
         result = stree_jax.generate(
@@ -54,7 +54,7 @@ def test_the_text_is_plain_decodings(target, drafter, prompts, name):
         assert result.tree_sizes == (1, 4, 8)
 
 
-def test_auto_is_the_default_where_the_rule_allows_it(target, drafter):
+def test_auto_is_the_default_if_the_rule_allows_it(target, drafter):
     def menu(**options):
         _, plan = begin(target, [[3]], max_new_tokens=1, **options)
         return plan.spec.policy.menu
@@ -78,7 +78,7 @@ def test_auto_is_the_default_where_the_rule_allows_it(target, drafter):
 
 @struct.dataclass
 class Ordered(AdaptivePolicy):
-    """Sizes and levels by a given order, over and over."""
+    """A policy that repeats a given sequence of sizes and levels."""
 
     order: tuple = struct.field(pytree_node=False, default=())
 
@@ -106,8 +106,11 @@ def spec_of(target, drafter, tree=TREE, **options):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
-    """Text is plain decoding's; the model has read the text, and no more than it."""
+def test_state_stays_correct_after_any_sequence_of_steps(
+    target, drafter, prompts, name
+):
+    """The text is that of plain decoding, and the draft model has read only that
+    text."""
     plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
     spec = spec_of(target, drafter)
     policy = Ordered(spec.policy.times, spec.policy.tree, order=ORDERS[name])
@@ -119,8 +122,8 @@ def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
     for steps in (5, 14):
         tokens, done = decode(spec, target, prompts, NEW, steps)
         looking, checked = done.drafting, 0
-        # A draft that stayed would be an invariant of its size's loop, and XLA would
-        # do the work on it at each step, outside of the loop.
+        # If draft tokens stayed in the state, they would be invariants of their size's
+        # loop, and XLA would do work on them at each step, outside of the loop.
         if ORDERS[name][(steps - 1) % len(ORDERS[name])][0] > 0:
             assert not np.asarray(looking.draft.tokens).any()
         for b, prompt in enumerate(prompts):
@@ -144,9 +147,9 @@ def test_nothing_is_stale_whatever_came_before(target, drafter, prompts, name):
         assert checked or steps > 5
 
 
-def test_the_target_as_its_own_drafter_is_always_right(target, prompts):
-    """Whatever came between, a drafted path of n tokens gains n + 1."""
-    spec = spec_of(target, target, "auto:1,4,32")  # room for all candidates
+def test_all_drafts_of_the_target_itself_are_accepted(target, prompts):
+    """After any other step, a drafted path of n tokens gains n + 1."""
+    spec = spec_of(target, target, "auto:1,4,32")  # large enough for all candidates
     order = ((2, 3), (0, 0), (1, 0))
     policy = Ordered(spec.policy.times, spec.policy.tree, order=order)
     tokens, done = decode(replace(spec, policy=policy), target, prompts, NEW, 4)
@@ -157,7 +160,7 @@ def test_the_target_as_its_own_drafter_is_always_right(target, prompts):
     assert gained.size and (gained[:, 4:].sum(axis=1) == 2).all()
 
 
-def test_it_takes_what_is_fastest_by_the_times(target, drafter, prompts):
+def test_it_chooses_the_fastest_size(target, drafter, prompts):
     options = dict(max_new_tokens=60, stop_tokens=(), tree=TREE)
 
     def run(drafter, given):
@@ -170,18 +173,18 @@ def test_it_takes_what_is_fastest_by_the_times(target, drafter, prompts):
     assert dear.expected_tokens.tolist() == dear.lengths.tolist()
     free = run(target, times())
     calls = free.calls_by_size.sum(axis=0)
-    assert calls[2] > 0.9 * calls.sum()  # drafts are right, and cost nothing
+    assert calls[2] > 0.9 * calls.sum()  # draft tokens are right and take no time
     assert sum(int((o == 1).sum()) for o in free.origins) > 0.5 * free.lengths.sum()
-    # What was expected is about what came.
+    # The expected number of tokens is about the actual number.
     expected, came = free.expected_tokens.sum(), free.lengths.sum()
     assert 0.6 < expected / came < 1.4
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_model_is_tried_if_it_could_pay_and_left_if_it_does_not(
+def test_the_draft_model_is_tried_only_if_it_could_be_faster(
     target, drafter, prompts, resumed
 ):
-    """The one that is not tried has not read the prompts, either."""
+    """A draft model that is not tried does not prefill the prompts either."""
     past = stree_jax.generate(
         target, prompts, max_new_tokens=3, keep_past=True, drafter=None
     ).past
@@ -213,8 +216,9 @@ def test_a_model_is_tried_if_it_could_pay_and_left_if_it_does_not(
     assert (right > wrong).all()
 
 
-def test_a_model_is_judged_by_what_came_too(target, prompts):
-    """Tokens of the target and of the model, in steps with it, not those looked up."""
+def test_the_draft_model_is_judged_by_measured_gain(target, prompts):
+    """The gain counts tokens of the target and of the draft model, in steps that use
+    the model. It does not count tokens of prompt lookup."""
     given = times(draft=0.5, level=0.25)
     at, plan = begin(
         target, prompts, max_new_tokens=40, drafter=target, tree=TREE, times=given
@@ -230,7 +234,7 @@ def test_a_model_is_judged_by_what_came_too(target, prompts):
         np.testing.assert_allclose(at.policy.came, brought.sum(), rtol=1e-5)
         assert at.policy.took > 1 and at.policy.asked == 0
     assert brought[1] > 1
-    # A plain step for which the model was asked brought one token.
+    # A plain step that was charged to the draft model gained one token.
     plainly = replace(at.policy, force=forced(0, 1))
     plainly = jax.tree.map(jnp.copy, replace(at, policy=plainly))
     once = loop.advance_jit(plan.spec, plainly, jnp.int32(1))
@@ -248,7 +252,7 @@ def test_a_model_is_judged_by_what_came_too(target, prompts):
         assert bool(wanted) is asked
 
 
-def test_times_are_data_and_choices_compile_nothing(target, drafter, prompts):
+def test_times_and_choices_cause_no_compilation(target, drafter, prompts):
     begun, plan = begin(
         target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
     )
@@ -266,8 +270,10 @@ def test_times_are_data_and_choices_compile_nothing(target, drafter, prompts):
     assert loop.advance_jit._cache_size() == before
 
 
-def test_it_needs_the_memory_of_its_largest_tree(target, drafter, prompts, optimised):
-    """No size has a copy of the caches, and the menu is one program."""
+def test_it_needs_no_more_memory_than_its_largest_tree(
+    target, drafter, prompts, optimised
+):
+    """Sizes share the caches, and the whole menu is one program."""
 
     def temp_bytes(tree, **options):
         begun, plan = begin(
@@ -281,7 +287,8 @@ def test_it_needs_the_memory_of_its_largest_tree(target, drafter, prompts, optim
 
 
 def brute_force(model, text, width, depth):
-    """The levels of a best-first search by whole passes, and their values."""
+    """Returns the levels of a best-first search, from full forward passes, with
+    values."""
     levels, frontier = [], [((), 1.0)]
     for _ in range(depth):
         found = []
@@ -299,7 +306,7 @@ def brute_force(model, text, width, depth):
     return levels
 
 
-def test_levels_are_those_of_a_best_first_search(target, prompts):
+def test_levels_match_a_best_first_search(target, prompts):
     width, depth = 3, 4
     drafter, state, history, asked = before_a_search(target, prompts)
 
@@ -320,15 +327,16 @@ def test_levels_are_those_of_a_best_first_search(target, prompts):
                 assert got[path] == pytest.approx(value, rel=1e-4)
 
 
-def test_what_is_worth_too_little_has_no_children(target, prompts):
-    """Nor is it read; the others' children are those that they had."""
+def test_nodes_of_low_value_get_no_children(target, prompts):
+    """They are not read by the model, and other nodes keep their children."""
     width, depth = 3, 3
     drafter, state, history, asked = before_a_search(target, prompts)
 
     run = searching(drafter, history, asked, (width, depth))
 
     def of_others(pool, limit):
-        """Children of nodes that are neither the best of a level nor worth more."""
+        """Counts children of nodes that are not the best of their level and have a
+        value of at most `limit`."""
         value, parents = np.asarray(pool.value), np.asarray(pool.parents) - 1
         above = np.take_along_axis(value, np.maximum(parents, 0), axis=1)
         return ((value > 0) & (parents % width > 0) & (above <= limit))[:, width:].sum()
@@ -345,7 +353,7 @@ def test_what_is_worth_too_little_has_no_children(target, prompts):
         assert (best > 0).all()
 
 
-def test_small_trees_share_the_step_of_a_larger_one():
+def test_small_trees_share_the_step_of_a_larger_tree():
     menu = Auto((1, 4, 8, 16, 32)).shared_menu
     assert [tree.size for tree in menu] == [1, 4, 8, 16, 32]
     plain, large, shared = compiled_steps(menu, 4)
@@ -353,14 +361,15 @@ def test_small_trees_share_the_step_of_a_larger_one():
     assert shared == (Budget(16, 15, partly=True), (1, 2, 3))
     assert (large[0].size, large[1]) == (32, (4,))
     assert compiled_steps(menu, 64) == compiled_steps(menu, 4)
-    for trees, rows in ((menu, 65), (Auto().menu, 1)):  # too much room
+    # A shared step would need too much memory
+    for trees, rows in ((menu, 65), (Auto().menu, 1)):
         places = [step[1] for step in compiled_steps(trees, rows)]
         assert sorted(places) == [(k,) for k in range(len(trees))]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_shared_step_decodes_the_same_text(target, drafter, prompts, temperature):
-    """Whichever sizes are taken; steps of their own take as many calls of each size."""
+    """Whichever sizes are chosen; separate steps choose each size equally often."""
     sampling = sampling_rows([Sampling(temperature=temperature)], jax.random.key(1), 1)
     ids, lengths = jnp.asarray(prompts[0])[None], jnp.asarray([len(prompts[0])])
     requests = Requests(
@@ -384,7 +393,7 @@ def test_a_shared_step_decodes_the_same_text(target, drafter, prompts, temperatu
     assert (own.used[0] > 0).sum() > 1
 
 
-def test_counts_are_of_the_children_of_accepted_nodes():
+def test_children_of_accepted_nodes_are_counted():
     parents = jnp.asarray([[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 0]], jnp.int32)
     tree = Auto((1, 5)).menu[1]
     draft = Draft(
@@ -413,7 +422,7 @@ def test_counts_are_of_the_children_of_accepted_nodes():
     assert float(count(no_counts(), draft, finished).tried.sum()) == 0
 
 
-def test_a_step_is_chosen_for_before_it_is_made(target, drafter, prompts):
+def test_no_step_is_chosen_before_decoding_begins(target, drafter, prompts):
     begun, _ = begin(
         target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
     )
@@ -425,17 +434,16 @@ def test_a_step_is_chosen_for_before_it_is_made(target, drafter, prompts):
     [
         (0, 0.0, True, True),
         (0, 0.0, False, False),
-        (5, 0.5, False, True),  # too little is known yet
+        (5, 0.5, False, True),  # too few trials to decide
         (6, 0.5, True, False),  # hopeless
-        (6, 0.95, True, True),  # it may still turn out to pay
-        (12, 0.95, True, False),  # it has had its trials
+        (6, 0.95, True, True),  # it may still turn out to be faster
+        (12, 0.95, True, False),  # all its trials are used
         (12, 1.2, False, True),
     ],
 )
-def test_a_model_has_fewer_trials_where_they_promise_little(
-    tried, own, promising, asked
-):
-    """`own`: tokens a second of its trials, where 1 can be had without it."""
+def test_an_unpromising_draft_model_gets_fewer_trials(tried, own, promising, asked):
+    """`own`: tokens per second in steps with the model. Steps without it gain 1 per
+    second."""
     policy = AdaptivePolicy(times(), Auto((1, 4)))
     learnt = replace(
         policy.init(1),
@@ -450,10 +458,10 @@ def test_a_model_has_fewer_trials_where_they_promise_little(
 
 
 @pytest.mark.parametrize(("left", "asked"), [((7, 5, 5), False), ((5, 8, 5), True)])
-def test_a_model_is_not_tried_again_for_less_than_it_must_read(
+def test_the_draft_model_needs_enough_tokens_left_to_catch_up(
     target, drafter, prompts, left, asked
 ):
-    """After seven plain steps it has eight tokens to read."""
+    """After seven plain steps, the draft model has eight tokens to read."""
     at, plan = begin(
         target, prompts, max_new_tokens=8, drafter=drafter, tree=TREE, times=times()
     )
@@ -479,8 +487,11 @@ def test_a_model_is_not_tried_again_for_less_than_it_must_read(
     ("rows", "sampling", "longest"),
     [(1, None, 3), (2, None, 7), (2, Sampling(1.0), 15)],
 )
-def test_it_rests_longer_where_text_is_drawn(target, prompts, rows, sampling, longest):
-    """And in batches. Drafts that never pay are looked for after 0, 1, 3 .. steps."""
+def test_pauses_between_trials_are_longer_for_sampling(
+    target, prompts, rows, sampling, longest
+):
+    """Also in batches. If drafting is never faster, it is tried again after pauses of
+    0, 1, 3 .. steps."""
     dear = times([1.0, 100.0, 200.0])
     at, plan = begin(
         target,

@@ -1,4 +1,4 @@
-"""Tree "auto" in a batch whose rows have trees of their own."""
+"""Test tree "auto" in batches whose rows have different trees."""
 
 from dataclasses import replace
 
@@ -29,8 +29,8 @@ def spec_of(target, given):
     return plan.spec
 
 
-def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
-    """One text repeats itself, one does not, and one has ended."""
+def test_rows_get_nodes_by_their_value(target):
+    """One text repeats itself, one does not, and one row is finished."""
     texts = [[5, 6, 7, 8] * 5, list(range(20, 40)), [9, 10, 11, 12] * 5]
     spec = spec_of(target, times([1.0, 1.3, 1.7]))
     if not spec.policy.shares:
@@ -56,8 +56,8 @@ def test_rows_of_a_batch_have_as_many_nodes_as_they_are_worth(target):
 @pytest.mark.parametrize(
     ("drafts", "tree"), [(False, None), (True, "A"), (True, "auto:1,4")]
 )
-def test_rows_that_have_ended_take_no_time(target, drafts, tree):
-    """The target is given no node of theirs, and all of the others'."""
+def test_finished_rows_have_no_nodes(target, drafts, tree):
+    """The target verifies no nodes of finished rows, and all nodes of the others."""
     given = dict(times=times([1.0, 1.0])) if tree == "auto:1,4" else {}
     options = dict(drafter=target if drafts else None, tree=tree, **given)
     d, plan = begin(target, [[3, 4]] * 3, max_new_tokens=4, **options)
@@ -80,8 +80,8 @@ def test_rows_that_have_ended_take_no_time(target, drafts, tree):
     assert not of_running(only_root(alone.root), alone, target).partly
 
 
-def test_rows_that_end_leave_the_others_as_they_were(target, prompts):
-    """Whenever they end, and whatever is drafted."""
+def test_finished_rows_do_not_change_other_rows(target, prompts):
+    """Whenever rows finish, with every drafter."""
     limits = [3, 17, 9][: len(prompts)]
     for options in (
         dict(drafter=None),
@@ -105,12 +105,12 @@ def test_rows_that_end_leave_the_others_as_they_were(target, prompts):
     [
         ((1, 4, 8), 3, True),
         ((1, 4, 8), 1, False),
-        ((1, 4, 8), 200, False),  # too much room: each size has a step of its own
-        ((1, 4), 3, False),  # a step of all of its nodes
+        ((1, 4, 8), 200, False),  # too many rows: each size has its own step
+        ((1, 4), 3, False),  # the step has no padding
         ((1, 4, 8, 32), 3, False),
     ],
 )
-def test_rows_have_trees_of_their_own_where_all_sizes_share_a_step(
+def test_rows_have_separate_trees_if_all_sizes_share_a_step(
     target, sizes, batch, by_row
 ):
     policy = spec_of(target, times([1.0] * 3)).policy
@@ -120,7 +120,7 @@ def test_rows_have_trees_of_their_own_where_all_sizes_share_a_step(
 
 
 @pytest.mark.parametrize("tree", ["auto:1,4", "auto:1,4,32"])
-def test_trees_that_share_no_step_are_whole(target, prompts, tree):
+def test_text_is_identical_if_sizes_share_no_step(target, prompts, tree):
     plain = stree_jax.generate(
         target, prompts, max_new_tokens=14, stop_tokens=(), drafter=None
     )
@@ -131,8 +131,9 @@ def test_trees_that_share_no_step_are_whole(target, prompts, tree):
     assert result.calls_by_size[:, -1].sum() > 0
 
 
-def test_the_best_of_all_rows_are_taken():
-    """Of equals the first, so that a row's are its first ones."""
+def test_the_best_nodes_of_all_rows_are_chosen():
+    """Among equal values the first is chosen, so that each row keeps its first
+    nodes."""
     value = jnp.asarray([[0.9, 0.5, 0.2], [0.5, 0.5, 0.1], [0.0, 0.0, 0.0]])
     wanted = [[0, 0], [1, 0], [2, 0], [2, 1], [2, 2], [3, 2], [3, 3]]
     for taken, rows in enumerate(wanted):
@@ -140,8 +141,9 @@ def test_the_best_of_all_rows_are_taken():
         assert best.tolist() == [*rows, 0]
 
 
-def test_a_step_of_few_nodes_is_no_plain_one(target):
-    """Of batches: by the line through steps of 4 and 8 nodes a row, but never less."""
+def test_times_of_small_steps_are_extrapolated(target):
+    """In batches: by the line through the times of 4 and 8 nodes a row, but never below
+    the time of a plain step."""
     spec = spec_of(target, times([1.0, 2.0, 2.8]))
     nodes = np.array([1, 1.5, 2, 4, 6, 8])
     found = spec.policy._seconds(nodes)
@@ -150,8 +152,8 @@ def test_a_step_of_few_nodes_is_no_plain_one(target):
     np.testing.assert_allclose(steep._seconds(nodes)[:3], 1.0)
 
 
-def test_a_model_that_takes_no_time_is_asked(target, prompts):
-    """That it takes none does not say that it was not asked."""
+def test_a_draft_model_that_takes_no_time_is_used(target, prompts):
+    """A measured time of zero does not mean that the model was not used."""
     calls = []
     for seconds in (0.0, 1e-6):
         free = times(draft=seconds, level=seconds)
@@ -166,8 +168,8 @@ def test_a_model_that_takes_no_time_is_asked(target, prompts):
     ("rows", "seconds", "nodes"),
     [(1, 1.6, 1), (1, 1.45, 4), (2, 1.45, 1), (2, 1.36, 2)],
 )
-def test_a_batch_drafts_where_it_promises_more(target, rows, seconds, nodes):
-    """1.63 tokens a step, in steps of which all but plain ones take so long."""
+def test_a_batch_needs_a_larger_predicted_gain_to_draft(target, rows, seconds, nodes):
+    """The gain is 1.63 tokens a step; steps with more than one node take `seconds`."""
     begun, plan = begin(
         target, [[3]] * rows, times=times([1.0, seconds, seconds]), **OPTIONS
     )

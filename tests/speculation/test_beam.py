@@ -1,4 +1,4 @@
-"""Beam-search trees: drafted as a beam search is defined, verified like any tree."""
+"""Test beam-search trees: drafted as defined, and verified like any tree."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,10 @@ def prompts():
 
 
 def searched(model, text, width, depth, penalty):
-    """Parents and tokens of a beam search by scores of whole sequences, float64.
+    """Returns parents and tokens of a beam search, from scores of full texts in
+    float64.
 
-    Logits of tokens in the text or on the path are made less likely by `penalty`.
+    `penalty` makes tokens in the text or on the path less likely.
     """
     parents, tokens, beams = [-1], [text[-1]], [(0.0, 0, list(text))]
     for _ in range(depth):
@@ -48,7 +49,7 @@ def searched(model, text, width, depth, penalty):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_the_draft_is_a_beam_search(target, drafter, prompts, penalty):
+def test_drafts_match_a_beam_search(target, drafter, prompts, penalty):
     sampling = Sampling(temperature=1.0, repetition_penalty=penalty)
     decoding, plan = begin(
         target,
@@ -75,7 +76,7 @@ def test_the_draft_is_a_beam_search(target, drafter, prompts, penalty):
 
 
 @pytest.mark.parametrize("beam", ["beam:3x4", "beam:1x3", "beam:5x1", "beam:2x8"])
-def test_the_text_is_plain_decodings(target, drafter, prompts, beam):
+def test_text_is_identical_to_plain_decoding(target, drafter, prompts, beam):
     plain = stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
     result = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, drafter=drafter, tree=beam
@@ -84,7 +85,7 @@ def test_the_text_is_plain_decodings(target, drafter, prompts, beam):
     assert result.target_calls.sum() < plain.target_calls.sum()
 
 
-def test_sampled_text_is_plain_samplings_seed_by_seed(target, drafter, prompts):
+def test_sampled_text_is_identical_for_each_seed(target, drafter, prompts):
     sampling = [
         Sampling(temperature=0.9, repetition_penalty=1.3, seed=5),
         Sampling(temperature=0),
@@ -99,14 +100,14 @@ def test_sampled_text_is_plain_samplings_seed_by_seed(target, drafter, prompts):
     assert result.target_calls.sum() < plain.target_calls.sum()
 
 
-def test_a_right_drafter_is_always_followed(target, prompts):
+def test_all_drafts_of_the_target_itself_are_accepted(target, prompts):
     result = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, drafter=target, tree="beam:1x3"
     )
     assert (result.target_calls == -(-result.lengths // 4)).all()
 
 
-def test_names_and_refusals(target, drafter, prompts):
+def test_names_and_errors(target, drafter, prompts):
     beam = resolve_tree("beam:3x4")
     assert beam == BEAM
     assert (beam.size, beam.children) == (13, 3)
@@ -129,7 +130,7 @@ def test_names_and_refusals(target, drafter, prompts):
             )
 
 
-def test_inside_the_users_own_jit(target, drafter, prompts):
+def test_inside_jit(target, drafter, prompts):
     @jax.jit
     def pipeline(target, drafter, text, lengths):
         return stree_jax.generate_tokens(

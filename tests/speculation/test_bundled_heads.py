@@ -1,7 +1,7 @@
-"""The bundled heads guess well enough, and mistakes that cost only guesses are seen.
+"""Test the acceptance length of the bundled heads.
 
-A wrong state, or a head at the wrong place, leaves every text exact. Nothing but the
-tokens a call gains can tell, so that this is a gate on them.
+A wrong state or a misplaced head leaves every text exact. Only the acceptance length
+shows such a mistake, so this test sets a lower bound on it.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ PROMPTS = (
     "Question: Tom has 3 apples and buys 5 more. How many apples does he have?\n",
 )
 NEW = 64
-LEAST = 2.2  # of 2.4 here; the mistakes below give 1.2 to 1.9
+LEAST = 2.2  # measured 2.4; the planted mistakes give 1.2 to 1.9
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def heads():
 
 @pytest.fixture
 def tau(target, heads):
-    """Tokens by calls, in a program of its own: it has what was planted."""
+    """Returns a function that measures tokens per call. It compiles its own program,
+    which contains any planted mistake."""
 
     def measured():
         ids = [target.tokenizer.encode(prompt).ids for prompt in PROMPTS]
@@ -66,7 +67,7 @@ def tau(target, heads):
     return measured
 
 
-def test_as_it_is(tau):
+def test_acceptance_length_is_above_the_bound(tau):
     assert tau() > LEAST
 
 
@@ -91,8 +92,8 @@ def moved(by):
 
 
 @pytest.mark.parametrize("mistake", ["root's state", "next head", "head before"])
-def test_a_mistake_is_seen(mistake, tau, monkeypatch):
-    """States before the norm: in `test_medusa.py`, by the drafts themselves."""
+def test_planted_mistakes_fall_below_the_bound(mistake, tau, monkeypatch):
+    """`test_medusa_drafts.py` tests states from before the norm."""
     if mistake == "root's state":
         monkeypatch.setattr(step, "update_of", roots_state(step.update_of))
     else:

@@ -1,4 +1,6 @@
-"""A drafter that taps two layers of its target, through all of `generate`."""
+"""Test a custom drafter that taps two layers of its target, through all of
+`generate`.
+"""
 
 from dataclasses import replace
 
@@ -36,7 +38,8 @@ def options(toy):
 
 
 def with_tree(tree):
-    """Options of a tree; of "auto", with times that make drafts worth it."""
+    """Returns the options of a tree; for "auto", with times that make drafting
+    faster."""
     return dict(tree=tree) | (dict(times=times()) if tree == AUTO else {})
 
 
@@ -49,8 +52,9 @@ def chain_pass(target, text):
     return hidden[0], np.stack([np.asarray(tap[0]) for tap in taps], axis=1)
 
 
-def test_a_tap_is_the_stream_after_a_layer(target, prompts):
-    """A model that ends with that layer has the stream's norm as its hidden state."""
+def test_a_tap_is_the_residual_stream_after_a_layer(target, prompts):
+    """For a model cut after that layer, the hidden state is the norm of the tapped
+    stream."""
     text, c = prompts[-1], target.config
     hidden, streams = chain_pass(target, text)
     nodes, tokens = chain_nodes(1, len(text), c.conv_taps), jnp.asarray([text])
@@ -65,8 +69,9 @@ def test_a_tap_is_the_stream_after_a_layer(target, prompts):
     np.testing.assert_allclose(ended, hidden)  # the last tap is before the final norm
 
 
-def check_seen(target, seen, texts):
-    """The streams of all updates are those of the texts, read in one pass."""
+def check_streams(target, seen, texts):
+    """Checks that the streams of all updates equal those of a single pass over the
+    texts."""
     for b, text in enumerate(texts):
         count = int(seen.count[b])
         assert seen.tokens[b, :count].tolist() == text[1 : count + 1]
@@ -77,8 +82,8 @@ def check_seen(target, seen, texts):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_streams_are_those_of_the_text(target, prompts, plain, options, tree):
-    """Of prompts, one of them longer than a chunk, and of accepted paths."""
+def test_tapped_streams_match_a_single_pass(target, prompts, plain, options, tree):
+    """For prompts, one of them longer than a chunk, and for accepted paths."""
     rng = np.random.default_rng(1)
     asked = [*prompts[:2], rng.integers(8, 47, 150).tolist()]
     d, plan = begin(target, asked, **options, **with_tree(tree))
@@ -89,22 +94,22 @@ def test_streams_are_those_of_the_text(target, prompts, plain, options, tree):
         made = [row[:n].tolist() for row, n in made]
         texts = [ids + new for ids, new in zip(asked, made, strict=True)]
         assert seen.count.tolist() == [len(text) - 1 for text in texts]
-        check_seen(target, seen, texts)
-        if tree == AUTO:  # the prompts are looked up once, though they were observed
+        check_streams(target, seen, texts)
+        if tree == AUTO:  # prompts enter the lookup history once, though also observed
             assert d.drafting.history.length.tolist() == [len(text) for text in texts]
-    assert np.asarray(d.gained)[:, 2:].sum() > 0  # some drafts were accepted
+    assert np.asarray(d.gained)[:, 2:].sum() > 0  # some draft tokens were accepted
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_text_is_plain_text(target, prompts, plain, options, tree):
+def test_text_is_identical_to_plain_decoding(target, prompts, plain, options, tree):
     result = stree_jax.generate(target, prompts, **options, **with_tree(tree))
     assert result.tokens == plain
     assert result.target_calls.max() < NEW
 
 
 @pytest.mark.parametrize("tree", ["A", AUTO])
-def test_streams_and_turns(target, prompts, plain, options, tree):
-    """In parts, and turn by turn."""
+def test_streaming_and_continued_conversations(target, prompts, plain, options, tree):
+    """Text arrives in parts, or a cached state continues."""
     *_, last = stree_jax.stream(target, prompts, steps=2, **options, **with_tree(tree))
     assert last.tokens == plain
     short = (
@@ -115,7 +120,7 @@ def test_streams_and_turns(target, prompts, plain, options, tree):
     texts = [old + new for old, new in zip(first.past.tokens, more, strict=True)]
     d, _ = begin(target, more, past=first.past, **options, **with_tree(tree))
     seen = getattr(d.drafting, "searching", d.drafting)
-    for b in (0, 2):  # the tokens that were read now
+    for b in (0, 2):  # rows with newly read tokens
         _, streams = chain_pass(target, texts[b])
         np.testing.assert_allclose(seen.last[b], streams[-2], rtol=1e-5, atol=1e-5)
     result = stree_jax.generate(
@@ -125,7 +130,7 @@ def test_streams_and_turns(target, prompts, plain, options, tree):
     assert result.tokens == whole.tokens
 
 
-def test_bytes_are_counted(target, prompts, plain, options, toy):
+def test_drafter_memory_is_counted(target, prompts, plain, options, toy):
     result = stree_jax.generate(target, prompts, **options, memory="1GB")
     assert result.tokens == plain
     with pytest.raises(ValueError, match="^memory: "):
@@ -136,7 +141,7 @@ def test_bytes_are_counted(target, prompts, plain, options, toy):
     assert mine and all(c.memory.drafter_weights == held for c in mine)
 
 
-def test_sampled_text_is_the_seeds(target, prompts, options):
+def test_sampled_text_is_identical_for_each_seed(target, prompts, options):
     sampling = stree_jax.Sampling(temperature=1.0, seed=3)
     asked = dict(sampling=sampling)
     plainly = options | dict(drafter=None)
@@ -146,7 +151,7 @@ def test_sampled_text_is_the_seeds(target, prompts, options):
         assert got.tokens == want
 
 
-def test_what_does_not_fit_is_refused(target, toy):
+def test_invalid_trees_and_taps_are_refused(target, toy):
     def refused(message, drafter=toy, **options):
         with pytest.raises(ValueError, match=message) as caught:
             stree_jax.generate(target, [[3]], drafter=drafter, **options)
@@ -158,11 +163,11 @@ def test_what_does_not_fit_is_refused(target, toy):
     assert TwoTaps.taps == TAPS
 
 
-def test_without_taps_a_pass_is_the_same_program(target):
+def test_without_taps_the_program_is_unchanged(target):
     nodes = chain_nodes(1, 3, target.config.conv_taps)
     state = init_state(target.config, 1, 8, jnp.float32)
     args = target, state, jnp.ones((1, 3), jnp.int32), nodes
     untapped = jax.make_jaxpr(lambda: forward_tapped(*args, taps=()))()
     assert str(untapped) == str(jax.make_jaxpr(lambda: forward_hidden(*args))())
     tapped = jax.make_jaxpr(lambda: forward_tapped(*args, taps=(0, 2)))()
-    assert len(tapped.eqns) == len(untapped.eqns)  # only outputs are more
+    assert len(tapped.eqns) == len(untapped.eqns)  # taps only add outputs

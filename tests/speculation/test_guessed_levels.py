@@ -1,4 +1,4 @@
-"""Tree "auto" through a stage: the same candidates in fewer passes, the same text."""
+"""Test tree "auto" with a staged drafter: same candidates, fewer passes, same text."""
 
 import logging
 from dataclasses import replace
@@ -42,7 +42,7 @@ DEPTH = 6
 
 
 def ngrams_of(drafter, prompts, order=5):
-    """Counted in the texts that the drafter writes after the prompts, and in them."""
+    """Returns n-grams counted in texts of the draft model after the prompts."""
     said = stree_jax.generate(
         drafter, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
     )
@@ -58,19 +58,20 @@ def ngrams(target, prompts):
 
 
 def guesses(spec):
-    """True if another stage guesses the levels of tree "auto"."""
+    """True if n-grams guess levels of tree "auto"."""
     searcher = spec.drafter.searcher
     return searcher.without_guesses() is not searcher
 
 
 def some_value(levels, value, passes=1.0):
-    """Whatever may be accepted is worth a pass, and a level more."""
+    """Growth condition: continue if any node may be accepted."""
     return (value > 0).any()
 
 
 @pytest.fixture(scope="module")
 def grown(target, prompts, ngrams):
-    """Candidates below the prompts: by a model alone, and through stages."""
+    """Returns a function that finds candidates: with the model alone, or with
+    n-grams."""
     model, begun, history, asked = before_a_search(target, prompts)
     _, dist, rule, _ = asked
 
@@ -97,9 +98,9 @@ def grown(target, prompts, ngrams):
 
 
 @pytest.mark.parametrize(("width", "ahead"), [(1, 1), (1, 2), (3, 2)])
-def test_candidates_are_the_models_own(grown, width, ahead):
-    """Catches records of a guess that are another's, a guess that is taken for a node
-    with other tokens above it, and a level that is read although it was guessed."""
+def test_candidates_match_the_draft_model_alone(grown, width, ahead):
+    """Fails if a guess has the records of another guess, if a guess is used below other
+    ancestors than its own, or if a guessed level is read again."""
     alone, staged = grown(width, 0), grown(width, ahead)
     assert int(alone.passes) == int(alone.levels) == int(staged.levels) == DEPTH
     for name in ("tokens", "parents", "kind", "path"):
@@ -107,9 +108,9 @@ def test_candidates_are_the_models_own(grown, width, ahead):
         assert mine.tolist() == own.tolist(), name
     np.testing.assert_allclose(staged.pool.value, alone.pool.value, rtol=1e-5)
     assert not alone.pool.guessed.any()
-    if width == 1:  # the n-grams have seen these very texts
+    if width == 1:  # the n-grams were counted in these texts
         assert int(staged.passes) == 1 + -(-(DEPTH - 1) // (1 + ahead))
-        level = np.arange(DEPTH)  # of which the last is read by nobody
+        level = np.arange(DEPTH)  # the last level is not read
         guessed = (level % (1 + ahead) != 0) & (level < DEPTH - 1)
         assert staged.pool.guessed.tolist() == [guessed.tolist()] * 3
     else:
@@ -117,7 +118,7 @@ def test_candidates_are_the_models_own(grown, width, ahead):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_plain_decodings(target, prompts, ngrams, name):
+def test_text_is_identical_to_plain_decoding(target, prompts, ngrams, name):
     options, plain = plain_of(target, prompts, name)
     who = Staged(target, ngrams, 2)
     options |= dict(drafter=who, tree=TREE, times=times())
@@ -128,13 +129,13 @@ def test_the_text_is_plain_decodings(target, prompts, ngrams, name):
     assert table.passes % (3 + 2) == 0 and table.passes // 5 < model.passes
     per_lookup = 4 * sum(WAYS * t.contexts.shape[1] + 2 * 4 + 1 for t in ngrams.tables)
     assert table.weights == table.passes * per_lookup
-    if name == "greedy":  # in whose texts the n-grams were counted
+    if name == "greedy":  # the n-grams were counted in its texts
         assert sum((o == NGRAM).sum() for o in result.origins) > 5
         alone = stree_jax.generate(target, prompts, **options | dict(drafter=target))
         assert model.passes < alone.traffic[1].passes
 
 
-def test_more_guesses_than_the_ngrams_have_tokens(target, prompts):
+def test_more_guesses_than_ngram_candidates(target, prompts):
     options, plain = plain_of(target, prompts, "greedy")
     text = count_grams(np.array([prompts[-1]]), 2, REAL)
     who = Staged(target, katz(text, REAL, slots=64, keep=1), 2, 16)
@@ -143,10 +144,10 @@ def test_more_guesses_than_the_ngrams_have_tokens(target, prompts):
 
 
 @pytest.mark.parametrize(("level", "pays"), [(0.25, True), (2.0, False)])
-def test_ngrams_guess_where_measured_steps_say_that_it_pays(
+def test_ngrams_are_used_if_measured_steps_are_faster(
     target, prompts, ngrams, level, pays, tmp_path, monkeypatch, caplog
 ):
-    """A pass with guesses that takes as long as one without, and one far dearer."""
+    """A pass with guesses takes as long as one without, or eight times as long."""
     monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
     monkeypatch.setattr(step_times, "_known", {})
     asked = []
@@ -165,12 +166,12 @@ def test_ngrams_guess_where_measured_steps_say_that_it_pays(
         again = step_times.timed(plan.spec, begun)
     assert guesses(spec) == guesses(again) == pays
     assert float(spec.policy.times.level) == (level if pays else 0.25)
-    assert asked == [True, False]  # once each, and kept apart
+    assert asked == [True, False]  # each is measured once, and stored separately
     said = "n-grams guess" if pays else "n-grams do not guess"
     assert said in caplog.text
     memory = step_times.timed(
         plan.spec, begun, spare=0
-    )  # known, so nothing is measured
+    )  # times are stored, so nothing is measured
     assert guesses(memory) == pays and len(asked) == 2
     with monkeypatch.context() as patch:
         patch.setattr(step_times, "_known", {})

@@ -1,4 +1,4 @@
-"""What was in the text before: found, continued and merged as plain Python does it."""
+"""Test prompt lookup: matches, continuations and merging, against plain Python."""
 
 import chex
 import jax
@@ -38,7 +38,7 @@ def history_of(texts, capacity=64):
 
 
 def match(text, place):
-    """Tokens up to `place` that are those at the text's end, as a loop counts them."""
+    """Counts tokens ending at `place` that equal the tokens at the text's end."""
     n = 0
     while n < min(LONGEST, place + 1) and text[place - n] == text[len(text) - 1 - n]:
         n += 1
@@ -46,13 +46,13 @@ def match(text, place):
 
 
 def continuation(text, place, depth):
-    """What followed `place`, again and again once the end is reached."""
+    """Returns the tokens that followed `place`, repeated once the end is reached."""
     after = text[place + 1 :]
     return [after[j % len(after)] for j in range(depth)]
 
 
 def paths_of(pool, row):
-    """{path: (value, kind)} of a row's candidates."""
+    """Returns {path: (value, kind)} of a row's candidates."""
     tokens, parents, value, kind = (
         np.asarray(getattr(pool, name)[row])
         for name in ("tokens", "parents", "value", "kind")
@@ -63,7 +63,7 @@ def paths_of(pool, row):
             continue
         path, at = [], c + 1
         while at:
-            assert at <= c + 1  # parents come first
+            assert at <= c + 1  # parents precede children
             path.insert(0, int(tokens[at - 1]))
             at = int(parents[at - 1])
         assert tuple(path) not in found
@@ -82,13 +82,13 @@ TEXTS = {
 
 
 def expected_paths(text, probability, depth):
-    """Paths, values and kinds, by the definition, one continuation after the other."""
+    """Returns paths, values and kinds, from one continuation after the other."""
     places = [(match(text, i), i) for i in range(len(text) - 1)]
     places = sorted((p for p in places if p[0]), reverse=True)
     first = places[:1]
     other = [p for p in places if first and text[p[1] + 1] != text[first[0][1] + 1]]
     chosen = first + other[:1]
-    if not other[:1]:  # nobody stands second
+    if not other[:1]:  # no place with another next token
         chosen = first
     chosen += [p for p in places if p not in chosen][:1]
     found = {}
@@ -109,7 +109,7 @@ def expected_paths(text, probability, depth):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_candidates_are_those_of_the_definition(name):
+def test_candidates_match_the_definition(name):
     text = TEXTS[name]
     pool = look_up(history_of([text]), jnp.asarray(PRIOR), DEPTH)
     found = paths_of(pool, 0)
@@ -120,13 +120,13 @@ def test_candidates_are_those_of_the_definition(name):
         assert found[path][1] == kind
 
 
-def test_random_texts_match_as_a_loop_counts_them():
+def test_matches_equal_those_of_a_python_loop():
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 3, n).tolist() for n in (1, 2, 9, 30, 64)]
     history = history_of(texts)
     length = np.asarray(matched_tokens(history))
     for row, text in zip(length, texts, strict=True):
-        end = len(text) - 1  # what follows it is what is to be drafted
+        end = len(text) - 1  # draft tokens follow this place
         assert row[:end].tolist() == [match(text, i) for i in range(end)]
         assert (row[end:] == 0).all()
     places, found = best_places(history, jnp.asarray(length))
@@ -138,8 +138,8 @@ def test_random_texts_match_as_a_loop_counts_them():
             assert int(places[b, 0]) == place
 
 
-def test_rows_keep_to_themselves():
-    """Each row's candidates, with or without a match, are those it has alone."""
+def test_rows_are_independent():
+    """Each row's candidates, with or without a match, equal those of the row alone."""
     texts = [*TEXTS.values(), [2, 2, 2, 2]]
     together = look_up(history_of(texts), jnp.asarray(PRIOR), DEPTH)
     for b, text in enumerate(texts):
@@ -155,8 +155,8 @@ def test_rows_keep_to_themselves():
         assert drafts.layout.parents[b].tolist() == draft.layout.parents[0].tolist()
 
 
-def test_updates_are_looked_up_at_once():
-    """All accepted tokens become text, the last one too, and no others."""
+def test_updates_enter_the_history():
+    """All accepted tokens become text, including the last one, and no others."""
     texts = [[1, 2, 3], [4, 5]]
     tokens = jnp.asarray([[7, 8, 9], [6, 0, 0]], jnp.int32)
     update = Update(tokens, jnp.asarray([3, 1], jnp.int32), jnp.zeros((2, 3, 1)))
@@ -169,12 +169,12 @@ def test_updates_are_looked_up_at_once():
 
 
 def both_of(first, second):
-    """The first with room for the second, and this in it."""
+    """Merges two candidate sets."""
     room = no_candidates(*second.tokens.shape)
     return merged(joined(first, room), second)
 
 
-def test_what_both_have_is_there_once_and_worth_the_more():
+def test_common_candidates_are_merged_with_the_larger_value():
     probability = jnp.asarray(PRIOR)
     one = look_up(history_of([TEXTS["two ways"]]), probability, DEPTH)
     other = look_up(history_of([TEXTS["two ways"]]), probability**0.5, DEPTH)
@@ -188,7 +188,7 @@ def test_what_both_have_is_there_once_and_worth_the_more():
     assert apart == paths_of(one, 0) | paths_of(elsewhere, 0)
 
 
-def test_rows_are_merged_each_with_its_own():
+def test_rows_are_merged_independently():
     texts = [TEXTS["two ways"], TEXTS["loop"], TEXTS["three ways, one deeper"]]
     others = [texts[2], [4, 5, 4], texts[2][:10]]
 
@@ -202,9 +202,10 @@ def test_rows_are_merged_each_with_its_own():
         )
 
 
-@pytest.mark.parametrize("largest", [9, 60])  # the same, and more than there is
+# The same size, and more than there are candidates
+@pytest.mark.parametrize("largest", [9, 60])
 @pytest.mark.parametrize("nodes", [2, 5, 9])
-def test_the_picked_nodes_are_the_best_and_hang_together(nodes, largest):
+def test_the_best_candidates_form_a_tree(nodes, largest):
     texts = list(TEXTS.values())
     pool = look_up(history_of(texts), jnp.asarray(PRIOR), DEPTH)
     root = jnp.asarray([text[-1] for text in texts], jnp.int32)
@@ -231,7 +232,7 @@ NEW = 40
 
 @pytest.fixture(scope="module")
 def target():
-    """A model that soon repeats itself, as small ones do."""
+    """Returns a model that soon repeats itself, as small models do."""
     model = tiny(1, layers=("mamba", "mlp", "attention"))
     return model.replace(params=perturbed(model.params, 0.3, 3))
 
@@ -255,7 +256,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("tree", ["auto:1,6", "chain:4"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_plain_decodings(target, prompts, name, tree):
+def test_text_is_identical_to_plain_decoding(target, prompts, name, tree):
     options = dict(max_new_tokens=[NEW, NEW, 7], stop_tokens=(), **SETTINGS[name])
     plain = stree_jax.generate(
         target,
@@ -269,11 +270,11 @@ def test_the_text_is_plain_decodings(target, prompts, name, tree):
     for row, origins in zip(result.tokens, result.origins, strict=True):
         assert len(row) == len(origins) and set(origins.tolist()) <= {0, 2}
     shares = [(origins == 0).sum() for origins in result.origins]
-    if tree == "chain:4":  # no row ends within a draft's bonus
+    if tree == "chain:4":  # no row ends within an accepted draft
         assert (np.asarray(shares) <= result.target_calls).all()
 
 
-def test_a_looping_text_is_drafted(target, prompts):
+def test_a_repeating_text_is_drafted(target, prompts):
     result = stree_jax.generate(
         target, prompts[:2], max_new_tokens=80, drafter="lookup", tree="chain:7"
     )
@@ -284,8 +285,8 @@ def test_a_looping_text_is_drafted(target, prompts):
         assert loops == (result.acceptance_length[0] > 2)
 
 
-def test_samples_and_turns_keep_their_history(target, prompts):
-    """Rows of one prompt share it; a continuation looks up what was said before."""
+def test_samples_and_continued_texts_keep_their_history(target, prompts):
+    """Samples share the prompt's history. A continuation looks up earlier text."""
     options = dict(drafter="lookup", tree="auto:1,6", stop_tokens=())
     sampled = dict(sampling=Sampling(temperature=0.6), n=2, max_new_tokens=20)
     many = stree_jax.generate(target, prompts, **options, **sampled)
@@ -305,7 +306,7 @@ def test_samples_and_turns_keep_their_history(target, prompts):
     assert later.expected_tokens.tolist() == anew.expected_tokens.tolist()
 
 
-def test_rules_that_ask_how_drafts_were_drawn_are_refused(target, prompts):
+def test_rules_that_need_draft_probabilities_are_refused(target, prompts):
     for rule in ("mss", "recursive", "leviathan", "naive/iid"):
         with pytest.raises(ValueError, match="rule: .*naive/coupled"):
             stree_jax.generate(
@@ -318,7 +319,7 @@ def test_rules_that_ask_how_drafts_were_drawn_are_refused(target, prompts):
             )
 
 
-def test_it_runs_inside_jit_and_under_grad_free_transforms(target, prompts):
+def test_inside_jit(target, prompts):
     padded = np.zeros((3, 18), np.int32)
     for row, ids in zip(padded, prompts, strict=True):
         row[: len(ids)] = ids

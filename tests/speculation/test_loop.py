@@ -1,4 +1,4 @@
-"""Speculative greedy decoding is plain decoding, token for token, in float32."""
+"""Test that speculative greedy decoding equals plain decoding, in float32."""
 
 import dataclasses
 from dataclasses import replace
@@ -29,7 +29,8 @@ def target():
 
 @pytest.fixture(scope="module")
 def drafters(target):
-    """Always right, sometimes right, (almost) always wrong, and another kind."""
+    """Returns draft models: always, sometimes and almost never right, and attention
+    only."""
     noisy = target.replace(params=perturbed(target.params, 0.05, 3))
     return {
         "right": target,
@@ -50,8 +51,9 @@ def plain(target, prompts):
     return stree_jax.generate(target, prompts, max_new_tokens=NEW, drafter=None)
 
 
-def test_plain_decoding_is_the_argmax_of_the_scores(target, prompts, plain):
-    """Each token is the best after those before it: whole texts, no state, no loop."""
+def test_plain_decoding_is_the_argmax_of_scores(target, prompts, plain):
+    """Each token is the argmax after the tokens before it, from passes over whole
+    texts."""
     for prompt, tokens in zip(prompts, plain.tokens, strict=True):
         logits = stree_jax.score(target, [prompt + tokens])[0, len(prompt) - 1 : -1]
         best = logits[:, : target.config.num_tokens].argmax(axis=-1)
@@ -60,7 +62,7 @@ def test_plain_decoding_is_the_argmax_of_the_scores(target, prompts, plain):
         assert not any(stops[:-1]) and (stops[-1] or len(tokens) == NEW)
 
 
-def test_padded_vocabulary_never_wins(target, prompts):
+def test_padding_of_the_vocabulary_is_never_chosen(target, prompts):
     config, params = target.config, dict(target.params)
     params["embedding"] = params["embedding"].at[REAL:].mul(50.0)
     loud = stree_jax.Model(params=params, config=config)
@@ -72,7 +74,9 @@ def test_padded_vocabulary_never_wins(target, prompts):
 
 @pytest.mark.parametrize("kind", ["right", "half", "wrong", "attention"])
 @pytest.mark.parametrize("tree", ["A", "chain:3"])
-def test_tree_output_is_plain_output(target, drafters, prompts, plain, kind, tree):
+def test_text_is_identical_to_plain_decoding(
+    target, drafters, prompts, plain, kind, tree
+):
     result = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, drafter=drafters[kind], tree=tree
     )
@@ -83,7 +87,7 @@ def test_tree_output_is_plain_output(target, drafters, prompts, plain, kind, tre
     assert (gained.sum(axis=1) == calls).all()
     assert (gained @ np.arange(gained.shape[1]) == result.lengths).all()
     depth = resolve_tree(tree).depth
-    if kind == "right":  # every call but the last gains a whole path
+    if kind == "right":  # every call but the last accepts a whole path
         assert (calls == -(-np.asarray(result.lengths) // (depth + 1))).all()
 
 
@@ -99,7 +103,7 @@ def test_random_trees_of_equal_size_share_a_program(target, drafters, prompts, p
     counted = chex.assert_max_traces(loop.advance, n=1)
     step = jax.jit(counted)
     trees = [NAMED_TREES["A"]]
-    while len(trees) < 4:  # relabel: same static sizes, other topology
+    while len(trees) < 4:  # same static sizes, other topology
         parents = [-1, 0, 0, 0]
         for level in range(1, 4):
             first = 3 * level - 2
@@ -114,15 +118,15 @@ def test_random_trees_of_equal_size_share_a_program(target, drafters, prompts, p
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])
-def test_never_a_token_more(target, drafters, prompts, plain, limit):
-    """max_new_tokens in the middle of an accepted run."""
+def test_max_new_tokens_is_exact(target, drafters, prompts, plain, limit):
+    """The limit falls in the middle of an accepted path."""
     result = stree_jax.generate(
         target, prompts, max_new_tokens=limit, drafter=drafters["right"], tree="A"
     )
     assert result.tokens == [tokens[:limit] for tokens in plain.tokens]
 
 
-def test_stop_in_the_middle_of_an_accepted_run(target, drafters, prompts):
+def test_stop_tokens_in_the_middle_of_an_accepted_path(target, drafters, prompts):
     free = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
     )
@@ -144,8 +148,8 @@ def test_stop_in_the_middle_of_an_accepted_run(target, drafters, prompts):
         assert result.finish_reasons[2] == "stop"
 
 
-def test_default_stop_tokens_are_the_models(target, prompts, plain):
-    """A model whose most frequent choice is made its stop token."""
+def test_default_stop_tokens_are_those_of_the_model(target, prompts, plain):
+    """The model's most frequent token is made its stop token."""
     counts = np.bincount(sum(plain.tokens, []))
     stop = int(counts.argmax())
     config = dataclasses.replace(target.config, stop_tokens=(stop,))
@@ -160,7 +164,7 @@ def test_default_stop_tokens_are_the_models(target, prompts, plain):
     assert "stop" in result.finish_reasons
 
 
-def test_rows_do_not_depend_on_their_neighbours(target, drafters, prompts, plain):
+def test_rows_are_independent(target, drafters, prompts, plain):
     for prompt, tokens in zip(prompts, plain.tokens, strict=True):
         alone = stree_jax.generate(
             target, [prompt], max_new_tokens=NEW, drafter=drafters["half"], tree="A"
@@ -168,13 +172,13 @@ def test_rows_do_not_depend_on_their_neighbours(target, drafters, prompts, plain
         assert alone.tokens == [tokens]
 
 
-def test_state_after_decoding_is_the_state_of_the_text(target, drafters, prompts):
-    """After several steps, the committed state is that of feeding the text plainly."""
+def test_state_after_decoding_matches_prefill_of_the_text(target, drafters, prompts):
+    """After several steps, the committed state equals that of prefilling the text."""
     begun, plan = begin(
         target, prompts, max_new_tokens=NEW, drafter=drafters["half"], tree="A"
     )
     done = loop.advance_jit(plan.spec, begun, jnp.int32(5))
-    # The last accepted path is still pending; one more step would replay it first.
+    # The last accepted path is still pending: the next step would replay it first.
 
     state = commit(
         done.state, done.pending.records, done.pending.path, done.pending.length
@@ -201,8 +205,9 @@ def test_state_after_decoding_is_the_state_of_the_text(target, drafters, prompts
                 )
 
 
-def test_inside_the_users_own_jit(target, drafters, prompts, plain):
-    """`generate_tokens` is a pure function: here below jit, with a post-process."""
+def test_inside_jit(target, drafters, prompts, plain):
+    """`generate_tokens` is a pure function; here it runs inside jit with a
+    post-process."""
     width = max(LENGTHS)
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -225,7 +230,7 @@ def test_inside_the_users_own_jit(target, drafters, prompts, plain):
     assert sums.tolist() == [sum(tokens) for tokens in plain.tokens]
 
 
-def test_other_prompts_and_limits_trace_nothing(target, prompts):
+def test_other_prompts_and_limits_cause_no_compilation(target, prompts):
     chex.clear_trace_counter()
 
     @jax.jit
@@ -253,7 +258,7 @@ def test_the_stream_ends_with_the_same_text(target, drafters, prompts, plain):
 
 @pytest.mark.usefixtures("optimised")
 def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
-    """No copy of the caches: what the loop takes and gives back is aliased."""
+    """The caches are not copied: inputs and outputs of the loop are aliased."""
     begun, plan = begin(
         target, prompts, max_new_tokens=512, drafter=drafters["half"], tree="A"
     )
@@ -264,7 +269,7 @@ def test_the_carried_state_is_updated_in_place(target, drafters, prompts):
     assert memory.alias_size_in_bytes > caches
 
 
-def test_errors_come_before_anything_runs(target, drafters):
+def test_errors_are_raised_before_decoding(target, drafters):
     ids = [[8, 9]]
     other = drafters["wrong"]
     cases = [
@@ -292,14 +297,14 @@ def test_errors_come_before_anything_runs(target, drafters):
         stree_jax.score(target, [1, 2])
 
 
-def test_capacity_can_be_shared(target, prompts, plain):
+def test_a_larger_capacity_gives_the_same_text(target, prompts, plain):
     result = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, capacity=400, drafter=None
     )
     assert result.tokens == plain.tokens
 
 
-def test_margin_is_the_top2_gap(target, prompts, plain):
+def test_min_margin_is_the_gap_between_the_top_two_logits(target, prompts, plain):
     for b, (prompt, tokens) in enumerate(zip(prompts, plain.tokens, strict=True)):
         logits = np.asarray(stree_jax.score(target, [prompt + tokens]))[0, :, :REAL]
         rows = np.sort(logits[len(prompt) - 1 : len(prompt) - 1 + len(tokens)])
@@ -307,12 +312,12 @@ def test_margin_is_the_top2_gap(target, prompts, plain):
         assert abs(plain.min_margin[b] - gap) < 1e-4
 
 
-def test_chain_zero_is_plain(target, prompts, plain):
+def test_a_chain_of_length_zero_is_plain_decoding(target, prompts, plain):
     assert chain(0).size == 1
     assert plain.target_calls.tolist() == [len(t) for t in plain.tokens]
 
 
-def test_first_difference_says_where_and_how_far(target, prompts, plain):
+def test_first_difference_returns_place_and_gap(target, prompts, plain):
     prompt, tokens = prompts[1], plain.tokens[1]
     assert stree_jax.first_difference(target, prompt, tokens, tokens) is None
     other = (tokens[3] + 1) % REAL
@@ -327,9 +332,9 @@ def test_first_difference_says_where_and_how_far(target, prompts, plain):
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("tree", [None, "A", "auto"])
-def test_going_on_compiles_nothing(target, drafters, prompts, tree, sampled):
-    """What the loop gives is what it takes, to types that only `jit` can tell apart:
-    an integer that is weakly one is another program's argument."""
+def test_continuing_causes_no_compilation(target, drafters, prompts, tree, sampled):
+    """The outputs of the loop have the types of its inputs, weak types included: a
+    weakly typed integer would be an argument of another program."""
     options = dict(sampling=stree_jax.Sampling(1.0)) if sampled else {}
     options |= dict(drafter=None)
     if tree is not None:
@@ -337,16 +342,16 @@ def test_going_on_compiles_nothing(target, drafters, prompts, tree, sampled):
     decoding, plan = begin(target, prompts, max_new_tokens=24, **options)
     traced = jax.make_jaxpr(loop.advance)(plan.spec, decoding, jnp.int32(1))
 
-    def facts(kind):
+    def type_of(kind):
         return kind.shape, kind.dtype, kind.weak_type
 
     before = map(jax.typeof, jax.tree.leaves(decoding))
-    assert list(map(facts, before)) == list(map(facts, traced.out_avals))
+    assert list(map(type_of, before)) == list(map(type_of, traced.out_avals))
 
 
 @pytest.mark.parametrize("tree", ["A", "auto:1,4"])
-def test_mapped_texts_are_each_its_own(target, drafters, prompts, plain, tree):
-    """Under `jax.vmap` kernels take more rows, or leave it to their definitions."""
+def test_vmap_gives_the_same_texts(target, drafters, prompts, plain, tree):
+    """Under `jax.vmap`, kernels take more rows, or the plain definitions run."""
     width = max(LENGTHS)
     rows = [np.pad(p, (0, width - len(p))).astype(np.int32) for p in prompts]
 
@@ -368,7 +373,7 @@ def test_mapped_texts_are_each_its_own(target, drafters, prompts, plain, tree):
         ("auto:1,4", assumed_times(resolve_tree("auto"), True), "times: want one of"),
     ],
 )
-def test_what_a_program_cannot_do_is_said(target, drafters, tree, times, match):
+def test_invalid_arguments_of_generate_tokens(target, drafters, tree, times, match):
     args = target, drafters["half"], tree, jnp.ones((1, 3), jnp.int32), jnp.array([3])
     with pytest.raises(ValueError, match=match) as caught:
         loop.generate_tokens(*args, max_new_tokens=4, times=times)

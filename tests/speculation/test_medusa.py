@@ -1,4 +1,4 @@
-"""Texts that Medusa heads draft for, and what does not go with them."""
+"""Test texts drafted by Medusa heads, and options that heads do not support."""
 
 from dataclasses import replace
 from itertools import product
@@ -34,7 +34,7 @@ from tests.support.heads import random_heads, repeating
 from tests.support.tiny import REAL, tiny
 
 NEW = 24
-TREE = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6]  # three levels, uneven
+TREE = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6]  # three levels, irregular
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,8 @@ def target():
 
 @pytest.fixture(scope="module")
 def heads(target):
-    """Nearly the model's own head, and so right where a token comes again."""
+    """Returns heads close to the model's own head, so that repeated tokens are
+    right."""
     return random_heads(target, scale=0.03, heads=4)
 
 
@@ -54,7 +55,7 @@ SETTINGS = {
         sampling=[Sampling(0.3), Sampling(0.5, top_p=0.9), Sampling(0.0)], n=2
     ),
     "naive": dict(sampling=Sampling(0.3, top_k=4), rule="naive"),
-    # Nodes of a level are not alike: what was said before is a matter of the path.
+    # Nodes of a level differ: the penalty depends on the tokens of the path.
     "penalty": dict(
         sampling=[Sampling(t, repetition_penalty=1.1) for t in (0.0, 0.5, 0.3)],
         min_new_tokens=[0, 4, 20],
@@ -63,8 +64,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_plain_decodings(target, heads, prompts, name):
-    """Batches of different lengths, with ends in the middle of an accepted run."""
+def test_text_is_identical_to_plain_decoding(target, heads, prompts, name):
+    """In batches of different lengths, with ends in the middle of an accepted path."""
     options = dict(max_new_tokens=[NEW, 5, NEW], **SETTINGS[name])
     plainly = {k: v for k, v in options.items() if k != "rule"}
     plain = stree_jax.generate(target, prompts, **plainly, drafter=None)
@@ -77,8 +78,8 @@ def test_the_text_is_plain_decodings(target, heads, prompts, name):
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled", "penalty"])
-def test_auto_asks_heads_beside_lookup(target, heads, prompts, name):
-    """With times by which they pay; a past hears on."""
+def test_auto_combines_heads_with_lookup(target, heads, prompts, name):
+    """The step times make heads faster. A cached state continues with heads."""
     times = assumed_times(Auto(), True)
     options = dict(max_new_tokens=NEW, **SETTINGS[name])
     asked = dict(drafter=heads, tree="auto", times=times)
@@ -98,8 +99,8 @@ def test_auto_asks_heads_beside_lookup(target, heads, prompts, name):
         assert joined == plain.tokens
 
 
-def test_auto_has_the_best_paths_of_guesses_that_go_by_depth():
-    """Of each level, by the product of what guesses of their probability hold."""
+def test_auto_finds_the_best_paths_of_guesses_by_depth():
+    """For each level, by the product of acceptance estimates along the path."""
     W, M, V = 3, 3, 12
     rng = np.random.default_rng(5)
     logits = (3 * rng.standard_normal((1, M, V))).astype(np.float32)
@@ -138,8 +139,9 @@ def test_auto_has_the_best_paths_of_guesses_that_go_by_depth():
             assert own == pytest.approx(np.prod(each), rel=1e-5)
 
 
-def test_stop_tokens_end_it_where_plain_decoding_ends(target, heads, prompts):
-    """And not before so many tokens, although heads guess them."""
+def test_stop_tokens_end_the_text_as_in_plain_decoding(target, heads, prompts):
+    """With `min_new_tokens`, stop tokens are not used earlier, although heads guess
+    them."""
     free = stree_jax.generate(
         target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
     )
@@ -153,8 +155,8 @@ def test_stop_tokens_end_it_where_plain_decoding_ends(target, heads, prompts):
     assert result.target_calls.sum() < result.lengths.sum()
 
 
-def test_a_conversation_goes_on_with_heads(target, heads, prompts):
-    """Whoever drafted before: what heads start from is in the text that is new."""
+def test_a_conversation_can_continue_with_heads(target, heads, prompts):
+    """With any drafter before: heads start from states of the new text."""
     options = dict(max_new_tokens=9, stop_tokens=())
     drafting = dict(drafter=heads, tree=TREE)
     more = [[11, 12], [13], list(range(8, 40)) * 4]
@@ -177,8 +179,8 @@ def test_a_conversation_goes_on_with_heads(target, heads, prompts):
     assert onward.tokens == alone.tokens
 
 
-def test_generation_in_a_jitted_function(target, heads, prompts):
-    """Heads are an argument of the program, as the target is."""
+def test_inside_jit(target, heads, prompts):
+    """Heads are an argument of the program, like the target."""
     padded = np.zeros((3, 40), np.int32)
     for row, ids in zip(padded, prompts, strict=True):
         row[: len(ids)] = ids
@@ -202,8 +204,8 @@ def test_generation_in_a_jitted_function(target, heads, prompts):
     assert run._cache_size() == 1
 
 
-def test_heads_of_another_dtype_with_outputs_of_their_own(target, prompts):
-    """bfloat16 heads guess for a float32 target, whose text it stays."""
+def test_bfloat16_heads_with_separate_outputs(target, prompts):
+    """bfloat16 heads draft for a float32 target, whose text does not change."""
     other = random_heads(target, scale=0.03, dtype=jnp.bfloat16, heads=3)
     params = {
         name: {
@@ -231,8 +233,8 @@ def test_one_node_is_plain_decoding(target, heads, prompts):
     assert result.traffic[1].passes == result.traffic[1].weights == 0
 
 
-def test_traffic_is_that_of_the_heads_that_were_asked(target, heads, prompts):
-    """A pass reads as many heads as the tree is deep, and the model's head once."""
+def test_traffic_counts_only_the_heads_in_use(target, heads, prompts):
+    """A pass reads as many heads as the tree has levels, and the model's head once."""
     for given, depth in (
         (heads, 2),
         (random_heads(target, heads=2, own_output=True), 2),
@@ -249,12 +251,12 @@ def test_traffic_is_that_of_the_heads_that_were_asked(target, heads, prompts):
         assert (stage.state, stage.caches) == (0, 0)
 
 
-# Trees
+# --- trees ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("counts", [(4, 2, 2), (1,), (3,), (1, 3, 2), (2, 1, 1, 2)])
 def test_cartesian_trees_have_every_combination(counts):
-    """Of the ranks of guesses, place by place; in the order of levels."""
+    """Of the ranks of guesses by depth, in the order of levels."""
     tree = cartesian(*counts)
     parents = tree.parents.tolist()
     ranks = [()]
@@ -277,14 +279,14 @@ def test_cartesian_trees_have_every_combination(counts):
     ["cartesian:", "cartesian:0", "cartesian:4x0", "cartesian:4x", "cartesian:-1"]
     + ["cartesian:a", "cartesian", "cartesian:40x40", "cartesian:2.5"],
 )
-def test_cartesian_trees_that_are_none(name):
+def test_invalid_cartesian_trees(name):
     with pytest.raises(ValueError, match="tree|cartesian") as caught:
         resolve_tree(name)
     assert "\n" not in str(caught.value)
 
 
 def all_trees(size, width, depth):
-    """Parents of every tree of so many nodes, each shape at least once."""
+    """Yields every tree shape of `size` nodes at least once."""
     found = [[-1]]
     for _ in range(size - 1):
         found = [[*tree, p] for tree in found for p in range(len(tree))]
@@ -300,8 +302,8 @@ def measured(target, table):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sparse_trees_gain_most_of_all(target, seed):
-    """Of every tree of the size, by `expected_tau`."""
+def test_sparse_trees_have_the_best_expected_tau(target, seed):
+    """Compared with every tree of the same size."""
     rng = np.random.default_rng(seed)
     table = -np.sort(-rng.dirichlet(np.ones(4), 3), axis=1)[:, :3]
     heads, p = measured(target, table), Acceptance(table)
@@ -312,8 +314,9 @@ def test_sparse_trees_gain_most_of_all(target, seed):
         assert expected_tau(tree, p) == pytest.approx(best, rel=1e-12)
 
 
-def test_trees_by_name_and_by_default(target, heads):
-    """Auto, or 16 nodes by what was measured, or by assumed accuracies that fall."""
+def test_default_trees(target, heads):
+    """The default is "auto", or 16 nodes by the measured accuracies of the heads, or by
+    assumed ones that decrease."""
     assert tree_for(heads, None, None) == Auto()
     assert tree_for(heads, None, "mss").size == 16
     assumed = np.array(accuracy_of(heads))
@@ -328,8 +331,8 @@ def test_trees_by_name_and_by_default(target, heads):
 
 
 @pytest.mark.parametrize("shape", [(1, 10), (4, 1), (1, 1), (2, 3)])
-def test_few_heads_or_ranks_have_a_default_tree_all_the_same(target, shape):
-    """Of all the nodes that there are."""
+def test_the_default_tree_of_few_heads_or_ranks(target, shape):
+    """It has at most as many nodes as heads and ranks allow."""
     few = measured(target, np.full(shape, 0.09))
     nodes = sum(shape[1] ** d for d in range(shape[0] + 1))
     assert tree_for(few, None, "mss").size == min(nodes, 16)
@@ -359,16 +362,16 @@ def refused(target, drafter, match, **options):
         ("F", "tree: unknown name 'F'"),
     ],
 )
-def test_trees_that_do_not_go_with_heads(target, heads, tree, message):
+def test_unsupported_trees_are_refused(target, heads, tree, message):
     refused(target, heads, message, tree=tree)
 
 
-def test_a_sparse_tree_that_is_too_large_for_the_table(target):
+def test_a_sparse_tree_too_large_for_the_accuracies(target):
     few = measured(target, [[0.5, 0.2]])
     refused(target, few, "has 3 nodes, not 4", tree="sparse:4")
 
 
-def test_sparse_trees_want_heads(target):
+def test_sparse_trees_need_heads(target):
     text = np.random.default_rng(0).integers(0, REAL, (4, 90), np.int32)
     table = katz(count_grams(text, 2, REAL), REAL, slots=64, keep=4)
     for drafter in (target, "lookup", table, stree_jax.Staged(target, table, 1)):
@@ -390,7 +393,7 @@ def test_heads_of_another_model_are_refused(target, heads):
     refused(target, few, f"heads: {REAL - 1} tokens, the target has {REAL}; heads")
 
 
-def test_what_else_does_not_go_with_heads(target, heads):
+def test_unsupported_options_are_refused(target, heads):
     times = stree_jax.speculation.adaptive.policy.assumed_times(
         resolve_tree("auto"), False
     )

@@ -1,4 +1,7 @@
-"""What heads draft is what float64 says they do, from the state that chose the root."""
+"""Test the draft tokens of Medusa heads against float64.
+
+The expected guesses follow from the state that chose the root.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -27,8 +30,8 @@ from tests.support.reference import depth_of, path_to
 from tests.support.tiny import REAL
 
 NEW, WIDTH, K = 16, 192, 4
-TREE = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6]  # three levels, uneven
-LENGTHS = [1, 2, 64, 65, 66, 130]  # of prompts, which are read 64 tokens at a time
+TREE = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6]  # three levels, irregular
+LENGTHS = [1, 2, 64, 65, 66, 130]  # prompt lengths; prefill takes 64 tokens at a time
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,8 @@ def target():
 
 @pytest.fixture(scope="module")
 def heads(target):
-    """Nearly the model's own head, and so right where a token comes again."""
+    """Returns heads close to the model's own head, so that repeated tokens are
+    right."""
     return random_heads(target, scale=0.03, heads=K)
 
 
@@ -49,8 +53,8 @@ def prompts():
 
 
 def states_of(target, texts):
-    """[B, d]: the target's, behind its last norm, that each text's last token was
-    chosen by; one pass over all of it."""
+    """Returns [B, d]: the target's hidden state (after its final norm) that chose the
+    last token of each text, from one pass over the text."""
     padded = np.zeros((len(texts), WIDTH), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
@@ -61,9 +65,10 @@ def states_of(target, texts):
 
 
 def drafts_along(target, heads, prompts, tree, count, **options):
-    """Of every step: texts, drafted tokens, noise by depth, and rows that go on.
+    """Decodes step by step. Returns for each step: texts, draft tokens, noise by depth,
+    and running rows.
 
-    Traced anew, so that a planted mistake is in it.
+    The program is traced again, so that it contains a planted mistake.
     """
     options = dict(max_new_tokens=NEW, stop_tokens=(), **options)
     d, plan = begin(target, prompts, drafter=heads, tree=tree, **options)
@@ -89,20 +94,20 @@ def drafts_along(target, heads, prompts, tree, count, **options):
 
 
 def penalised(logits, tokens, penalty):
-    """Logits [V] of which those of `tokens` are punished."""
+    """Returns logits [V] with a repetition penalty on `tokens`."""
     there = np.isin(np.arange(len(logits)), tokens)
     punished = np.where(logits > 0, logits / penalty, logits * penalty)
     return np.where(there, punished, logits)
 
 
 def wrong_drafts(target, heads, steps, parents, temperature=1.0, penalty=1.0):
-    """How many trees there are, and how many do not hold the likeliest guesses."""
+    """Counts trees, and trees whose tokens are not the likeliest guesses."""
     depth, wrong, count = depth_of(parents), 0, 0
     for texts, tokens, noise, running in steps:
         logits = reference_logits(heads, target, states_of(target, texts))[..., :REAL]
         for b in running:
             if len(texts[b]) == 1:
-                continue  # nothing is known yet
+                continue  # there is no state yet
             assert tokens[b, 0] == texts[b][-1]
             right = True
             for node in set(parents) - {-1}:
@@ -122,14 +127,14 @@ SETTINGS = {
     "greedy": {},
     "coupled": dict(sampling=Sampling(0.4)),
     "top_k": dict(sampling=Sampling(0.4), rule="naive"),
-    # What was said before is a matter of the path, and nodes of a level differ.
+    # The penalty depends on the tokens of the path, and nodes of a level differ.
     "penalty": dict(sampling=Sampling(0.4, repetition_penalty=1.2)),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_drafts_are_the_heads_guesses_at_every_step(target, heads, prompts, name):
-    """With the target's noise, where tokens are drawn by it."""
+def test_drafts_match_the_heads_at_every_step(target, heads, prompts, name):
+    """With the target's noise if tokens are sampled with it."""
     options = SETTINGS[name]
     steps = drafts_along(target, heads, prompts, TREE, NEW, **options)
     if name == "top_k":
@@ -150,7 +155,7 @@ def roots_state(accepted, finish, hidden, taps=()):
 
 
 def first_rows(accepted, finish, hidden, taps=()):
-    """The path's nodes are not the first ones of the tree."""
+    """The nodes of the path are not the first rows of the tree."""
     told = step_update(accepted, finish, hidden)
     return replace(told, hidden=hidden[:, : told.hidden.shape[1]])
 
@@ -161,7 +166,7 @@ def one_before(accepted, finish, hidden, taps=()):
 
 
 def before_the_weight(scale, accepted, finish, hidden, taps=()):
-    """As states before the norm are, but for a factor of each."""
+    """As states from before the norm, except for one factor per state."""
     told = step_update(accepted, finish, hidden)
     return replace(told, hidden=told.hidden / scale)
 
@@ -171,7 +176,7 @@ def next_heads(heads, model, hidden, count):
 
 
 def paths_end(drafter, state, update):
-    """The last place of the path, accepted or not."""
+    """Uses the last place of the path, accepted or not."""
     full = jnp.where(update.length > 0, update.tokens.shape[1], 0)
     return medusa_commit(drafter, state, replace(update, length=full))
 
@@ -189,7 +194,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_found(target, heads, prompts, name, monkeypatch):
+def test_planted_mistakes_are_found(target, heads, prompts, name, monkeypatch):
     where, attribute, wrong = MISTAKES[name]
     if wrong is before_the_weight:
         scale = np.asarray(target.params["norm"]["scale"])
@@ -199,11 +204,12 @@ def test_a_planted_mistake_is_found(target, heads, prompts, name, monkeypatch):
     assert wrong_drafts(target, heads, steps, TREE)[1] > 2
 
 
-# The prompt is observed
+# --- prompts are observed -------------------------------------------------------------
 
 
-def heard(spec, begun, prompts):
-    """The state [B, d] after reading prompts; traced anew."""
+def state_after_prompts(spec, begun, prompts):
+    """Returns the state [B, d] after prefilling the prompts. Traced again on each
+    call."""
     padded = np.full((len(prompts), max(LENGTHS)), 9, np.int32)
     for row, ids in zip(padded, prompts, strict=True):
         row[: len(ids)] = ids
@@ -220,7 +226,8 @@ def heard(spec, begun, prompts):
 
 
 def test_the_first_drafts_come_from_the_prompt(target, heads, prompts):
-    """The state at its last token but one, whatever the chunk; with samples of each."""
+    """It is the state at the last token but one, for any chunk, and for several
+    samples."""
     want = states_of(target, prompts)
     assert not want[0].any() and np.abs(want[1:]).max(axis=1).min() > 0.1
     for n in (1, 2):
@@ -231,42 +238,45 @@ def test_the_first_drafts_come_from_the_prompt(target, heads, prompts):
         assert d.drafting.passes.tolist() == [0] * len(expected)
 
 
-def nothing(drafter, drafting, update):
+def observe_nothing(drafter, drafting, update):
     return drafting
 
 
-def one_more(drafter, drafting, update):
-    """As if the last token had been read, too."""
+def observe_last_token(drafter, drafting, update):
+    """Observes the last token, too."""
     length, width = update.length, update.hidden.shape[1]
     more = jnp.where(length > 0, jnp.minimum(length + 1, width), 0)
     return drafter.commit(drafting, replace(update, length=more))
 
 
-def of_every_chunk(drafter, drafting, update):
-    """Rows whose text has ended observe the padding of later chunks."""
+def observe_padding(drafter, drafting, update):
+    """Rows whose prompt is complete observe the padding of later chunks."""
     length = jnp.maximum(update.length, 1)
     return drafter.commit(drafting, replace(update, length=length))
 
 
-@pytest.mark.parametrize("wrong", [nothing, one_more, of_every_chunk])
-def test_a_prompt_that_is_observed_wrongly_is_found(
-    target, heads, prompts, wrong, monkeypatch
-):
+@pytest.mark.parametrize(
+    "wrong", [observe_nothing, observe_last_token, observe_padding]
+)
+def test_prompts_observed_wrongly_are_found(target, heads, prompts, wrong, monkeypatch):
     begun, plan = begin(
         target, prompts, max_new_tokens=NEW, drafter=heads, tree="chain:2"
     )
     want = states_of(target, prompts)
-    np.testing.assert_allclose(heard(plan.spec, begun, prompts), want, atol=1e-5)
+    np.testing.assert_allclose(
+        state_after_prompts(plan.spec, begun, prompts), want, atol=1e-5
+    )
     monkeypatch.setattr(MedusaDrafter, "observe", wrong)
-    found = heard(plan.spec, begun, prompts)
+    found = state_after_prompts(plan.spec, begun, prompts)
     assert np.abs(found - want).max(axis=1).max() > 0.1
 
 
-def test_a_past_that_is_read_on_is_heard(target, heads, prompts):
-    """From the old text's last token on, in another chunk than before, or several.
+def test_a_continued_state_is_observed(target, heads, prompts):
+    """From the last token of the old text, in another chunk than before, or in several
+    chunks.
 
-    A row that goes on with nothing new starts from an older state, as drafters hear
-    nothing of the last step of a row that ends; its text is right all the same.
+    A row that continues without new text starts from an older state, because drafters
+    do not observe the last step of a finished row. Its text is still exact.
     """
     options = dict(max_new_tokens=8, stop_tokens=(), drafter=heads, tree=TREE)
     first = stree_jax.generate(target, prompts[1:5], keep_past=True, **options)
@@ -278,8 +288,8 @@ def test_a_past_that_is_read_on_is_heard(target, heads, prompts):
 
 
 @struct.dataclass
-class Ear(DrafterBase):
-    """Keeps what it is told, and says nothing."""
+class Recorder(DrafterBase):
+    """A drafter that records all updates and drafts nothing."""
 
     model: stree_jax.models.Model
     observes_prompts = True
@@ -306,10 +316,11 @@ class Ear(DrafterBase):
         return only_root(root), state
 
 
-def test_every_token_is_told_of_with_the_state_that_it_follows(target, prompts):
-    """Of prompts, chunk by chunk, and of what comes after; but for what ends a row."""
-    ear = Ear(stree_jax.models.Model(target.params, target.config))
-    options = dict(drafter=ear, tree="chain:0", stop_tokens=(), keep_past=True)
+def test_updates_pair_each_token_with_the_state_before_it(target, prompts):
+    """For prompts, in chunks, and for generated text, except for the last token of a
+    row."""
+    recorder = Recorder(stree_jax.models.Model(target.params, target.config))
+    options = dict(drafter=recorder, tree="chain:0", stop_tokens=(), keep_past=True)
     result = stree_jax.generate(target, prompts, max_new_tokens=5, **options)
     tokens, length, hidden = map(np.asarray, result.past.drafter)
     for b, text in enumerate(result.past.tokens):
@@ -321,17 +332,18 @@ def test_every_token_is_told_of_with_the_state_that_it_follows(target, prompts):
                 np.testing.assert_allclose(hidden[b, n - 1], want, atol=1e-5)
 
 
-# Rules that ask what drafts were drawn with
+# --- rules that need draft probabilities ----------------------------------------------
 
 DRAWN = [("mss", TREE), ("recursive", TREE), ("leviathan", "chain:3")]
 TEXTS = [Sampling(0.5), Sampling(1.5, top_k=6), Sampling(1.0, top_p=0.8), Sampling(0.0)]
 
 
 @pytest.mark.parametrize(("name", "tree"), DRAWN)
-def test_drafts_come_with_the_probabilities_they_were_drawn_with(
+def test_draft_probabilities_match_the_sampled_drafts(
     target, heads, prompts, name, tree
 ):
-    """Processed as the target's; and only tokens that they allow are drawn."""
+    """They are filtered like the target's, and only tokens that pass the filters are
+    drawn."""
     tree, prompts = resolve_tree(tree), prompts[1:5]
     rule, parents = resolve_rule(name, tree), np.asarray(tree.parents)
     d, plan = begin(
@@ -363,5 +375,5 @@ def test_drafts_come_with_the_probabilities_they_were_drawn_with(
             if name == "recursive":
                 assert len(set(children.tolist())) == len(children)
         drawn.append(tokens[b].tolist())
-    for s in range(3):  # each sample has draws of its own
+    for s in range(3):  # samples of one prompt differ
         assert len({tuple(row) for row in drawn[8 * s : 8 * s + 8]}) > 1

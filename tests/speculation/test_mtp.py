@@ -1,4 +1,6 @@
-"""A target's own layers draft: what the equations say, and the text stays exact."""
+"""Test drafting with a target's own MTP layers: drafts match the equations, text stays
+exact.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +30,7 @@ from tests.speculation.auto import times
 from tests.support import mtp
 from tests.support.tiny import REAL, tiny
 
-NEW, LENGTHS = 20, [3, 1, 70]  # of which one is heard in two chunks
+NEW, LENGTHS = 20, [3, 1, 70]  # prompt lengths; the longest takes two chunks
 TREE = resolve_tree([-1, 0, 0, 1, 1, 2, 3])
 
 
@@ -56,8 +58,8 @@ def close(ours, theirs):
     np.testing.assert_allclose(np.asarray(ours), theirs, rtol=0, atol=2e-5)
 
 
-def test_states_and_logits_are_those_of_the_equations(target, recomputed):
-    """A text, read in two parts, and then a whole tree of given states below it."""
+def test_states_and_logits_match_the_equations(target, recomputed):
+    """Reads a text in two parts, then a whole tree with given states below it."""
     rng = np.random.default_rng(4)
     text = rng.integers(0, mtp.VOCAB, 17).tolist()
     layers = models.mtp_model(target)
@@ -66,7 +68,7 @@ def test_states_and_logits_are_those_of_the_equations(target, recomputed):
     state = init_state(target.config, 1, 24, jnp.float32)
     ids = jnp.asarray([text[:-1]], jnp.int32)
     hidden, _ = extend(target, state, ids, jnp.asarray([16], jnp.int32))
-    close(hidden[0], previous)  # what drafters are told is behind the final norm
+    close(hidden[0], previous)  # states are after the final norm, as drafters get them
 
     state, found = init_state(layers.config, 1, 24, jnp.float32), []
     for part in (slice(0, 5), slice(5, 16)):
@@ -101,7 +103,7 @@ def test_states_and_logits_are_those_of_the_equations(target, recomputed):
 
 @struct.dataclass
 class Watched(DrafterBase):
-    """A drafter, and the tokens of the tree that it filled last."""
+    """A drafter that records the tokens of its last tree."""
 
     inner: MTPDrafter
     observes_prompts = True
@@ -119,7 +121,8 @@ class Watched(DrafterBase):
 
 
 def drafted(target, prompts, change=lambda drafter: drafter):
-    """By step and running row: the text so far, and the tree drafted below its end."""
+    """Returns for each step and running row the text so far and the tree drafted below
+    it."""
     begun, plan = begin(target, [[3]], max_new_tokens=1, drafter="mtp", tree=TREE)
     spec = replace(plan.spec, drafter=Watched(change(plan.spec.drafter)))
     begun, _ = begin(target, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None)
@@ -133,7 +136,8 @@ def drafted(target, prompts, change=lambda drafter: drafter):
         begun.requests,
         max_new_tokens=NEW,
     )
-    advance, found = jax.jit(lambda *args: loop.advance(*args)), []  # traced anew
+    # Traced again, with any planted mistake
+    advance, found = jax.jit(lambda *args: loop.advance(*args)), []
     while (running := np.flatnonzero(np.asarray(d.finish) == 0)).size:
         before = [
             ids + np.asarray(d.tokens[b, : d.length[b]]).tolist()
@@ -145,8 +149,8 @@ def drafted(target, prompts, change=lambda drafter: drafter):
     return found, np.asarray(d.gained)
 
 
-def wrong(found, recomputed):
-    """How many of the drafted trees are not what the equations say."""
+def count_wrong(found, recomputed):
+    """Counts the drafted trees that differ from the equations."""
     heard = [(text, tree) for text, tree in found if len(text) > 1]
     said = [recomputed.tree(text, TREE.parents) for text, _ in heard]
     return sum(tree != own for (_, tree), own in zip(heard, said, strict=True))
@@ -157,15 +161,16 @@ def decoded(target, prompts):
     return drafted(target, prompts)
 
 
-def test_drafts_are_those_of_the_equations(decoded, recomputed):
-    """Along whole decodings, in which paths of several lengths were accepted."""
+def test_drafts_match_the_equations(decoded, recomputed):
+    """Over whole texts, in which paths of several lengths were accepted."""
     found, gained = decoded
-    assert wrong(found, recomputed) == 0
+    assert count_wrong(found, recomputed) == 0
     assert (gained[:, 1:4].sum(axis=0) > 0).all()
 
 
 def previous_token(drafter, patch, target):
-    """Pairs are off by one: each token with the state before the one that chose it."""
+    """Pairs are off by one: each token comes with the state before the one that chose
+    it."""
     commit = MTPDrafter.commit
 
     def late(self, state, update):
@@ -178,7 +183,7 @@ def previous_token(drafter, patch, target):
 
 
 def rows_of_the_tree(drafter, patch, target):
-    """The first nodes' states instead of those along the accepted path."""
+    """Uses the states of the first nodes instead of those of the accepted path."""
     right = step.update_of
 
     def update_of(accepted, finish, hidden, taps=()):
@@ -190,7 +195,7 @@ def rows_of_the_tree(drafter, patch, target):
 
 
 def last_of_the_update(drafter, patch, target):
-    """The state at the end of the update, of which not all may count."""
+    """Uses the state at the end of the update, including unused places."""
 
     def commit(self, state, update):
         args = (self.model, state.state, update.tokens, update.length, update.hidden)
@@ -202,7 +207,8 @@ def last_of_the_update(drafter, patch, target):
 
 
 def before_the_norm(drafter, patch, target):
-    """The target's states before its final norm, but for a factor that hnorm undoes."""
+    """Uses the target's states from before its final norm, up to a factor that hnorm
+    cancels."""
     scale, commit = row(target.params["norm"]["scale"]), MTPDrafter.commit
 
     def early(self, state, update):
@@ -217,7 +223,7 @@ def row(scale):
 
 
 def between_levels(change):
-    """Another state than the parent's is handed down."""
+    """Passes down another state than the parent's."""
 
     def plant(drafter, patch, target):
         def forward(*args, previous, **options):
@@ -263,10 +269,10 @@ PLANTED = {
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_planted_mistakes_are_found(mistake, target, prompts, recomputed, monkeypatch):
-    """Only the drafts are others, and the test above would say so."""
+    """Such a mistake changes only the drafts, and the test above would fail."""
     change = partial(PLANTED[mistake], patch=monkeypatch, target=target)
     found, _ = drafted(target, prompts, change)
-    assert wrong(found, recomputed) > 0
+    assert count_wrong(found, recomputed) > 0
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +282,7 @@ def generate(target, prompts):
 
 
 @pytest.mark.parametrize("depth", [1, 5])
-def test_a_search_drafts_what_a_chain_does(target, prompts, depth):
+def test_a_search_of_width_one_drafts_a_chain(target, prompts, depth):
     """Tree "auto" with levels of one node."""
     d, plan = begin(target, prompts, max_new_tokens=4, drafter="mtp", tree="chain:5")
     drafter, V = plan.spec.drafter, target.config.num_tokens
@@ -297,7 +303,7 @@ def test_a_search_drafts_what_a_chain_does(target, prompts, depth):
     assert found.tolist() == chain.tokens[:, 1 : depth + 1].tolist()
 
 
-def test_tree_auto_searches_the_layers(generate):
+def test_tree_auto_works_with_the_layers(generate):
     fast = times([1.0, 1.01, 1.02], 0.01, 0.01)
     options = dict(drafter="mtp", tree="auto:1,4,8", times=fast)
     plain, result = generate(drafter=None), generate(**options)
@@ -306,14 +312,15 @@ def test_tree_auto_searches_the_layers(generate):
     assert result.target_calls.sum() < plain.target_calls.sum()
     own, stage = result.traffic
     assert (own.stage, stage.stage) == ("target", "mtp")
-    assert stage.passes > own.passes  # every step's text is read, too
+    assert stage.passes > own.passes  # each step also reads the accepted text
     sampled = dict(sampling=Sampling(temperature=1.0, seed=2))
     want = generate(drafter=None, **sampled).tokens
     assert generate(**options, **sampled).tokens == want
 
 
-def test_greedy_text_is_plain_text(generate):
-    """The default tree; who drafted, and what the passes read, is told."""
+def test_greedy_text_is_identical_to_plain_decoding(generate):
+    """With the default tree; the result has the origins of tokens and the memory
+    traffic."""
     plain, result = generate(), generate(drafter="mtp")
     assert result.tokens == plain.tokens
     assert result.tree_sizes == (resolve_tree("E").size,)
@@ -326,8 +333,8 @@ def test_greedy_text_is_plain_text(generate):
     )
 
 
-def test_layers_that_are_not_asked_read_nothing(source, target, generate, prompts):
-    """Plain decoding of a target with and without them is the same program."""
+def test_unused_layers_cost_nothing(source, target, generate, prompts):
+    """Plain decoding with and without MTP layers runs the same program."""
     bare = stree_jax.load(source)
     assert bare.config.mtp == () and "mtp" not in bare.params
     before = loop.advance_jit._cache_size()
@@ -338,17 +345,16 @@ def test_layers_that_are_not_asked_read_nothing(source, target, generate, prompt
     assert loop.advance_jit._cache_size() == after <= before + 1
 
 
-def test_sampled_text_is_plain_text(generate):
+def test_sampled_text_is_identical_to_plain_decoding(generate):
     options = dict(n=2, sampling=Sampling(temperature=0.8, top_p=0.9))
     coupled = generate(drafter="mtp", tree=TREE, **options)
     assert coupled.tokens == generate(**options).tokens
     assert (coupled.acceptance_length > 1).any()
 
 
-def test_draws_come_with_the_probabilities_they_were_drawn_with(
-    target, recomputed, prompts
-):
-    """For the rules that test p / q: q is the layers' softmax after each inner node."""
+def test_draft_probabilities_match_the_layers(target, recomputed, prompts):
+    """For rules that test p / q: q is the softmax of the layers after each inner
+    node."""
     text, warm = prompts[0], 0.7
     begun, plan = begin(
         target,
@@ -386,8 +392,8 @@ def test_all_rules_run(generate, rule):
         assert result.tokens == generate(sampling=sampling).tokens
 
 
-def test_stop_tokens_end_rows_alone(target, prompts, generate):
-    """A finished row hears nothing more, and the others go on."""
+def test_stop_tokens_end_rows_independently(target, prompts, generate):
+    """The drafter gets no more updates of a finished row, and other rows continue."""
     plain = generate()
     stop = plain.tokens[0][6]
     options = dict(max_new_tokens=NEW, stop_tokens=[[stop], [], []])
@@ -401,13 +407,14 @@ def test_stop_tokens_end_rows_alone(target, prompts, generate):
     assert result.lengths[0] < NEW == result.lengths[2]
     heard, read = result.past.drafter.state.length, result.past.target.length
     assert isinstance(result.past.drafter, MTPState)
-    behind = np.asarray(read - heard)  # at most the last step's tokens
+    behind = np.asarray(read - heard)  # at most the tokens of the last step
     assert (0 < behind).all() and (behind <= TREE.depth + 1).all()
 
 
 @pytest.mark.parametrize("first", ["mtp", None])
-def test_a_conversation_goes_on(target, prompts, first):
-    """From a past that has heard the text, and from one that has not."""
+def test_a_conversation_can_continue(target, prompts, first):
+    """From a cached state that the drafter has observed, and from one that it has
+    not."""
     shape = {} if first is None else dict(tree=TREE)
     options = dict(max_new_tokens=9, stop_tokens=(), keep_past=True)
     one = stree_jax.generate(target, prompts, drafter=first, **shape, **options)
@@ -426,8 +433,8 @@ def test_a_conversation_goes_on(target, prompts, first):
         assert (np.asarray(-heard) >= unheard).all()
 
 
-def test_in_bfloat16_with_a_tied_head(prompts):
-    """Caches are in the target's dtype; embedding and head are its very array."""
+def test_bfloat16_with_a_tied_head(prompts):
+    """Caches have the target's dtype; embedding and head are shared arrays."""
     base = tiny(1).config
     config = replace(base, embedding_multiplier=2.0, mtp=("attention", "mlp"))
     params = models.init_params(config, jax.random.key(0), jnp.bfloat16)
@@ -436,11 +443,12 @@ def test_in_bfloat16_with_a_tied_head(prompts):
     options = dict(max_new_tokens=6, drafter="mtp", tree=TREE, keep_past=True)
     short = [[token % REAL for token in prompt] for prompt in prompts]
     heard = stree_jax.generate(target, short, **options).past.drafter
-    assert heard.state.layers[0]["attention"].k.dtype == jnp.uint16  # bits of bfloat16
+    # The bits of bfloat16 numbers
+    assert heard.state.layers[0]["attention"].k.dtype == jnp.uint16
     assert heard.hidden.dtype == jnp.float32
 
 
-def test_arguments_that_do_not_fit(source, target):
+def test_invalid_arguments_are_refused(source, target):
     bare = stree_jax.load(source)
     cases = [
         (bare, {}, r"drafter: 'mtp' wants a target .*mtp=True"),
@@ -455,7 +463,7 @@ def test_arguments_that_do_not_fit(source, target):
 
 
 def test_inside_jit(target, generate, prompts):
-    """As a part of one's own program."""
+    """As part of a user's program."""
     ids = jnp.asarray([prompts[0]], jnp.int32)
     program = jax.jit(
         lambda target: (

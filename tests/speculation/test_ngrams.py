@@ -1,4 +1,6 @@
-"""What an n-gram table says: alone, of whole trees, and as the drafter of texts."""
+"""Test n-gram tables: their probabilities, whole trees, and texts that they draft
+for.
+"""
 
 import chex
 import jax
@@ -31,7 +33,8 @@ UNEVEN = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
 
 
 def table(num_tokens, keep):
-    """Of random texts, in which some tokens and some pairs are likelier."""
+    """Returns n-grams of random text, in which some tokens and pairs are more
+    frequent."""
     rng = np.random.default_rng(1)
     p = 1 / np.arange(1, num_tokens + 1)
     text = rng.choice(num_tokens, (4, 300), p=p / p.sum())
@@ -42,12 +45,12 @@ def table(num_tokens, keep):
 
 @pytest.fixture(scope="module")
 def whole():
-    """Keeps all tokens of each context."""
+    """Returns n-grams that keep all tokens of each context."""
     return table(V, V)
 
 
 def contexts(count=200, begin=True):
-    """[H, 2]: any, and some before which there is nothing."""
+    """Returns random contexts [H, 2], some of which begin before the text."""
     rng = np.random.default_rng(2)
     found = rng.integers(0, V, (count, 2), np.int32)
     if begin:
@@ -57,7 +60,7 @@ def contexts(count=200, begin=True):
 
 
 def all_log_probs(ngrams, contexts):
-    """[..., V] after contexts [..., n - 1]."""
+    """Returns log probabilities [..., V] after contexts [..., n - 1]."""
     tokens = np.arange(ngrams.num_tokens, dtype=np.int32)
     asked = jnp.repeat(contexts[..., None, :], len(tokens), axis=-2)
     tokens = jnp.broadcast_to(jnp.asarray(tokens), asked.shape[:-1])
@@ -65,7 +68,7 @@ def all_log_probs(ngrams, contexts):
 
 
 @pytest.mark.parametrize("keep", [2, V])
-def test_candidates_have_the_models_probabilities(whole, keep):
+def test_candidates_have_the_probabilities_of_the_table(whole, keep):
     ngrams = whole if keep == V else table(V, keep)
     tokens, values = map(np.asarray, jax.jit(candidates)(ngrams, contexts()))
     assert tokens.shape == values.shape == (200, ORDER * keep)
@@ -85,8 +88,8 @@ def test_candidates_have_the_models_probabilities(whole, keep):
     assert counted, "no token stood twice, and nothing is proved of those"
 
 
-def test_before_its_begin_a_text_says_nothing(whole):
-    """A context that begins before the text is the shorter one."""
+def test_contexts_before_the_text_are_shortened(whole):
+    """A context that begins before the text equals the shorter context."""
     asked = contexts()
     bigrams = whole.replace(tables=whole.tables[:1])
     begun = np.flatnonzero(np.asarray(asked[:, 0]) == EMPTY)[1:]
@@ -97,8 +100,8 @@ def test_before_its_begin_a_text_says_nothing(whole):
     assert not np.array_equal(found[0], nothing[0])
 
 
-def test_the_likeliest_are_those_of_the_whole_vocabulary(whole):
-    """With the target's noise and another temperature, too."""
+def test_the_likeliest_tokens_match_a_full_search(whole):
+    """Also with the target's noise and another temperature."""
     asked = contexts(60).reshape(3, 20, 2)
     noise = jax.random.gumbel(jax.random.key(1), (3, 1, V), jnp.float32)
     scale = jnp.asarray([1.0, 0.5, 2.0], jnp.float32)[:, None, None]
@@ -116,7 +119,7 @@ def test_the_likeliest_are_those_of_the_whole_vocabulary(whole):
 
 
 def test_more_children_than_candidates(whole):
-    """Tokens all the same, of the vocabulary."""
+    """The result still has valid tokens."""
     few = NGrams.of(whole.unigram, (), keep=2)
     scale = jnp.ones((1, 1, 1), jnp.float32)
     tokens = likeliest(few, jnp.zeros((1, 9, 0), jnp.int32), 7, scale, None)
@@ -126,9 +129,9 @@ def test_more_children_than_candidates(whole):
 
 
 @pytest.mark.parametrize("order", [2, 3, 5])
-def test_the_tail_is_the_texts(order):
-    """Catches a tail that forgets the last accepted token, or tokens before it."""
-    tables = (None,) * (order - 1)  # which have no part in it
+def test_the_kept_tokens_are_the_end_of_the_text(order):
+    """Fails if the state misses the last accepted token, or tokens before it."""
+    tables = (None,) * (order - 1)  # unused here
     ngrams = NGrams(jnp.zeros((V,)), jnp.zeros((1,), jnp.int32), tables)
     c, commit = order - 1, jax.jit(ngrams.commit)
     texts = [[1], [2, 3], [4, 5, 6, 7, 8], [10, 11, 12, 13]]
@@ -149,7 +152,7 @@ def test_the_tail_is_the_texts(order):
 
 
 def distribution(rows, sampling=None):
-    """What the tokens below the root are chosen by."""
+    """Returns the distribution from which tokens below the root are chosen."""
     unused = jnp.zeros((rows, 1), jnp.int32)
     requests = Requests(unused[:, 0], None, unused, None, sampling)
     return Distribution(requests, 3 + unused[:, 0], None, V)
@@ -161,7 +164,7 @@ TREES = [UNEVEN, "chain:1"]
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_hold_the_likeliest_tokens(whole, tree, sampled):
-    """Each node's children are the best after its own path, with the noise too."""
+    """Each node's children are the best after its path, also with noise."""
     tree, texts = resolve_tree(tree), [[5], [1, 2], [3, 4, 5, 6]]
     whole = whole.replace(temperature=0.7)
     rows = sampling_rows([Sampling(t) for t in (0.5, 2.0, 0.0)]) if sampled else None
@@ -196,14 +199,14 @@ NEW = 24
 
 @pytest.fixture(scope="module")
 def target():
-    """A model that soon repeats itself, as small ones do."""
+    """Returns a model that soon repeats itself, as small models do."""
     model = tiny(1, layers=("mamba", "attention"))
     return model.replace(params=perturbed(model.params, 0.3, 3))
 
 
 @pytest.fixture(scope="module")
 def drafter(target, prompts):
-    """Counted in the target's own texts, and so right now and then."""
+    """Returns n-grams counted in the target's texts, which are right now and then."""
     texts = stree_jax.generate(
         target, prompts, max_new_tokens=60, stop_tokens=(), drafter=None
     )
@@ -220,8 +223,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_plain_decodings(target, drafter, prompts, name):
-    """With the default rule too, and an end in the middle of an accepted run."""
+def test_text_is_identical_to_plain_decoding(target, drafter, prompts, name):
+    """Also with the default rule, and with ends in the middle of an accepted path."""
     options = dict(max_new_tokens=[NEW, 5, NEW], **SETTINGS[name])
     plain = stree_jax.generate(
         target,
@@ -239,7 +242,7 @@ def test_the_text_is_plain_decodings(target, drafter, prompts, name):
         assert result.target_calls.sum() < 0.7 * plain.target_calls.sum()
 
 
-def test_the_default_tree_is_a_fixed_one(target, drafter, prompts):
+def test_the_default_tree_has_a_fixed_shape(target, drafter, prompts):
     plain = stree_jax.generate(target, prompts, max_new_tokens=9, drafter=None)
     result = stree_jax.generate(target, prompts, max_new_tokens=9, drafter=drafter)
     assert result.tokens == plain.tokens and result.tree_sizes == (16,)
@@ -254,8 +257,8 @@ def test_one_node_is_plain_decoding(target, drafter, prompts):
     assert result.target_calls.tolist() == plain.target_calls.tolist()
 
 
-def test_a_conversation_goes_on_with_its_tail(target, drafter, prompts):
-    """The table is asked about what was said before, whatever the past has of it."""
+def test_a_conversation_can_continue(target, drafter, prompts):
+    """The n-grams use tokens from before the continuation, with any cached state."""
     options = dict(max_new_tokens=9, drafter=drafter, tree="A", stop_tokens=())
     first = stree_jax.generate(target, prompts, keep_past=True, **options)
     more = [[11, 12], [], [13]]
@@ -275,7 +278,7 @@ def refused(target, drafter, prompts, match, **options):
 
 
 @pytest.mark.parametrize("rule", ["mss", "recursive", "leviathan", "naive/iid"])
-def test_rules_that_ask_how_drafts_were_drawn_are_refused(
+def test_rules_that_need_draft_probabilities_are_refused(
     target, drafter, prompts, rule
 ):
     for sampling in (None, Sampling(1.0)):
@@ -289,8 +292,8 @@ def test_trees_that_are_not_fixed_are_refused(target, drafter, prompts, tree):
 
 
 @pytest.mark.parametrize("num_tokens", [V, REAL + 1])
-def test_another_vocabulary_is_warned_of(target, prompts, num_tokens):
-    """The text is plain decoding's all the same."""
+def test_another_vocabulary_causes_a_warning(target, prompts, num_tokens):
+    """The text is still that of plain decoding."""
     other = NGrams.of(jnp.zeros((num_tokens,)), (), keep=2)
     message = f"n-grams: its vocabulary has {num_tokens} tokens, the target's {REAL}"
     with pytest.warns(UserWarning, match=message):

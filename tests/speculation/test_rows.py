@@ -1,4 +1,6 @@
-"""Rows that come and go between calls of the loop: each text is as by itself."""
+"""Test rows that enter and leave a running batch: texts equal those of single
+requests.
+"""
 
 from dataclasses import replace
 
@@ -16,9 +18,9 @@ from stree_jax.speculation.decoding import OUT_OF_LENGTH, RUNNING
 from tests.support.tiny import REAL
 
 ROWS, NEW, CAPACITY = 2, 24, 256
-# Prompt tokens, most new tokens, how the row is drawn: long and short ones in turns, so
-# that each is admitted beside another that is in the midst of its text.
-ASKED = [
+# (prompt tokens, max_new_tokens, sampling). Long and short requests alternate, so that
+# each one enters while another row is in the middle of its text.
+REQUESTS = [
     (5, 24, None),
     (33, 9, Sampling(0.9, top_p=0.9, seed=4)),
     (1, 24, Sampling(1.2, seed=5)),
@@ -29,13 +31,13 @@ ASKED = [
 GREEDY = Sampling(temperature=0)
 
 
-def asked_prompts():
+def request_prompts():
     rng = np.random.default_rng(8)
-    return [rng.integers(8, REAL, n).tolist() for n, _, _ in ASKED]
+    return [rng.integers(8, REAL, n).tolist() for n, _, _ in REQUESTS]
 
 
 def one_row(target, options, prompt, new, sampling):
-    """A text by itself, with the sizes of the batch."""
+    """Prepares a single request with the sizes of the batch."""
     decoding, plan = begin(
         target,
         [prompt],
@@ -49,10 +51,10 @@ def one_row(target, options, prompt, new, sampling):
 
 
 def served(target, options, steps):
-    """Tokens and target calls of all that was asked, in a batch of ROWS whose rows are
-    given anew."""
-    prompts, found = asked_prompts(), {}
-    waiting = list(enumerate(zip(prompts, ASKED, strict=True)))
+    """Serves all requests in a batch of ROWS slots, which are reused. Returns tokens
+    and target calls by request."""
+    prompts, found = request_prompts(), {}
+    waiting = list(enumerate(zip(prompts, REQUESTS, strict=True)))
     one, spec = one_row(target, options, prompts[0], 1, None)
     batch = rows.vacant_jit(spec, one, ROWS)
     holds = [None] * ROWS
@@ -69,13 +71,13 @@ def served(target, options, steps):
             if finish[row] != RUNNING and holds[row] is not None:
                 tokens = np.asarray(batch.tokens)[row, : lengths[row]].tolist()
                 found[holds[row]], holds[row] = (tokens, int(calls[row])), None
-    return zip(*(found[i] for i in range(len(ASKED))), strict=True)
+    return zip(*(found[i] for i in range(len(REQUESTS))), strict=True)
 
 
-def by_itself(target, options):
-    """The same of `generate`, text by text."""
+def generate_alone(target, options):
+    """Returns the same from `generate`, one request at a time."""
     texts, calls = [], []
-    for prompt, (_, new, sampling) in zip(asked_prompts(), ASKED, strict=True):
+    for prompt, (_, new, sampling) in zip(request_prompts(), REQUESTS, strict=True):
         more = options | dict(sampling=sampling or GREEDY, capacity=CAPACITY)
         result = stree_jax.generate(target, [prompt], max_new_tokens=new, **more)
         texts.append(result.tokens[0])
@@ -85,40 +87,40 @@ def by_itself(target, options):
 
 @pytest.fixture(scope="module")
 def alone(target):
-    """The texts of plain decoding."""
-    texts, _ = by_itself(target, dict(drafter=None))
+    """Returns the texts of plain decoding."""
+    texts, _ = generate_alone(target, dict(drafter=None))
     assert len({len(text) for text in texts}) > 2
     return texts
 
 
-def test_a_text_is_its_own_whatever_comes_and_goes_beside_it(
-    target, alone, nothing_measured
-):
+def test_texts_do_not_depend_on_other_requests(target, alone, nothing_measured):
     texts, _ = served(target, dict(drafter="lookup", tree="auto:1,4"), 3)
     assert list(texts) == alone
 
 
-def test_so_are_its_drafts(target, drafter, alone):
-    """As many target calls as alone: the drafter reads this text and no other."""
+def test_drafts_do_not_depend_on_other_requests(target, drafter, alone):
+    """The number of target calls is as for single requests, so the drafter reads only
+    the row's own text."""
     options = dict(drafter=drafter, tree="A")
     texts, calls = served(target, options, 2)
     assert list(texts) == alone
-    assert list(calls) == by_itself(target, options)[1]
+    assert list(calls) == generate_alone(target, options)[1]
 
 
 @pytest.mark.parametrize("refilled", [False, True])
-def test_a_row_that_is_done_sooner_counts_less_unless_others_take_its_place(
+def test_rows_that_finish_early_count_less_unless_refilled(
     target, refilled, nothing_measured
 ):
-    """Nothing is done sooner where those gain that wait for the others anyway."""
-    prompts = [*asked_prompts()[:3], [9, 8]]
+    """If slots are refilled, waiting requests gain from every row, and all rows count
+    alike."""
+    prompts = [*request_prompts()[:3], [9, 8]]
     limits = [512, 512, 412, 512]
     batch, plan = begin(target, prompts, max_new_tokens=limits, drafter="lookup")
     spec = rows.refilled(plan.spec) if refilled else plan.spec
     ended = batch.finish.at[3].set(OUT_OF_LENGTH)
     batch = replace(batch, finish=ended)
-    # Far behind is who ended early, and whose weight would be without bounds. The
-    # second row has come as far in half of the steps, the third is to go less far.
+    # The finished row must get weight zero although it has the fewest tokens. The
+    # second row came as far in half of the steps, and the third has fewer tokens left.
     batch = replace(batch, length=jnp.asarray([392, 392, 392, 9], jnp.int32))
     batch = replace(
         batch, used=batch.used.at[:, 0].set(jnp.asarray([392, 192, 392, 9]))
@@ -131,8 +133,8 @@ def test_a_row_that_is_done_sooner_counts_less_unless_others_take_its_place(
     np.testing.assert_allclose(batch.policy.weights, counts / counts.sum(), rtol=1e-5)
 
 
-def test_a_cancelled_row_gains_nothing_more(target, alone):
-    prompts = asked_prompts()
+def test_a_cancelled_row_stops(target, alone):
+    prompts = request_prompts()
     one, spec = one_row(target, {}, prompts[0], NEW, None)
     batch = rows.vacant_jit(spec, one, ROWS)
     for row in range(ROWS):

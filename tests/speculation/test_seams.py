@@ -1,4 +1,4 @@
-"""What hangs on the two seams: other drafters, other policies, what they are told."""
+"""Test custom drafters and policies, and the updates that they get."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def plain(target, prompts):
 
 @struct.dataclass
 class Turns:
-    """A policy that goes through its menu by a given order, over and over."""
+    """A policy that repeats a given sequence of its menu's trees."""
 
     trees: tuple = ()
     order: tuple = struct.field(pytree_node=False, default=())
@@ -57,7 +57,7 @@ class Turns:
 
 
 def with_policy(target, drafter, policy, tree="A"):
-    """A `Spec` with another policy than a fixed tree."""
+    """Returns a `Spec` with the given policy."""
     _, plan = begin(target, [[3]], max_new_tokens=1, drafter=drafter, tree=tree)
     return replace(plan.spec, policy=policy)
 
@@ -73,10 +73,11 @@ ORDERS = {
 @pytest.mark.parametrize(
     ("kind", "name"), [*(("tree", name) for name in ORDERS), ("beam", "in turns")]
 )
-def test_steps_without_drafts_leave_nothing_stale(
+def test_state_stays_correct_after_steps_without_drafts(
     target, drafter, prompts, plain, name, kind
 ):
-    """The text is plain decoding's, and the drafter has read all of it and no more."""
+    """The text is that of plain decoding, and the drafter has read all of it and no
+    more."""
     menu, order = ORDERS[name]
     trees, tree = menu, "A"
     if kind == "beam":
@@ -85,7 +86,7 @@ def test_steps_without_drafts_leave_nothing_stale(
     spec = with_policy(target, drafter, Turns(trees, order), tree)
     tokens, _ = decode(spec, target, prompts, NEW)
     assert tokens == plain.tokens
-    # Stopped in the middle: what was read and what waits are together the text.
+    # After some steps: the tokens read and the unread tokens together are the text.
     for steps in (4, 7):
         tokens, done = decode(spec, target, prompts, NEW, steps)
         reading = done.drafting
@@ -109,8 +110,10 @@ def test_steps_without_drafts_leave_nothing_stale(
             )
 
 
-def test_a_right_drafter_is_right_after_plain_steps(target, prompts, plain):
-    """With the target itself as the drafter, every drafted call gains a whole path."""
+def test_drafts_of_the_target_itself_are_accepted_after_plain_steps(
+    target, prompts, plain
+):
+    """With the target as the drafter, every drafted call accepts a whole path."""
     policy = Turns((PLAIN, A), (0, 0, 0, 1))
     tokens, done = decode(with_policy(target, target, policy), target, prompts, NEW, 8)
     for row, whole in zip(tokens, plain.tokens, strict=True):
@@ -120,8 +123,8 @@ def test_a_right_drafter_is_right_after_plain_steps(target, prompts, plain):
     assert running.any() and (whole_paths == 2).all()
 
 
-def test_the_menu_compiles_once_and_carries_nothing_twice(target, drafter, prompts):
-    """Two trees need the room of the larger one, and no copy of the caches."""
+def test_a_menu_needs_the_memory_of_its_largest_tree(target, drafter, prompts):
+    """Two trees need the memory of the larger one, and the caches are not copied."""
     begun, plan = begin(target, prompts, max_new_tokens=512, drafter=drafter, tree="A")
 
     def temp_bytes(policy):
@@ -139,8 +142,8 @@ def test_the_menu_compiles_once_and_carries_nothing_twice(target, drafter, promp
 
 
 @struct.dataclass
-class Told(DrafterBase):
-    """A drafter that has another one draft, and keeps what it is told."""
+class Recorder(DrafterBase):
+    """A drafter that delegates drafting, and records the last update."""
 
     inner: ModelDrafter
 
@@ -161,15 +164,15 @@ class Told(DrafterBase):
 
 
 @pytest.fixture(scope="module")
-def told(target):
-    return Told(ModelDrafter(target, fill_tree))
+def recorder(target):
+    return Recorder(ModelDrafter(target, fill_tree))
 
 
-def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(
-    target, prompts, told
-):
-    """Each accepted token is the argmax of the head on the state told with it."""
-    _, done = decode(with_policy(target, told, FixedTree(A)), target, prompts, NEW, 2)
+def test_updates_have_the_hidden_states_of_accepted_tokens(target, prompts, recorder):
+    """Each accepted token is the argmax of the head on the state in the update."""
+    _, done = decode(
+        with_policy(target, recorder, FixedTree(A)), target, prompts, NEW, 2
+    )
     update = jax.device_get(done.drafting[1])
     logits = np.asarray(logits_of(target, jnp.asarray(update.hidden)))[..., :REAL]
     running = np.flatnonzero(np.asarray(done.finish) == 0)
@@ -180,14 +183,15 @@ def test_a_drafter_is_told_the_hidden_states_of_what_was_accepted(
         assert update.tokens[b, n - 1] == int(done.root[b])
 
 
-def test_any_drafter_drafts(target, prompts, plain, told):
-    """`generate` takes an object with the protocol's functions as its drafter."""
-    options = dict(max_new_tokens=NEW, drafter=told, tree="A")
+def test_generate_takes_a_custom_drafter(target, prompts, plain, recorder):
+    """Any object with the functions of the protocol works."""
+    options = dict(max_new_tokens=NEW, drafter=recorder, tree="A")
     assert stree_jax.generate(target, prompts, **options).tokens == plain.tokens
 
 
-def test_finished_rows_tell_nothing(target, drafter, prompts):
-    """The last tokens of a finished row stay unread: a continuation begins there."""
+def test_finished_rows_send_no_update(target, drafter, prompts):
+    """The last tokens of a finished row stay unread: a continuation begins with
+    them."""
     result = stree_jax.generate(
         target,
         prompts,

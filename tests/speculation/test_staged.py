@@ -1,4 +1,4 @@
-"""A drafter's drafter: what the target sees is what the drafter would draft alone."""
+"""Test staged drafters: guesses change the number of passes, not the drafts."""
 
 from dataclasses import replace
 from operator import itemgetter
@@ -40,16 +40,17 @@ KINDS = {
 
 @struct.dataclass
 class Oracle:
-    """Guesses `tokens` [steps, B, T], tree after tree."""
+    """A guesser that returns given tokens [steps, B, T], one tree after the other."""
 
     tokens: jax.Array
-    beside: jax.Array | None = None  # [steps, B, T], what else they may be
+    beside: jax.Array | None = None  # [steps, B, T], alternative guesses
 
     def init(self, prompts, past):
         return jnp.int32(0)
 
     def others(self, opened, draft, nodes, task, count):
-        """Of odd nodes the first, of even ones the last; the rest are nonsense."""
+        """Puts the alternative first for odd nodes and last for even nodes; other
+        entries are wrong tokens."""
         here = self.beside[opened][:, jnp.minimum(nodes, draft.tokens.shape[1] - 1)]
         place = jnp.where(nodes % 2 == 1, 0, count - 1)[None, :, None]
         there = jnp.arange(count, dtype=jnp.int32)[None, None] == place
@@ -74,7 +75,8 @@ class Oracle:
 
 
 def distribution(sampling, place):
-    """What the tokens below the root are chosen by, at a place [B] of the output."""
+    """Returns the distribution of tokens below the root, at a place [B] of the
+    output."""
     unused = jnp.zeros((place.shape[0], 1), jnp.int32)
     requests = Requests(unused[:, 0], None, unused, None, sampling)
     return Distribution(requests, place, None, REAL)
@@ -84,7 +86,8 @@ STEPS, ROWS = 4, 3
 
 
 def texts_and_updates(M):
-    """Three texts, and what becomes text step by step; row 2 finishes, 1 gains most."""
+    """Returns three texts, and tokens accepted at each step. Row 2 finishes, row 1
+    accepts all."""
     rng = np.random.default_rng(M)
     texts = [rng.integers(8, REAL, n).tolist() for n in (1, 9, 5)]
     tokens = rng.integers(8, REAL, (STEPS, ROWS, M + 1), np.int32)
@@ -96,7 +99,7 @@ def texts_and_updates(M):
 
 @jax.jit(static_argnames=("rule", "width"))
 def drafted(drafter, token_ids, lengths, update, gained, tree, sampling, rule, width):
-    """Drafts, and the drafter's passes, of one step after the other."""
+    """Drafts step by step. Returns the drafts and the drafter's total passes."""
     prompts = Prompts(token_ids, lengths, 64 + 32 * width, width)
     root = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0]
 
@@ -117,7 +120,7 @@ def drafted(drafter, token_ids, lengths, update, gained, tree, sampling, rule, w
 
 
 def drafts_of(drafter, tree, sampling, rule):
-    """NumPy: see `drafted`; passes [STEPS] of each step."""
+    """Returns drafts and passes [STEPS] per step, as NumPy arrays. See `drafted`."""
     texts, update, gained = texts_and_updates(tree.depth)
     width = tree.depth + 1
     prompts = prompts_of(texts, width, 64 + 32 * width)
@@ -129,16 +132,16 @@ def drafts_of(drafter, tree, sampling, rule):
 
 
 def running():
-    """[STEPS, ROWS]: which rows have not finished when a step drafts."""
+    """Returns [STEPS, ROWS] bool: rows that are not finished when a step drafts."""
     _, _, gained = texts_and_updates(1)
     return np.concatenate([np.ones((1, ROWS), bool), gained[:-1] > 0])
 
 
-def most_passes(parents, spoiled, ahead):
-    """Passes of rows whose guesses are wrong where `spoiled` [B, T], level by level.
+def max_passes(parents, spoiled, ahead):
+    """Counts passes, level by level, if guesses are wrong where `spoiled` [B, T].
 
-    A pass reads a level and `ahead` below it, and what it draws counts as far down as
-    all was read as what it is.
+    A pass reads a level and `ahead` levels below it. What it draws is valid down to the
+    first level with a wrong guess.
     """
     depth, inner = depth_of(parents), np.isin(np.arange(len(parents)), parents)
     level = passes = 0
@@ -160,7 +163,8 @@ DRAFTS = [  # kind, tree, ahead, rule
 
 
 def patterns(T):
-    """Which guesses are wrong: none, all, one row's, a node's, and any."""
+    """Returns patterns of wrong guesses: none, all, one row's, one node's, and
+    random."""
     rng = np.random.default_rng(T)
     none = np.zeros((ROWS, T), bool)
     found = {
@@ -179,12 +183,13 @@ def patterns(T):
 
 
 @pytest.mark.parametrize(("kind", "tree", "ahead", "rule"), DRAFTS)
-def test_drafts_are_the_models_own(kind, tree, ahead, rule):
-    """Tokens, probabilities and layout; and as few passes as guesses allow.
+def test_drafts_match_the_draft_model_alone(kind, tree, ahead, rule):
+    """Tokens, probabilities and layout are equal, with as few passes as the guesses
+    allow.
 
-    Catches a guess that is kept although it, or its parent, was wrong; records of the
-    tree that are shifted by the unread text; a text whose last token is forgotten; and
-    a pass that is not counted, or too many.
+    Fails if a guess is kept although it or its parent was wrong, if records of the tree
+    are shifted by the unread text, if the last token of a text is forgotten, or if
+    passes are counted wrongly.
     """
     model, tree = tiny(4, layers=KINDS[kind]), resolve_tree(tree)
     rows = None if rule is None else sampling_rows([Sampling(t) for t in (1, 0.7, 2)])
@@ -205,13 +210,13 @@ def test_drafts_are_the_models_own(kind, tree, ahead, rule):
             assert mine.tokens.tolist() == own.tokens.tolist(), name
             if rule.needs_q:
                 np.testing.assert_allclose(mine.q, own.q, rtol=0, atol=1e-6)
-            most = most_passes(parents, spoiled[here], ahead)
+            most = max_passes(parents, spoiled[here], ahead)
             assert -(-tree.depth // (ahead + 1)) <= passes[step] <= most, (name, step)
             guessed = mine.origin == NGRAM
             assert (mine.origin[:, 0] == TARGET).all()
             assert (guessed | (mine.origin == DRAFTER))[:, 1:].all()
             assert not (guessed & (spoiled[here] | ~inner)).any()
-            if name == "none":  # what is drawn at the end of a pass was not yet read
+            if name == "none":  # tokens drawn at the end of a pass were not yet read
                 read = inner & (depth % (ahead + 1) > 0)
                 assert (guessed == read).all()
         if name == "all":
@@ -219,8 +224,8 @@ def test_drafts_are_the_models_own(kind, tree, ahead, rule):
 
 
 def passes_of_chains(spoiled, ahead):
-    """Passes of a chain whose likeliest guesses are wrong where `spoiled` [B, M], and
-    whose others are right."""
+    """Counts passes of a chain whose first guesses are wrong where `spoiled` [B, M],
+    and whose alternative guesses are right."""
     M, level, passes = spoiled.shape[1], 0, 0
     while level < M:
         passes, level = passes + 1, level + 1
@@ -237,12 +242,12 @@ def passes_of_chains(spoiled, ahead):
     ("kind", "tree", "ahead", "rule"),
     [("hybrid", "chain:6", 2, "leviathan"), ("ssm", UNEVEN, 2, "recursive")],
 )
-def test_others_take_the_place_of_the_likeliest(kind, tree, ahead, rule):
-    """The same drafts, and a level more where another guess was right.
+def test_alternative_guesses_replace_wrong_first_guesses(kind, tree, ahead, rule):
+    """The drafts are the same, with one more valid level if an alternative was right.
 
-    Catches an other whose record, token, children or probabilities are the likeliest's,
-    one that stays below a parent that was wrong, and what was read below the likeliest
-    staying below another.
+    Fails if an alternative has the record, token, children or probabilities of the
+    first guess, if it stays below a wrong parent, or if nodes read below the first
+    guess stay below an alternative.
     """
     model, tree = tiny(4, layers=KINDS[kind]), resolve_tree(tree)
     rows = sampling_rows([Sampling(t) for t in (1, 0.7, 2)])
@@ -259,26 +264,30 @@ def test_others_take_the_place_of_the_likeliest(kind, tree, ahead, rule):
             assert mine.tokens.tolist() == own.tokens.tolist(), name
             np.testing.assert_allclose(mine.q, own.q, rtol=0, atol=1e-6)
             parents = np.asarray(tree.parents).tolist()
-            most = most_passes(parents, spoiled[here], ahead)
+            most = max_passes(parents, spoiled[here], ahead)
             assert passes[step] <= most, (name, step)
             if tree.inner == 1 and spoiled[here][:, 1:-1].all(axis=0).tolist() == (
                 spoiled[here][:, 1:-1].any(axis=0).tolist()
-            ):  # rows do not part
+            ):  # all rows have the same wrong guesses
                 chains = passes_of_chains(spoiled[here][:, 1:], ahead)
                 assert passes[step] == chains, (name, step)
         if name == "all":
             assert (passes < tree.depth).all()
 
 
-AHEAD = (2, 3, 3)  # levels that are asked for, tree by tree
+AHEAD = (2, 3, 3)  # levels to guess, for each call
 
 
 @jax.jit
-def asked_for_guesses(stage, token_ids, lengths, tree, known, edits):
-    """Drafts of a stage, between which another has its own way: before and after each.
+def guess_repeatedly(stage, token_ids, lengths, tree, known, edits):
+    """Calls a stage several times on one tree, and edits the tree between the calls.
 
     Args:
-      known: [len(AHEAD), B, T] bool, what is to stay; edits: tokens that it is.
+      known: [len(AHEAD), B, T] bool. Nodes whose tokens must stay.
+      edits: [len(AHEAD), B, T] int32. New tokens of nodes, or -1.
+
+    Returns:
+      Drafts before and after each call, passes after each call, and the state.
     """
     state = stage.init(Prompts(token_ids, lengths, 256, 8), None)
     root = jnp.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)[:, 0]
@@ -298,9 +307,10 @@ def asked_for_guesses(stage, token_ids, lengths, tree, known, edits):
 
 
 def known_by(rng):
-    """[len(AHEAD), B, T] bool: more and more; children are known where their parent is.
+    """Returns [len(AHEAD), B, T] bool, growing: nodes known before each call.
 
-    A node's children are when it was read as what it is, and all above it were.
+    The children of a node are known if it was read with its own token, and so were all
+    its ancestors.
     """
     known = np.zeros((len(AHEAD), ROWS, len(DEEP)), bool)
     read = known.copy()
@@ -319,11 +329,12 @@ def guesses_of(stage, known, edits):
     prompts = prompts_of(texts, 8, 64 + 32 * 8)
     told = jnp.asarray(known), jnp.asarray(edits)
     asked = prompts.token_ids, prompts.lengths, make_tree(DEEP), *told
-    return texts, *jax.device_get(asked_for_guesses(stage, *asked))
+    return texts, *jax.device_get(guess_repeatedly(stage, *asked))
 
 
-def guessed_as_alone(model, text, before, draft, known, deepest):
-    """Known tokens stay; others down to a level are the best below their parents."""
+def check_guesses(model, text, before, draft, known, deepest):
+    """Checks that known tokens stay, and that others above level `deepest` + 1 are the
+    best below their parents."""
     depth = depth_of(DEEP)
     assert draft[known].tolist() == before[known].tolist()
     logits = stree_jax.score_tree(model, text[:-1], draft, DEEP)
@@ -339,7 +350,8 @@ NO_EDITS = np.full((len(AHEAD), ROWS, len(DEEP)), -1, np.int32)
 
 @pytest.fixture(scope="module")
 def inner():
-    """A model that guesses for another, and has a guesser: itself, unless edited."""
+    """Returns models that guess for another model, without and with their own
+    guesser."""
     model = tiny(4, layers=KINDS["hybrid"])
     tree, texts = make_tree(DEEP), texts_and_updates(7)[0]
     prompts = prompts_of(texts, 8, 64 + 32 * 8)
@@ -356,8 +368,8 @@ def inner():
 
 
 @pytest.mark.parametrize("name", ["none", "one"])
-def test_an_inner_model_guesses_below_what_was_kept(inner, name):
-    """Catches a level that was read below other tokens and is not read again."""
+def test_an_inner_model_guesses_below_known_tokens(inner, name):
+    """Fails if a level that was read below other tokens is not read again."""
     rng, stage = np.random.default_rng(6), inner[name]
     depth, above = depth_of(DEEP), np.isin(np.arange(len(DEEP)), DEEP)
     for share in (0, 0.1, 0.1, 0.3, 0.3, 0.3, 0.6, 1):
@@ -372,12 +384,12 @@ def test_an_inner_model_guesses_below_what_was_kept(inner, name):
             for b, text in enumerate(texts):
                 rows = before.tokens[b], draft.tokens[b], known[k, b]
                 deepest = min(first - 1 + AHEAD[k], depth.max())
-                guessed_as_alone(stage.model, text, *rows, deepest)
+                check_guesses(stage.model, text, *rows, deepest)
 
 
 @pytest.mark.parametrize(("name", "most"), [("none", [2, 5, 5]), ("one", [1, 3, 3])])
-def test_an_inner_model_reads_what_has_changed_alone(inner, name, most):
-    """All it guessed being kept, it goes on where it was: a level a pass, or two."""
+def test_an_inner_model_reads_only_changed_levels(inner, name, most):
+    """If all its guesses were kept, it continues with one or two levels per pass."""
     known = np.array([depth_of(DEEP) <= kept for kept in (0, 2, 4)])
     known = np.repeat(known[:, None], ROWS, axis=1)
     *_, passes, _ = guesses_of(inner[name], known, NO_EDITS)

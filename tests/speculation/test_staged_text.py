@@ -1,4 +1,4 @@
-"""Texts drafted by stages: the drafter's own tokens, passes, origins and traffic."""
+"""Test texts drafted in stages: tokens, passes, origins and memory traffic."""
 
 from dataclasses import replace
 
@@ -29,7 +29,8 @@ def target():
 
 @pytest.fixture(scope="module")
 def ngrams(drafter, prompts):
-    """Counted in the drafter's own texts, and so right now and then."""
+    """Returns n-grams counted in the draft model's texts, which are right now and
+    then."""
     texts = stree_jax.generate(
         drafter, prompts, max_new_tokens=NEW, stop_tokens=(), drafter=None
     )
@@ -49,12 +50,13 @@ RUNS = {  # tree, ahead, options
     "recursive": ("A", 3, dict(rule="recursive", sampling=PUNISHED)),
     "leviathan": ("chain:4", 2, dict(rule="leviathan", sampling=SAMPLED)),
 }
-WIDE = {"recursive": 3, "leviathan": 2}  # tokens of a node that are guessed, or one
+WIDE = {"recursive": 3, "leviathan": 2}  # guesses per node, if not 1
 
 
 @pytest.fixture(scope="module")
 def runs(target, drafter, ngrams, prompts):
-    """By name: what a model drafts alone, and what it drafts with a guesser."""
+    """Returns a function: name -> results with the draft model alone, and with
+    n-grams."""
 
     def both(name):
         if name not in found:
@@ -72,8 +74,9 @@ def runs(target, drafter, ngrams, prompts):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_text_is_that_of_the_model_alone(runs, name):
-    """Rules that ask how drafts were drawn see the same draws, and so gain the same."""
+def test_text_matches_the_draft_model_alone(runs, name):
+    """Rules that need draft probabilities see the same draws, and accept the same
+    tokens."""
     alone, staged = runs(name)
     assert staged.tokens == alone.tokens
     assert staged.finish_reasons == alone.finish_reasons
@@ -84,8 +87,8 @@ def test_the_text_is_that_of_the_model_alone(runs, name):
     assert own.stage == inner.stage == "drafter" and own.passes <= inner.passes
 
 
-def test_tokens_say_who_they_come_from(runs):
-    """Of each call the last token is the target's, unless the text ends before it."""
+def test_origins_of_tokens(runs):
+    """The last token of each call is the target's, unless the text ends before it."""
     for name in RUNS:
         for result, drafting in zip(runs(name), ({1}, {1, 3}), strict=True):
             rows = zip(result.origins, result.target_calls, result.tokens, strict=True)
@@ -99,9 +102,9 @@ def test_tokens_say_who_they_come_from(runs):
     assert (DRAFTER, NGRAM) == (1, 3)
 
 
-def test_a_text_without_an_end_within_a_draft_tells_tau(target, ngrams, prompts):
-    """The target's share of the tokens is one in tau."""
-    right = Staged(target, ngrams, 2)  # every draft is accepted whole
+def test_acceptance_length_follows_from_origins(target, ngrams, prompts):
+    """If no draft is cut off by the end, one token in tau is the target's."""
+    right = Staged(target, ngrams, 2)  # every draft is accepted completely
     options = dict(max_new_tokens=20, tree="chain:4", stop_tokens=())
     result = stree_jax.generate(target, prompts, drafter=right, **options)
     assert result.target_calls.tolist() == [4] * 3
@@ -110,8 +113,8 @@ def test_a_text_without_an_end_within_a_draft_tells_tau(target, ngrams, prompts)
         assert np.flatnonzero(origins == TARGET).tolist() == [4, 9, 14, 19]
 
 
-def test_a_static_trees_passes_are_its_levels(runs):
-    """The text and the root in one, and each level but the last."""
+def test_the_draft_model_has_one_pass_per_level(runs):
+    """The first pass reads the new text and the root. The last level is not read."""
     for name in RUNS:
         alone, staged = runs(name)
         tree, ahead, _ = RUNS[name]
@@ -123,7 +126,7 @@ def test_a_static_trees_passes_are_its_levels(runs):
 
 
 def bytes_of(config, batch):
-    """State without caches, and caches."""
+    """Returns the bytes of the state without caches, and of the caches."""
     dtype = jnp.float32
     state = state_bytes(config, batch, 0, dtype)
     return state, state_bytes(config, batch, CAPACITY, dtype) - state
@@ -133,7 +136,7 @@ def weights_of(model):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
 
 
-def test_traffic_is_what_passes_read(runs, target, drafter, ngrams):
+def test_traffic_counts_the_bytes_that_passes_read(runs, target, drafter, ngrams):
     alone, staged = runs("greedy")
     for result in (alone, staged):
         calls = int(result.target_calls.max())
@@ -158,8 +161,8 @@ def test_traffic_is_what_passes_read(runs, target, drafter, ngrams):
     assert table.weights == table.passes * sum(slots)
 
 
-def test_a_tied_embedding_is_read_with_the_head(target):
-    """One that is not is looked up by row, and does not count."""
+def test_a_tied_embedding_counts_as_the_head(target):
+    """An untied embedding is looked up by row, and does not count."""
     assert weights_read(target) == weights_of(target)
     embedding = target.params["embedding"]
     params = {**target.params, "lm_head": embedding[::-1]}
@@ -168,8 +171,8 @@ def test_a_tied_embedding_is_read_with_the_head(target):
     assert weights_read(untied) == weights_of(target)
 
 
-def test_traffic_of_others(target, drafter, prompts):
-    """Plain decoding and lookup read the target alone; auto may draft with a model."""
+def test_traffic_without_a_draft_model(target, drafter, prompts):
+    """Plain decoding and prompt lookup read only the target."""
     short = dict(max_new_tokens=6)
     plain = stree_jax.generate(target, prompts, **short, drafter=None)
     lookup = stree_jax.generate(
@@ -186,8 +189,9 @@ def continued(target, past, drafter, more, **options):
     return stree_jax.generate(target, more, past=past, drafter=drafter, **options)
 
 
-def test_a_past_goes_on(runs, target, drafter, ngrams, prompts):
-    """A model's own, and one with its guesser: as if all were read anew."""
+def test_a_cached_state_can_continue(runs, target, drafter, ngrams, prompts):
+    """A state from the draft model alone, and one from stages: as after a new
+    prefill."""
     alone, staged = runs("greedy")
     more, who = [[11, 12], [], [13]], Staged(drafter, ngrams, 2)
     text = [p + t + m for p, t, m in zip(prompts, alone.tokens, more, strict=True)]
@@ -198,7 +202,7 @@ def test_a_past_goes_on(runs, target, drafter, ngrams, prompts):
         assert later.gained.tolist() == anew.gained.tolist()
 
 
-def test_a_past_goes_on_with_trees_that_fit(runs, target, ngrams, drafter, prompts):
+def test_a_cached_state_can_continue_with_auto(runs, target, ngrams, drafter, prompts):
     _, staged = runs("greedy")
     more, who = [[11, 12], [], [13]], Staged(drafter, ngrams, 2)
     text = [p + t + m for p, t, m in zip(prompts, staged.tokens, more, strict=True)]
@@ -209,14 +213,14 @@ def test_a_past_goes_on_with_trees_that_fit(runs, target, ngrams, drafter, promp
     assert later.tokens == anew.tokens
 
 
-def test_a_model_alone_refuses_a_past_with_a_guesser(runs, target, drafter):
+def test_a_draft_model_refuses_a_staged_state(runs, target, drafter):
     _, staged = runs("greedy")
     with pytest.raises(ValueError, match="past: of another drafter") as caught:
         continued(target, staged.past, drafter, [[], [], []])
     assert "\n" not in str(caught.value)
 
 
-def test_another_models_past_is_refused(runs, target, ngrams):
+def test_the_state_of_another_draft_model_is_refused(runs, target, ngrams):
     _, staged = runs("greedy")
     other = Staged(tiny(2, layers=("mamba", "mlp")), ngrams, 2)
     with pytest.raises(ValueError, match="past: of another drafter"):
@@ -225,12 +229,13 @@ def test_another_models_past_is_refused(runs, target, ngrams):
 
 @pytest.fixture(scope="module")
 def three(drafter, ngrams):
-    """A drafter, a smaller one that drafts for it, and n-grams that do for that."""
+    """Returns a draft model, with a smaller model that guesses for it, with n-grams
+    that guess for that one."""
     small = tiny(2, layers=("mamba",))
     return Staged(drafter, Staged(small, ngrams, 2), 2)
 
 
-def test_three_stages_draft_as_the_outermost_alone(
+def test_three_stages_draft_like_the_outermost_model(
     runs, target, drafter, three, prompts
 ):
     alone, staged = runs("greedy")
@@ -251,7 +256,7 @@ def test_three_stages_draft_as_the_outermost_alone(
 
 
 def test_a_model_may_guess_for_a_model(target, drafter, three, prompts):
-    """Without a guesser of its own; a past with it goes on, too."""
+    """Without its own guesser. A cached state of it can continue, too."""
     small = Model(three.guesser.model.params, three.guesser.model.config)
     who, options = Staged(drafter, small, 1), dict(max_new_tokens=9, tree="chain:2")
     alone = stree_jax.generate(target, prompts, drafter=drafter, **options)
@@ -273,8 +278,8 @@ def test_beams_are_refused(target, drafter, ngrams):
     assert "\n" not in str(caught.value)
 
 
-def test_parts_of_another_vocabulary_are_warned_of(target, drafter, ngrams, prompts):
-    """The text is plain decoding's all the same."""
+def test_stages_of_another_vocabulary_cause_a_warning(target, drafter, ngrams, prompts):
+    """The text is still that of plain decoding."""
     config = replace(drafter.config, num_tokens=REAL - 1)
     other = drafter.replace(config=config)
     few = ngrams.replace(unigram=ngrams.unigram[:-1])
@@ -288,8 +293,8 @@ def test_parts_of_another_vocabulary_are_warned_of(target, drafter, ngrams, prom
         assert result.tokens == plain.tokens
 
 
-def test_parts_that_do_not_fit_are_refused(target, drafter, ngrams):
-    """How many levels are guessed, how wide, and by what."""
+def test_invalid_stages_are_refused(target, drafter, ngrams):
+    """Number of guessed levels, guesses per node, and type of guesser."""
     for who, match in [
         (Staged(drafter, ngrams, 0), "ahead: want 1..15"),
         (Staged(drafter, ngrams, 16), "ahead: want 1..15"),
@@ -311,7 +316,7 @@ def test_one_node_is_plain_decoding(target, drafter, ngrams, prompts):
     assert (np.concatenate(result.origins) == TARGET).all()
 
 
-def test_ngrams_have_no_probabilities_to_test(target, ngrams, prompts):
+def test_ngrams_refuse_rules_that_need_probabilities(target, ngrams, prompts):
     ids, lengths = jnp.asarray([prompts[0]]), jnp.asarray([len(prompts[0])])
     with pytest.raises(ValueError, match="n-grams choose drafts by their worth"):
         stree_jax.generate_tokens(

@@ -1,4 +1,4 @@
-"""Topologies: sizes, derived layouts, and errors that say what is wrong."""
+"""Test trees: named sizes, derived layouts, and errors that name the fault."""
 
 from itertools import pairwise, product
 
@@ -29,7 +29,7 @@ PAPER_TABLE_3 = {  # max width, depth, tokens
 
 
 @pytest.mark.parametrize("name", PAPER_TABLE_3)
-def test_named_trees_have_the_papers_sizes(name):
+def test_named_trees_have_the_sizes_of_the_paper(name):
     tree = NAMED_TREES[name]
     assert (tree.width, tree.depth, tree.size) == PAPER_TABLE_3[name]
 
@@ -45,7 +45,7 @@ def test_constructors():
     assert np.asarray(layered(1, 3).parents).tolist() == [-1, 0, 1, 2]
 
 
-def test_layout_against_walking_the_tree():
+def test_layouts_match_a_walk_of_the_tree():
     rng = np.random.default_rng(0)
     for T in (1, 2, 9, 14):
         parents = [-1] + [int(rng.integers(0, t)) for t in range(1, T)]
@@ -112,7 +112,8 @@ def test_unknown_names_and_bad_sizes():
 
 
 def rank_paths(tree):
-    """By level below the root, the ranks among siblings on each node's path."""
+    """Returns, for each level below the root, the sibling ranks along each node's
+    path."""
     parents = np.asarray(tree.parents).tolist()
     paths, used = [()], [0] * tree.size
     for parent in parents[1:]:
@@ -124,9 +125,10 @@ def rank_paths(tree):
 @pytest.mark.parametrize(
     ("k", "levels"), [*product(range(1, 6), range(1, 6)), (2, 8), (10, 3)]
 )
-def test_pruned_trees_keep_the_left_of_every_level(k, levels):
-    """All of the first level; of the next ever smaller shares, the leftmost nodes of
-    the full tree; of any size that a tree with k nodes a level can have."""
+def test_pruned_trees_keep_the_leftmost_nodes_of_levels(k, levels):
+    """All nodes of the first level, then ever smaller shares: the leftmost nodes of the
+    full tree. Any size that a tree with k or more nodes per level can have is possible.
+    """
     full = sum(k**d for d in range(levels + 1))
     most = min(full, MAX_NODES)
     sizes = {int(n) for n in np.linspace(1 + k * levels, most, 12)}
@@ -143,7 +145,7 @@ def test_pruned_trees_keep_the_left_of_every_level(k, levels):
             assert [p for p, _ in zip(lefts, paths, strict=False)] == paths
 
 
-def test_the_logistic_prunes_little_near_the_root_and_much_at_depth():
+def test_shares_of_pruned_levels_follow_a_logistic():
     shares = [len(paths) / 4**d for d, paths in enumerate(rank_paths(pruned(4, 4)), 1)]
     share = [1 / (1 + np.exp(2 * (d - 2.5))) for d in (1, 2, 3, 4)]
     assert np.allclose(shares, np.array(share) / share[0], atol=0.02)
@@ -153,7 +155,7 @@ def test_the_logistic_prunes_little_near_the_root_and_much_at_depth():
 
 
 @pytest.mark.parametrize("leaves", [42, 50, 57])
-def test_pruned_trees_have_the_leaves_that_are_asked_for(leaves):
+def test_pruned_trees_have_the_given_number_of_leaves(leaves):
     tree = resolve_tree(f"pruned:10x4x64x{leaves}")
     children = np.bincount(np.asarray(tree.parents)[1:], minlength=tree.size)
     assert (tree.size, tree.depth) == (64, 4) and (children == 0).sum() == leaves
@@ -178,6 +180,6 @@ def test_pruned_trees_have_the_leaves_that_are_asked_for(leaves):
         ("pruned:3x3x16x8x2", "unknown name"),
     ],
 )
-def test_pruned_trees_that_cannot_be(name, error):
+def test_impossible_pruned_trees_are_refused(name, error):
     with pytest.raises(ValueError, match=error):
         resolve_tree(name)

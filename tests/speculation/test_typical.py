@@ -1,4 +1,4 @@
-"""Typical acceptance against plain Python, and that nobody gets it unasked."""
+"""Test typical acceptance against plain Python, and that it is never a default."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def entropy(p):
 
 
 class Case:
-    """Random trees, tokens that are likely now and then, and logits."""
+    """Random trees and logits, with tokens that are likely now and then."""
 
     def __init__(self, seed, penalty=1.0):
         rng = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ class Case:
         return draft, jnp.asarray(self.logits), Distribution(requests, zeros, seen, V)
 
     def p(self, b, node):
-        """Probabilities after a node, and those of greedy choices."""
+        """Returns probabilities after a node (one-hot for greedy rows), and logits."""
         s, path = self.settings[b], self.tokens[b, path_to(self.parents[b], node)]
         z, there = self.logits[b, node].astype(np.float64), self.seen[b].copy()
         there[path] = True
@@ -91,8 +91,12 @@ class Case:
         return processed(z, s), z
 
     def accepted(self, b, epsilon, delta):
-        """The longest path, of those the likeliest: nodes, tokens, how many tied, and
-        how near a test was."""
+        """Returns the accepted path: the longest, and among those the most likely.
+
+        Returns:
+          Nodes, tokens, whether the first longest path is a different one, and how
+            close a test was to its threshold.
+        """
         close, paths = np.inf, []
         for node in range(T):
             path = path_to(self.parents[b], node)
@@ -132,8 +136,8 @@ VALUES = [(0.09, 0.3), (0.3, 0.5), (0.02, 0.9), (1.0, 1.0), (0.5, 0.05)]
 
 
 def wrong_rows(case, typical, found):
-    """Rows whose path or tokens are others than Python's; rows that were compared; and
-    how often the first of the longest paths is not the likeliest."""
+    """Returns the number of rows that differ from Python, of rows compared, and of rows
+    whose first longest path is not the most likely one."""
     wrong, compared, others = 0, 0, 0
     for b in range(ROWS):
         path, tokens, other, close = case.accepted(b, typical.epsilon, typical.delta)
@@ -147,8 +151,8 @@ def wrong_rows(case, typical, found):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_the_longest_likely_path_is_accepted(penalty):
-    """Of those the likeliest, and greedy rows take what is most probable alone."""
+def test_the_longest_path_is_accepted(penalty):
+    """Among longest paths the most likely one. Greedy rows accept only the argmax."""
     others = 0
     for seed, (epsilon, delta) in enumerate(VALUES):
         case, typical = Case(seed, penalty), Typical(epsilon, delta)
@@ -176,7 +180,7 @@ def without_temperature(typical, draft, logits, dist):
 
 
 def by_own_logits(typical, draft, logits, dist):
-    """What is likely after a node, and not after the one above it."""
+    """Uses the logits after the parent in place of those after the node."""
     above = jnp.maximum(draft.layout.parents, 0)
     moved = jnp.take_along_axis(logits, above[..., None], axis=1)
     return _typical(typical, draft, moved, dist)
@@ -196,17 +200,17 @@ MISTAKES = [without_entropy, without_temperature, by_own_logits, first_of_the_lo
 
 
 @pytest.mark.parametrize("wrong", MISTAKES)
-def test_a_planted_mistake_is_found(wrong, monkeypatch):
+def test_planted_mistakes_are_found(wrong, monkeypatch):
     case, typical = Case(7), Typical(0.3, 0.3)
     monkeypatch.setattr(accept, "accept_typical", wrong)
     assert wrong_rows(case, typical, run(case, typical))[0] > 3
 
 
-def test_a_greedy_rows_margin_is_that_of_plain_decoding():
-    """Whatever the filters leave: they choose nothing for it."""
+def test_margins_of_greedy_rows_match_plain_decoding():
+    """Whatever filters are set, since greedy rows ignore them."""
     case = Case(11)
     case.settings = [replace(s, temperature=0.0) for s in case.settings]
-    case.settings[0] = Sampling(1.0)  # one row draws
+    case.settings[0] = Sampling(1.0)  # one row is sampled
     found = run(case, Typical())
     gaps = []
     for b in range(1, ROWS):
@@ -219,7 +223,7 @@ def test_a_greedy_rows_margin_is_that_of_plain_decoding():
     assert max(gaps) > 2
 
 
-# Texts
+# --- texts ----------------------------------------------------------------------------
 
 
 NEW = 24
@@ -242,9 +246,9 @@ def generate(target, prompts, drafter, tree=TREE, **options):
     return stree_jax.generate(target, prompts, drafter=drafter, tree=tree, **options)
 
 
-def never_unlikely(target, prompts, result, settings, typical=PUBLISHED):
-    """Every token is above the threshold, after the text before it; how many of them
-    are not the most probable ones."""
+def check_thresholds(target, prompts, result, settings, typical=PUBLISHED):
+    """Checks that every token is above the threshold after the text before it. Returns
+    how many are not the argmax."""
     others = 0
     for prompt, tokens, s in zip(prompts, result.tokens, settings, strict=True):
         logits = np.asarray(stree_jax.score(target, [prompt + tokens]))[0]
@@ -260,8 +264,8 @@ def never_unlikely(target, prompts, result, settings, typical=PUBLISHED):
     return others
 
 
-def test_texts_of_heads_a_model_and_lookup(target, heads, prompts):
-    """More tokens a call than the exact rule; greedy rows of the batch stay plain."""
+def test_texts_with_heads_a_draft_model_and_lookup(target, heads, prompts):
+    """It accepts more tokens per call than the exact rule. Greedy rows stay exact."""
     noisy = target.replace(params=jax.tree.map(lambda x: x * 1.05, target.params))
     plain = stree_jax.generate(
         target, prompts[2:], max_new_tokens=NEW, stop_tokens=(), drafter=None
@@ -272,7 +276,7 @@ def test_texts_of_heads_a_model_and_lookup(target, heads, prompts):
         result = generate(target, prompts, drafter, tree, sampling=HOT, **options)
         assert result.tokens[2:] == plain.tokens
         assert result.promise == "nothing"
-        others += never_unlikely(target, prompts, result, HOT)
+        others += check_thresholds(target, prompts, result, HOT)
         if drafter is heads:
             exact = generate(target, prompts, heads, sampling=HOT, rule="naive")
             assert result.target_calls[0] < exact.target_calls[0]
@@ -285,8 +289,8 @@ def times():
     return assumed_times(resolve_tree("auto:1,6"), False)
 
 
-def test_nothing_is_drawn(target, heads, prompts):
-    """Samples are alike, and so are seeds."""
+def test_acceptance_is_deterministic(target, heads, prompts):
+    """All samples and all seeds give the same text."""
     a, b = (
         generate(target, prompts, heads, n=2, sampling=Sampling(1.0, seed=seed))
         for seed in (1, 2)
@@ -294,8 +298,8 @@ def test_nothing_is_drawn(target, heads, prompts):
     assert a.tokens == b.tokens and a.tokens[::2] == a.tokens[1::2]
 
 
-def test_nothing_accepted_is_greedy_text(target, heads, prompts):
-    """After every path comes the most probable token; here all paths are roots."""
+def test_text_is_greedy_if_nothing_is_accepted(target, heads, prompts):
+    """The argmax follows every path, and here all paths are just the root."""
     never = Typical()
     for name, value in (("epsilon", 2.0), ("delta", 1e9)):  # p is never above 1
         object.__setattr__(never, name, value)
@@ -312,18 +316,20 @@ def test_nothing_accepted_is_greedy_text(target, heads, prompts):
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.3), (0.09, 0.0)])
-def test_everything_accepted(target, heads, prompts, epsilon, delta):
-    """Every call gains the deepest path and a token, whatever it says."""
+def test_everything_is_accepted_at_threshold_zero(
+    target, heads, prompts, epsilon, delta
+):
+    """Every call gains the deepest path and one token, whatever the tokens are."""
     rule = Rule("typical", "top_k", Typical(epsilon, delta))
     result = generate(target, prompts, heads, sampling=Sampling(1.0), rule=rule)
     assert (result.target_calls == -(-NEW // 4)).all()
 
 
-# What it promises, and to whom
+# --- guarantees -----------------------------------------------------------------------
 
 
-def test_what_is_promised(target, heads, prompts):
-    """Of sampled text nothing; greedy text is the target's under every rule."""
+def test_guarantees_of_rules(target, heads, prompts):
+    """None for sampled text; greedy text is that of the target under every rule."""
     plain = stree_jax.generate(target, prompts[:1], max_new_tokens=6, drafter=None)
     options = dict(max_new_tokens=6, drafter=heads, tree="chain:2")
     for rule in (None, "typical", "mss", "naive"):
@@ -345,7 +351,7 @@ def test_what_is_promised(target, heads, prompts):
     assert {n for n, a in ACCEPTANCES.items() if a.promise == "nothing"} == {"typical"}
 
 
-def test_it_is_nobodys_default(target, heads):
+def test_it_is_never_the_default(target, heads):
     text = np.random.default_rng(0).integers(0, REAL, (4, 90), np.int32)
     table = katz(count_grams(text, 2, REAL), REAL, slots=64, keep=4)
     staged = stree_jax.Staged(target, table, 1)
@@ -359,7 +365,7 @@ def test_it_is_nobodys_default(target, heads):
 
 
 @pytest.mark.parametrize("drafting", ["coupled", "iid", "without_replacement"])
-def test_drafts_that_are_drawn_are_refused(drafting):
+def test_sampled_drafts_are_refused(drafting):
     for tree in ("A", "chain:2", "auto", "beam:2x2"):
         message = f"rule: typical takes drafts by top_k, not {drafting}"
         with pytest.raises(ValueError, match=message) as caught:
@@ -367,7 +373,7 @@ def test_drafts_that_are_drawn_are_refused(drafting):
         assert "\n" not in str(caught.value)
 
 
-def test_settings_stay_with_the_rule():
+def test_thresholds_stay_with_the_rule():
     for tree in ("A", "chain:2", "auto", "beam:2x2"):
         tree = resolve_tree(tree)
         rule = Rule("typical", "top_k", Typical(0.5, 0.1))
@@ -378,6 +384,6 @@ def test_settings_stay_with_the_rule():
 
 @pytest.mark.parametrize("name", ["epsilon", "delta"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
-def test_thresholds_that_are_none(name, value):
+def test_invalid_thresholds_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}: want 0..1, got"):
         Typical(**{name: value})

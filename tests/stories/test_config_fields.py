@@ -1,8 +1,9 @@
-"""Every field of config.json is read as transformers reads it, or refused by name.
+"""Test that every field of config.json is read as in transformers, or refused by name.
 
 Each case edits the config of a tiny random checkpoint and keeps its tensors. Then
-transformers and the library load the same directory: their logits are equal, or the
-library says which field it does not support. Nothing may change in transformers alone.
+transformers and the library load the same directory: their logits must be equal, or the
+library must name the field that it does not support. No edit may change the logits of
+transformers alone.
 """
 
 import contextlib
@@ -26,15 +27,15 @@ from stree_jax.models.config_json import from_json, to_json
 from tests.support.hf_checkpoints import HF_CASES, LLAMA3, VOCAB
 
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 37)
-LIMIT = 1e-4  # between logits
+LIMIT = 1e-4  # largest difference of logits
 GONE = "(the field is removed)"
 LLAMA = {key: LLAMA3[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
-# What an edit leads to: both compute the same other numbers, both the same numbers as
-# before, or a refusal with these words.
+# The outcome of an edit: both libraries compute the same new logits, both compute the
+# same logits as before, or the library refuses the config with these words.
 EQUAL, NO_EFFECT = "equal", "no effect"
-ROPES = {  # by transformers' name of the kind
+ROPES = {  # by the rope_type of transformers
     "linear": [({"rope_type": "linear", "factor": 2.5}, EQUAL)],
     "old name": [({"type": "linear", "factor": 2.5}, EQUAL)],
     "default": [({"rope_type": "default", "factor": 8.0}, EQUAL)],
@@ -45,7 +46,8 @@ ROPES = {  # by transformers' name of the kind
         ({**YARN, "beta_fast": 3.0, "beta_slow": 0.2}, EQUAL),
         ({**YARN, "mscale": 1.2, "mscale_all_dim": 0.5}, EQUAL),
         ({**YARN, "truncate": False, "beta_fast": 1.5, "beta_slow": 0.1}, EQUAL),
-        ({**YARN, "factor": None}, EQUAL),  # from the two lengths
+        # Then the factor follows from the two lengths
+        ({**YARN, "factor": None}, EQUAL),
         ({"rope_type": "yarn", "factor": 4.0}, EQUAL),
     ],
     "dynamic": [
@@ -73,14 +75,15 @@ CASES = {
             for rows in ROPES.values()
             for rope, outcome in rows
         ],
-        # The older spelling, which wins where a config has both.
+        # The older spelling. It takes precedence where a config has both.
         ({"rope_scaling": YARN}, EQUAL),
         ({"rope_parameters": GONE, "rope_scaling": YARN, "rope_theta": 321.0}, EQUAL),
         ({"rope_parameters": GONE, "rope_theta": 99.0}, EQUAL),
-        ({"rope_theta": 99.0}, NO_EFFECT),  # as rope_parameters has one
+        ({"rope_theta": 99.0}, NO_EFFECT),  # because rope_parameters has a rope_theta
         ({"original_max_position_embeddings": 8}, EQUAL),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, EQUAL),  # not read
+        # Transformers ignores it here
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, EQUAL),
         ({"attention_bias": False}, f"attention_bias: {BIAS} model.layers.0"),
         ({"attention_bias": GONE}, f"attention_bias: {BIAS}"),
         ({"mlp_bias": False}, f"mlp_bias: {BIAS}"),
@@ -99,7 +102,7 @@ CASES = {
     ],
     "qwen2": [
         ({"rope_scaling": YARN}, EQUAL),
-        ({"attention_bias": False}, NO_EFFECT),  # q, k and v always have one
+        ({"attention_bias": False}, NO_EFFECT),  # q, k and v always have a bias
         ({"is_causal": False}, "is_causal"),
     ],
     "qwen3": [
@@ -114,7 +117,8 @@ CASES = {
         ({"logits_scaling": GONE}, EQUAL),
     ],
     "granite": [
-        ({"attention_multiplier": None}, EQUAL),  # head_dim ** -0.5, not 1
+        # The default is head_dim ** -0.5, not 1
+        ({"attention_multiplier": None}, EQUAL),
         ({"attention_multiplier": GONE}, EQUAL),
         ({"position_embedding_type": "nope"}, EQUAL),
         ({"position_embedding_type": None}, EQUAL),
@@ -146,7 +150,7 @@ CASES = {
         ({"time_step_limit": [0.1, 0.2]}, EQUAL),
         ({"time_step_min": 0.5}, NO_EFFECT),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"is_causal": False}, NO_EFFECT),  # it has no attention
+        ({"is_causal": False}, NO_EFFECT),  # this checkpoint has no attention layers
     ],
     "nemotron-h-moe": [
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
@@ -174,7 +178,7 @@ CASES = {
 
 
 class Edited:
-    """A checkpoint of a family whose config is edited again and again."""
+    """A checkpoint whose config is edited repeatedly."""
 
     def __init__(self, directory, family):
         self.directory = directory
@@ -193,7 +197,7 @@ class Edited:
         (self.directory / "config.json").write_text(json.dumps(fields))
 
     def reference(self):
-        """transformers' logits of the directory."""
+        """Returns the logits of transformers for the directory."""
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="float32")
         with torch.no_grad():
             return model.eval()(torch.tensor(TOKENS)[None]).logits[0].numpy()
@@ -209,7 +213,8 @@ class Edited:
         return np.asarray(stree_jax.score(model, TOKENS[None])[0])
 
     def result(self):
-        """Our logits, or the line of a refusal. One program serves equal configs."""
+        """Returns the library's logits, or the error message. Equal configs share a
+        program."""
         try:
             checkpoint = self.opened()
         except CheckpointError as error:
@@ -236,7 +241,7 @@ def edited(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_field_that_counts_is_read_or_refused(edited, family):
+def test_fields_are_read_or_refused(edited, family):
     source = edited(family)
     wrong = []
     for changes, outcome in CASES[family]:
@@ -259,9 +264,10 @@ def test_a_field_that_counts_is_read_or_refused(edited, family):
     assert not wrong, "\n".join(wrong)
 
 
-def test_windows_of_a_cache(edited):
-    """transformers gives llama's cache the window of its config, so that its own text
-    differs between one pass and steps: a window that would hide tokens is refused."""
+def test_sliding_windows_of_llama_are_refused(edited):
+    """With a cache, transformers applies the config's window to llama, so that its text
+    differs between one forward pass and step-by-step decoding. A window that would hide
+    tokens is therefore refused."""
     source = edited("llama")
     for name in ("sliding_window", "attention_chunk_size"):
         source.edit({name: 4})
@@ -270,7 +276,7 @@ def test_windows_of_a_cache(edited):
         assert source.result() is source.ours
 
 
-def test_what_transformers_misreads_is_warned_of(edited):
+def test_fields_that_transformers_misreads_cause_a_warning(edited):
     source = edited("mamba2")
     source.edit({"rescale_prenorm_residual": True})
     said = []
@@ -292,7 +298,7 @@ def test_scaled_rotary_embeddings_are_exported_and_saved(edited, family):
 
 
 def test_greedy_text_with_yarn(edited):
-    """Step by step, each token is transformers' choice after those before it."""
+    """Each token is the choice of transformers after the tokens before it."""
     source = edited("llama")
     source.edit({"rope_parameters": {"rope_theta": 77.0, **YARN}})
     model, prompt = stree_jax.load(source.directory), TOKENS[:9].tolist()
@@ -304,15 +310,15 @@ def test_greedy_text_with_yarn(edited):
     assert tokens == rows[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-# --- all fields, which takes longer ---------------------------------------------------
+# --- all fields (slow) ----------------------------------------------------------------
 
 KEPT = ("architectures", "model_type", "transformers_version", "dtype")
-# transformers divides loaded weights; see the warning above.
+# transformers divides loaded weights here; see the warning above.
 MISREAD = {("mamba2", "rescale_prenorm_residual")}
 
 
 def edits(fields):
-    """Pairs (name, value) of edits that some config might have, by the old value."""
+    """Yields pairs (name, value): edits of each field, chosen by its old value."""
     for name, value in fields.items():
         if name in KEPT:
             continue
@@ -341,8 +347,9 @@ def others(name, value):
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_no_field_counts_in_silence(edited, family):
-    """Edits every field of the family's class in several ways, and those of others."""
+def test_no_field_is_ignored_silently(edited, family):
+    """Edits every field of the family's config class in several ways, and adds fields
+    of other families."""
     source = edited(family)
     names = [field.name for field in dataclasses.fields(source.options)]
     fields = {n: getattr(source.options, n, None) for n in names} | source.fields
@@ -356,7 +363,7 @@ def test_no_field_counts_in_silence(edited, family):
             continue
         source.edit({name: value})
         theirs = None
-        with contextlib.suppress(Exception):  # whatever transformers raises
+        with contextlib.suppress(Exception):  # transformers may raise anything
             theirs = source.reference()
         ours = source.result()
         if isinstance(ours, str):

@@ -1,8 +1,8 @@
-"""A chat model stops at the end of its turn, whichever file names that token.
+"""Test that a chat model stops at its end-of-turn token, whichever file names it.
 
-Fine-tuned models keep the base model's `eos_token_id` in config.json and
-generation_config.json, and name the end of a turn in the tokenizer's files alone. vLLM
-and SGLang stop at the tokenizer's `eos_token` as well as at those ids.
+Fine-tuned models often keep the base model's `eos_token_id` in config.json and
+generation_config.json, and name the end-of-turn token only in the tokenizer's files.
+vLLM and SGLang stop at the tokenizer's `eos_token` as well as at those ids.
 """
 
 import io
@@ -30,18 +30,19 @@ def token(**values):
 
 
 def not_added():
-    """A tokenizer whose vocabulary has <|im_end|>, but not as an added token."""
+    """Returns a tokenizer whose vocabulary has <|im_end|>, but not as an added
+    token."""
     values = json.loads(byte_level().to_str())
     kept = [t for t in values["added_tokens"] if t["content"] != "<|im_end|>"]
     return values | {"added_tokens": kept}
 
 
 def write(path, *names, ends=BASE, generation=BASE, files=(), tokenizer=None):
-    """A directory whose model writes "y", the tokens in `names`, and then "z" for ever.
+    """Writes a model that says "y", then the tokens in `names`, then "z" forever.
 
     Args:
       ends: the eos_token_id of config.json; "absent" leaves it out.
-      generation: that of generation_config.json, or "absent".
+      generation: the eos_token_id of generation_config.json, or "absent".
       files: further JSON files by name.
     """
     own = byte_level()
@@ -103,18 +104,19 @@ def ids(names):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_where_the_end_is_named(tmp_path, case):
+def test_stop_tokens_are_read_from_every_file(tmp_path, case):
     options, stops = CASES[case]
     path = write(tmp_path / "m", "<|im_end|>", **options)
     assert info(path)["stop_tokens"] == stops
     assert stree_jax.load(path).config.stop_tokens == tuple(stops)
 
 
-def test_the_reference_names_the_same_token(tmp_path):
-    """transformers' tokenizer has that end in every case that it reads."""
+def test_transformers_names_the_same_token(tmp_path):
+    """The tokenizer of transformers has the same eos_token in every case that it
+    reads."""
     for i, (case, (options, stops)) in enumerate(CASES.items()):
         if case in ("a dict without a type", "the map beside a list of tokens"):
-            continue  # an error, or no end at all
+            continue  # transformers fails, or finds no eos_token
         path = write(tmp_path / str(i), **options)
         theirs = AutoTokenizer.from_pretrained(path)
         assert theirs.eos_token_id in stops, case
@@ -123,8 +125,8 @@ def test_the_reference_names_the_same_token(tmp_path):
         )
 
 
-def test_an_end_by_the_tokenizers_class(tmp_path):
-    """GPT2Tokenizer's is <|endoftext|> if no file names one."""
+def test_default_eos_token_of_the_tokenizer_class(tmp_path):
+    """If no file names an eos_token, that of GPT2Tokenizer is <|endoftext|>."""
     own = byte_level(more=["<|endoftext|>"])
     files = {SETTINGS: {"tokenizer_class": "GPT2TokenizerFast"}}
     path = write(tmp_path / "m", files=files, tokenizer=json.loads(own.to_str()))
@@ -142,8 +144,8 @@ def test_both_ends_stop_a_chat(tmp_path, names, capsys, monkeypatch):
     assert capsys.readouterr().out.split() == ["y" if names else "y" + "z" * 8]
 
 
-def test_tokens_that_are_no_ends(tmp_path):
-    """Special tokens in other roles stop nothing."""
+def test_other_special_tokens_do_not_stop(tmp_path):
+    """Special tokens in other roles do not end the text."""
     files = {
         SETTINGS: {
             "bos_token": "<s>",
@@ -159,8 +161,9 @@ def test_tokens_that_are_no_ends(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["a text", "the map", "null in config"])
-def test_written_directories_stop_there(tmp_path, case):
-    """convert and export carry the end, also to those that read config.json alone."""
+def test_converted_and_exported_models_keep_the_stop_tokens(tmp_path, case):
+    """convert and export keep the stop tokens, also for programs that read only
+    config.json."""
     options, stops = CASES[case]
     path = write(tmp_path / "m", "<|im_end|>", **options)
     convert_checkpoint(path, tmp_path / "ours", progress=False)
@@ -177,8 +180,9 @@ def test_written_directories_stop_there(tmp_path, case):
     assert result.tokens[0] == ids(["y", "<|im_end|>"])
 
 
-def test_the_end_is_left_out_of_the_text(tmp_path):
-    """A token that is named but not added becomes a special one, as in transformers."""
+def test_the_stop_token_is_left_out_of_the_text(tmp_path):
+    """As in transformers, an eos_token that is no added token becomes a special
+    token."""
     path = write(tmp_path / "m", "<|im_end|>", files=NAMED, tokenizer=not_added())
     model = stree_jax.load(path)
     assert stree_jax.generate(model, "x", max_new_tokens=9).texts == ["y"]
@@ -188,8 +192,8 @@ def test_the_end_is_left_out_of_the_text(tmp_path):
     assert model.tokenizer.encode(prompt).ids == ids(["x", "<|im_end|>", "y"])
 
 
-def test_an_end_beyond_the_vocabulary_is_ignored(tmp_path):
-    """Such as one that transformers would put behind the last token."""
+def test_an_eos_token_beyond_the_vocabulary_is_ignored(tmp_path):
+    """For example one that transformers would append after the last token."""
     size = padded_size(byte_level())
     grown = byte_level(more=[f"more{i}" for i in range(size)])
     path = write(tmp_path / "m", files={SETTINGS: {"eos_token": f"more{size - 1}"}})
@@ -197,8 +201,8 @@ def test_an_end_beyond_the_vocabulary_is_ignored(tmp_path):
     assert info(path)["stop_tokens"] == [BASE]
 
 
-def test_a_tokenizer_that_is_copied_beside_a_converted_model(tmp_path):
-    """README: state-spaces' repositories have no tokenizer and name no end."""
+def test_a_tokenizer_added_to_a_converted_model_is_read(tmp_path):
+    """Repositories of state-spaces have no tokenizer and name no stop token."""
     path = write(tmp_path / "m", "<|im_end|>", ends=None, generation=None)
     (path / "tokenizer.json").unlink()
     convert_checkpoint(path, tmp_path / "ours", progress=False)

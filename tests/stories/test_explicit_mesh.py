@@ -1,4 +1,4 @@
-"""A model on one device inside `jax.set_mesh`, as a training script may have it set."""
+"""Test models inside `jax.set_mesh`, which a training script may have called."""
 
 import json
 import os
@@ -41,8 +41,8 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("kind", ["Explicit"])
-def test_a_model_on_one_device_under_a_mesh(kind):
-    """Two devices make the axis one that types of arrays name."""
+def test_a_model_on_one_device_runs_under_an_explicit_mesh(kind):
+    """With two devices, the mesh axis appears in the types of arrays."""
     environment = dict(os.environ, JAX_NUM_CPU_DEVICES="2")
     command = [sys.executable, "-c", PROGRAM, kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -70,8 +70,8 @@ print(json.dumps(found))
 """
 
 
-def test_a_model_on_a_mesh_of_jaxs_own_defaults():
-    """`jax.make_mesh` gives axes of type Explicit; `shard` takes such a mesh."""
+def test_shard_takes_a_mesh_of_jax_make_mesh():
+    """`jax.make_mesh` makes axes of type Explicit by default."""
     environment = dict(os.environ, JAX_NUM_CPU_DEVICES="8")
     command = [sys.executable, "-c", SHARDED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,6 +1,6 @@
-"""GGUF files converted with --verify, and exported.
+"""Test `convert --verify` and `export` of GGUF files.
 
-transformers 5.23 reads the tensors of the same files by itself.
+transformers 5.23 can load the same files itself and gives the expected logits.
 """
 
 import numpy as np
@@ -17,7 +17,8 @@ TOKENS = np.arange(20)[None] * 7 % VOCAB
 
 
 def made(folder, name, *args, make=None, **options):
-    """The GGUF file of a case, and the model of transformers that it holds."""
+    """Writes the GGUF file of a case. Returns its path and the transformers model in
+    it."""
     other = (make or GGUF_CASES[name][1])()
     other.save_pretrained(folder / "model")
     file = write_gguf(folder / "model", name, folder / "m.gguf", *args, **options)
@@ -38,7 +39,7 @@ def test_verify_compares_a_file_with_transformers(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
-def test_verify_of_few_bits(tmp_path, capsys, kind):
+def test_verify_accepts_quantized_weights(tmp_path, capsys, kind):
     def wide():
         return llama(hidden_size=32, intermediate_size=64, head_dim=8)
 
@@ -47,7 +48,7 @@ def test_verify_of_few_bits(tmp_path, capsys, kind):
     assert code == 0, said
 
 
-def test_verify_notices_another_file(tmp_path, capsys):
+def test_verify_detects_another_model(tmp_path, capsys):
     file, _ = made(tmp_path, "qwen2")
     assert run(capsys, "convert", file, tmp_path / "ours")[0] == 0
     (tmp_path / "other").mkdir()
@@ -56,8 +57,8 @@ def test_verify_notices_another_file(tmp_path, capsys):
     assert difference.relative > parity.LIMIT
 
 
-def test_verify_says_what_transformers_cannot_read(tmp_path, capsys):
-    """In one line, before anything is written."""
+def test_verify_names_files_that_transformers_cannot_read(tmp_path, capsys):
+    """Prints one line before anything is written."""
     file, _ = made(tmp_path, "granite-hybrid")
     code, said = run(capsys, "convert", file, tmp_path / "ours", "--verify")
     assert code == 2 and "granitehybrid" in said and "leave --verify out" in said
@@ -70,7 +71,8 @@ def test_verify_says_what_transformers_cannot_read(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", GGUF_CASES)
 def test_every_architecture_is_exported(tmp_path, capsys, name):
-    """What transformers reads of the export is the model that the file was made of."""
+    """The exported model, loaded by transformers, is the model the file was made
+    from."""
     file, other = made(tmp_path, name)
     code, said = run(capsys, "export", file, tmp_path / "hf")
     assert code == 0, said

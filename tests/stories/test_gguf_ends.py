@@ -1,8 +1,8 @@
-"""GGUF files end a generation at the tokens at which llama.cpp ends it.
+"""Test that generation from a GGUF file stops at the same tokens as llama.cpp.
 
-The lists are those of `llama_vocab::impl::load` in llama.cpp, src/llama-vocab.cpp, read
-in 2026: it goes by the text of a token, and takes it for a CONTROL token whatever its
-type in the file is.
+The lists of tokens are those of `llama_vocab::impl::load` in llama.cpp
+(src/llama-vocab.cpp, read in 2026). llama.cpp recognizes these tokens by their text,
+and treats them as CONTROL tokens whatever type the file gives them.
 """
 
 import json
@@ -35,7 +35,7 @@ KINDS = {"control": T.CONTROL, "user": T.USER_DEFINED, "normal": T.NORMAL}
 
 
 def write(path, names, kind=T.CONTROL, edit=None, eos="<end-of-all>", chain=()):
-    """A GGUF file whose vocabulary has these tokens, and one that its key names."""
+    """Writes a GGUF file with these tokens. Its eos_token_id key names one of them."""
     own = byte_level(special=("<end-of-all>",), more=names)
     table = follow(own, ("x", "y", *chain))
     kinds = dict.fromkeys(names, kind) | {"<end-of-all>": T.CONTROL}
@@ -51,23 +51,24 @@ def stops(path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("names", [ENDS, FILL_IN_ENDS], ids=["ends", "fill-in"])
-def test_each_text_that_ends(tmp_path, names, kind):
+def test_every_known_token_text_stops(tmp_path, names, kind):
     for i, name in enumerate(names):
         path, own = write(tmp_path / f"{i}.gguf", [name], KINDS[kind])
         end = own.token_to_id(name)
         assert info(path)["stop_tokens"] == [0, end], name
-    tokenizer = stree_jax.load(path).tokenizer  # it is a token, and left out of a text
+    # It is a special token and left out of texts
+    tokenizer = stree_jax.load(path).tokenizer
     assert tokenizer.encode(f"x{name}y").ids[1:-1] == [end]
     assert tokenizer.decode([own.token_to_id("x"), end]) == "x"
 
 
-def test_no_others_end(tmp_path):
+def test_other_tokens_do_not_stop(tmp_path):
     path, _ = write(tmp_path / "m.gguf", NO_ENDS)
     assert stops(path) == {0}
 
 
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "<|end|>", "</think>"])
-def test_a_text_ends_there(tmp_path, name, capsys):
+def test_generation_stops_at_these_tokens(tmp_path, name, capsys):
     chain = (name, "z", "z")
     path, own = write(tmp_path / "m.gguf", [name], chain=chain)
     argv = ["generate", "x", "--model", str(path), "--max-new-tokens", "5"]
@@ -89,7 +90,7 @@ def test_a_text_ends_there(tmp_path, name, capsys):
         ("</s> <|tool_response> <eos>", "<|tool_response> <eos>"),  # Gemma 4
     ],
 )
-def test_ends_that_depend_on_others(tmp_path, names, ends):
+def test_stop_tokens_that_depend_on_other_tokens(tmp_path, names, ends):
     path, own = write(tmp_path / "m.gguf", names.split(), T.NORMAL)
     assert stops(path) == {0, *map(own.token_to_id, ends.split())}
     named, _ = write(tmp_path / "n.gguf", names.split(), T.NORMAL, eos=names.split()[0])
@@ -101,8 +102,8 @@ def key(name, value):
 
 
 @pytest.mark.parametrize("name", "eot eom fim_pad fim_rep fim_sep".split())
-def test_keys_that_name_ends(tmp_path, name):
-    """A key goes before the texts that are known for the same role."""
+def test_keys_that_name_stop_tokens(tmp_path, name):
+    """A metadata key takes precedence over the token texts known for the same role."""
     names = ["<own>", "<|fim_pad|>"]
     own = byte_level(special=("<end-of-all>",), more=names)
     number = own.token_to_id("<own>")
@@ -111,8 +112,8 @@ def test_keys_that_name_ends(tmp_path, name):
     assert stops(path) == {0, number} | known
 
 
-def test_the_list_of_ends(tmp_path):
-    """Ollama writes all ends of generation_config.json into one key."""
+def test_the_key_with_all_stop_tokens(tmp_path):
+    """Ollama writes all stop tokens of generation_config.json into one key."""
 
     def edit(writer):
         writer.add_array("tokenizer.ggml.eos_token_ids", [0, 7, 9])
@@ -122,8 +123,8 @@ def test_the_list_of_ends(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["eot", "bos", "padding"])
-def test_a_key_without_a_token_is_ignored(tmp_path, name):
-    """As in llama.cpp, which warns of it; some converters write 2^32 - 1."""
+def test_a_key_with_an_invalid_token_id_is_ignored(tmp_path, name):
+    """llama.cpp also ignores it with a warning. Some converters write 2^32 - 1."""
     path, _ = write(tmp_path / "m.gguf", [], edit=key(name, 2**32 - 1))
     said = f"{name}_token_id: {2**32 - 1} is not among the 272 tokens; it is ignored"
     with pytest.warns(UserWarning, match=said):
@@ -134,8 +135,9 @@ def test_a_key_without_a_token_is_ignored(tmp_path, name):
     assert len(told) == 1 and said in told[0]
 
 
-def test_defaults_of_pieces(tmp_path):
-    """A SentencePiece file without keys: begins with 1, ends at 2, unknown is 0."""
+def test_defaults_of_sentencepiece_files(tmp_path):
+    """Without keys, a SentencePiece file has bos_token 1, eos_token 2 and unk_token
+    0."""
     own = spm()
     vocabulary = own.get_vocab()
     scores = [-float(i) for i in range(len(vocabulary))]
@@ -158,7 +160,7 @@ def test_defaults_of_pieces(tmp_path):
     assert model.tokenizer.encode("Hello").ids == [1, vocabulary[f"{SPACE}Hello"]]
 
 
-def test_written_directories_end_there(tmp_path):
+def test_converted_and_exported_models_keep_the_stop_tokens(tmp_path):
     path, own = write(tmp_path / "m.gguf", ["<|end_of_text|>", "<end_of_turn>"])
     wanted = (0, own.token_to_id("<end_of_turn>"), own.token_to_id("<|end_of_text|>"))
     convert_checkpoint(path, tmp_path / "ours", progress=False)

@@ -1,4 +1,4 @@
-"""Granite 3 directories, whose GGUF files could be read and they could not."""
+"""Test Granite 3 directories. At one time only their GGUF files could be read."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ TOKENS = np.arange(20)[None] * 7 % hf.VOCAB
 
 @pytest.mark.parametrize("make", [hf.granite3, hf.granitemoe, hf.granitemoeshared])
 def test_granite_3(tmp_path, capsys, make):
-    """Through convert and export, by transformers' logits each time."""
+    """convert and export keep the model; the expected logits are those of
+    transformers."""
     src, ours, out = tmp_path / "src", tmp_path / "ours", tmp_path / "hf"
     other = make()
     other.save_pretrained(src)

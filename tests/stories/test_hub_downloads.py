@@ -1,5 +1,7 @@
-"""What is fetched of a repository on the hub: the files that `load` opens, and no
-others. The hub is one of this machine (`tests/support/hub_server.py`)."""
+"""Test which files are downloaded from a hub repository: only those that `load` opens.
+
+The hub is a local server (`tests/support/hub_server.py`).
+"""
 
 import json
 import shutil
@@ -26,7 +28,7 @@ from tests.support.table_models import (
     write_llama,
 )
 
-BESIDE = (  # of published repositories, not one of which `load` opens
+BESIDE = (  # other files in published repositories; `load` opens none of them
     *("README.md", ".gitattributes", "LICENSE", "USE_POLICY.md", "optimizer.bin"),
     *("training_args.bin", "consolidated.safetensors", "consolidated.00.pth"),
     *("original/consolidated.00.pth", "original/params.json", "params.json"),
@@ -44,7 +46,7 @@ SMALL += ["tokenizer_config.json", "chat_template.jinja"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model that says "ab" after "!", as a directory and as a GGUF file."""
+    """Writes a model that says "ab" after "!", as a directory and as a GGUF file."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
     chain = follow(tokenizer, ["!", "ab", "</s>"], rest=2)
     write_llama(
@@ -70,7 +72,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def put(hub, models, name="o/llama", beside=BESIDE):
-    """A published repository, and what lies about in it."""
+    """Adds a repository to the hub, with other files beside the model's."""
     repo = hub.folder / name
     shutil.copytree(models / "llama", repo)
     for file in beside:
@@ -107,13 +109,13 @@ def refused(name):
     return str(error.value)
 
 
-def test_one_file_of_weights(hub, models):
+def test_load_downloads_one_weights_file(hub, models):
     put(hub, models)
     assert text(stree_jax.load("o/llama")) == ["ab"]
     assert hub.files() == sorted([*SMALL, "model.safetensors"])
 
 
-def test_the_shards_of_the_index(hub, models):
+def test_load_downloads_the_shards_in_the_index(hub, models):
     repo = put(hub, models)
     in_shards(repo)
     (repo / "model-00001-of-00003.safetensors").write_bytes(b"of an older upload")
@@ -123,7 +125,7 @@ def test_the_shards_of_the_index(hub, models):
 
 
 def pickled(repo, **options):
-    """Puts a file of torch in place of a repository's weights, and returns its path."""
+    """Replaces the weights of a repository by a PyTorch file, and returns its path."""
     torch = pytest.importorskip("torch")
     tensors = load_file(repo / "model.safetensors")
     for file in repo.glob("*.safetensors"):
@@ -133,8 +135,8 @@ def pickled(repo, **options):
     return repo / "pytorch_model.bin"
 
 
-def test_pickled_weights_where_there_are_no_others(hub, models, capsys):
-    """`info` and `plan` fetch a file's list of tensors, which is an archive's."""
+def test_pytorch_weights_are_used_if_there_are_no_others(hub, models, capsys):
+    """`info` and `plan` download only the list of tensors of a PyTorch (zip) file."""
     file = pickled(put(hub, models))
     facts = info("o/llama")
     assert facts["layers"] == {"attention": 2, "mlp": 2} and not facts["tied_head"]
@@ -147,8 +149,9 @@ def test_pickled_weights_where_there_are_no_others(hub, models, capsys):
     assert info("o/llama") == facts
 
 
-def test_older_pickles_are_fetched_whole(hub, models, capsys):
-    """Files of torch before 1.6, in which the list is among the numbers."""
+def test_old_pytorch_files_are_downloaded_whole(hub, models, capsys):
+    """In files from before PyTorch 1.6, the list of tensors is not stored
+    separately."""
     pickled(put(hub, models), _use_new_zipfile_serialization=False)
     code, out, err = run(capsys, "plan", "--model", "o/llama", "--memory", "1GB")
     assert code == 0, err
@@ -157,8 +160,9 @@ def test_older_pickles_are_fetched_whole(hub, models, capsys):
 
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-def test_info_tells_a_head_trained_apart(hub, models, apart, shards):
-    """Of a config that says tied, by a few numbers of both tensors."""
+def test_info_finds_an_untied_output_head(hub, models, apart, shards):
+    """The config says that the head is tied; `info` compares a few values of both
+    tensors."""
     repo = put(hub, models)
     tensors = load_file(repo / "model.safetensors")
     if not apart:
@@ -179,7 +183,7 @@ def info_refused(name):
     return str(error.value)
 
 
-def test_our_own_directories(hub, models):
+def test_directories_of_this_library(hub, models):
     stree_jax.save(stree_jax.load(models / "llama"), hub_folder(hub) / "ours")
     assert info("o/ours")["format"] == "stree-jax"
     assert hub.files() == ["config.json", "tokenizer.json"]
@@ -193,7 +197,7 @@ def hub_folder(hub):
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_info_and_plan_fetch_no_weights(hub, models, capsys, shards):
-    """They say of a repository what they say of the directory."""
+    """Their output is the same as for a local directory."""
     repo = put(hub, models)
     if shards:
         in_shards(repo)
@@ -210,7 +214,7 @@ def test_info_and_plan_fetch_no_weights(hub, models, capsys, shards):
     assert not [file for file in hub.files() if file.endswith((".bin", ".gguf"))]
 
 
-def test_an_architecture_that_is_unknown_costs_no_weights(hub, models):
+def test_an_unknown_architecture_downloads_no_weights(hub, models):
     repo = put(hub, models)
     config = json.loads((repo / "config.json").read_text()) | {"model_type": "gpt2"}
     (repo / "config.json").write_text(json.dumps(config))
@@ -218,7 +222,7 @@ def test_an_architecture_that_is_unknown_costs_no_weights(hub, models):
     assert hub.bytes_of(".safetensors") == 0
 
 
-def test_one_gguf_file(hub, models):
+def test_load_downloads_one_gguf_file(hub, models):
     shutil.copy(models / "model.gguf", hub_folder(hub) / "model.gguf")
     repo = hub.folder / "o/gguf"
     repo.mkdir()
@@ -237,7 +241,8 @@ QUANTS = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "tiny-IQ4_XS.gguf", "tiny-f16.gg
 
 @pytest.fixture
 def quantizations(hub, models):
-    """Several quantizations in a repository, one in a folder; two do not open."""
+    """Adds a repository of several quantizations, one in a folder. Only two can be
+    read."""
     repo = hub.folder / "o/gguf"
     (repo / "Q6_K").mkdir(parents=True)
     for file in (*QUANTS, "Q6_K/tiny-Q6_K.gguf"):
@@ -257,13 +262,13 @@ def quantizations(hub, models):
         ("o/gguf/Q6_K/tiny-Q6_K.gguf@main", "Q6_K/tiny-Q6_K.gguf"),
     ],
 )
-def test_a_quantization_by_its_name(quantizations, name, file):
+def test_a_quantization_is_chosen_by_its_name(quantizations, name, file):
     assert info(name)["format"] == "gguf llama"
     assert text(stree_jax.load(name)) == ["ab"]
     assert quantizations.files() == [file]
 
 
-def test_all_shards_of_a_gguf_file(hub, models):
+def test_load_downloads_all_shards_of_a_gguf_file(hub, models):
     repo, tokenizer = hub.folder / "o/gguf/Q8_0", byte_level()
     repo.mkdir(parents=True)
     chain = follow(tokenizer, ["!", "ab", "</s>"], rest=2)
@@ -295,7 +300,7 @@ def test_several_quantizations_are_listed(quantizations):
     assert not quantizations.files()
 
 
-def test_revisions(hub, models):
+def test_a_revision_is_chosen_by_its_name(hub, models):
     put(hub, models)
     old = put(hub, models, "o/llama@v1", ())
     config = json.loads((old / "config.json").read_text()) | {"eos_token_id": 7}
@@ -306,8 +311,8 @@ def test_revisions(hub, models):
     assert "the repository has no such revision" in refused("o/llama@v2")
 
 
-def test_offline(hub, models, monkeypatch):
-    """What is in the cache is enough; what is not is said."""
+def test_offline_loads_use_the_cache(hub, models, monkeypatch):
+    """Cached files are enough; the error names a file that is missing in the cache."""
     repo = put(hub, models)
     in_shards(repo)
     shutil.copytree(models / "llama", hub.folder / "o/other")
@@ -328,7 +333,7 @@ def test_offline(hub, models, monkeypatch):
     assert len(hub.sent) == sent
 
 
-def test_what_the_hub_refuses(hub, models):
+def test_errors_of_the_hub_are_explained(hub, models):
     put(hub, models)
     hub.gated.add("o/llama")
     assert "accept the terms" in refused("o/llama")
@@ -343,8 +348,9 @@ def test_what_the_hub_refuses(hub, models):
     assert "no such file, and not to be had" in refused("o/none/model-Q8_0.gguf")
 
 
-def test_drafters_heads_and_ngrams(hub, models, capsys, tmp_path):
-    """By hub id like the target, each with what it needs and no more."""
+def test_draft_models_heads_and_ngrams_are_downloaded(hub, models, capsys, tmp_path):
+    """Each is named by hub id, like the target, and only its own files are
+    downloaded."""
     put(hub, models, "o/drafter")
     repo = put(hub, models)
     width = json.loads((repo / "config.json").read_text())["hidden_size"]
@@ -374,7 +380,7 @@ def test_drafters_heads_and_ngrams(hub, models, capsys, tmp_path):
     assert hub.files("o/drafter") == sorted([*SMALL, "model.safetensors"])
 
 
-def test_commands_by_hub_id(hub, models, capsys, tmp_path):
+def test_convert_and_export_take_hub_ids(hub, models, capsys, tmp_path):
     put(hub, models)
     assert run(capsys, "convert", "o/llama", tmp_path / "ours")[0] == 0
     assert text(stree_jax.load(tmp_path / "ours")) == ["ab"]

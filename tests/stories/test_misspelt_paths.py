@@ -1,4 +1,4 @@
-"""A path that leads to no model: the message says what to name, or to do, instead."""
+"""Test that a wrong model path gives a message that says what to pass or do instead."""
 
 import shutil
 from pathlib import Path
@@ -26,21 +26,21 @@ def refused(path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_file_of_a_model(model, name):
+def test_a_file_inside_a_model_directory(model, name):
     assert refused(model / name).endswith(f"pass its directory, {model}")
 
 
-def test_the_folder_above(model):
+def test_the_parent_directory_of_a_model(model):
     assert refused(model.parent).endswith(f"such as {model}")
 
 
-def test_a_folder_of_the_hubs_cache(model, tmp_path):
+def test_a_directory_of_the_hub_cache(model, tmp_path):
     snapshot = tmp_path / "models--o--n/snapshots/abc"
     shutil.copytree(model, snapshot)
     assert refused(tmp_path / "models--o--n").endswith(f"such as {snapshot}")
 
 
-def test_weights_alone(model):
+def test_weights_without_a_config(model):
     (model / "config.json").unlink()
     assert "weights, but no config.json" in refused(model)
 
@@ -66,11 +66,11 @@ def test_shards_without_their_index(model):
         "https://huggingface.co/o/n?library=transformers",
     ],
 )
-def test_the_address_of_a_page(name):
+def test_the_url_of_a_hub_page(name):
     assert refused(name).endswith("for the hub, pass the id o/n")
 
 
-def test_a_home_that_no_shell_has_put_in():
+def test_an_unexpanded_home_directory():
     assert "~ is not expanded" in refused("~/no/such/model")
 
 
@@ -80,8 +80,9 @@ def test_a_missing_gguf_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_clone_without_its_large_files(model, tmp_path, capsys, name):
-    """`git clone` without Git LFS leaves a few lines in place of each."""
+def test_a_git_lfs_pointer_in_place_of_a_file(model, tmp_path, capsys, name):
+    """`git clone` without Git LFS leaves a pointer of a few lines in place of each
+    file."""
     (model / name).write_text(POINTER)
     assert "fetch it with git lfs pull" in refused(model)
     assert cli.main(["convert", str(model), str(tmp_path / "out")]) == 2
@@ -89,14 +90,14 @@ def test_a_clone_without_its_large_files(model, tmp_path, capsys, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_clone_with_pickled_weights(model):
+def test_a_git_lfs_pointer_in_place_of_pytorch_weights(model):
     pytest.importorskip("torch")
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_text(POINTER)
     assert "fetch it with git lfs pull" in refused(model)
 
 
-def test_a_gguf_file_of_a_clone(tmp_path):
+def test_a_git_lfs_pointer_in_place_of_a_gguf_file(tmp_path):
     tokenizer, file = byte_level(), tmp_path / "model.gguf"
     write_gguf(file, tokenizer, [2] * padded_size(tokenizer), eos="</s>")
     assert stree_jax.load(file).config.vocab_size == padded_size(tokenizer)
@@ -104,8 +105,8 @@ def test_a_gguf_file_of_a_clone(tmp_path):
     assert "fetch it with git lfs pull" in refused(file)
 
 
-def test_a_pickle_of_more_than_tensors(model):
-    """torch's advice to run the code that is in it is not passed on."""
+def test_a_pickle_with_other_objects_than_tensors(model):
+    """The message does not repeat PyTorch's advice to execute the code in the file."""
     torch = pytest.importorskip("torch")
     (model / "model.safetensors").unlink()
     torch.save({"model": Path("x")}, model / "pytorch_model.bin")

@@ -1,7 +1,7 @@
-"""Weights that hold NaN: the result shows it, with the compiled kernels and without.
+"""Test that NaN in the weights shows in the result, with and without compiled kernels.
 
 A NaN in one row of the output matrix makes that token's logit NaN at every step. The
-argmax of numbers with NaN is the first NaN (NumPy's rule), so that greedy text is that
+argmax of logits with NaN is the first NaN (NumPy's rule). Greedy text is therefore that
 token, or the first token once all logits are NaN.
 """
 
@@ -21,7 +21,7 @@ KERNELS = ["off"] if INSTRUCTIONS is None else ["off", INSTRUCTIONS[0]]
 
 
 def broken(row):
-    """A model whose embedding, which is its output matrix too, holds NaN."""
+    """Returns a model with NaN in its embedding, which is also its output matrix."""
     model = tiny(1, layers=("mamba", "mlp"))
     table = model.params["embedding"].at[row].set(jnp.nan)
     return dataclasses.replace(model, params=dict(model.params, embedding=table))
@@ -37,7 +37,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nan_in_the_weights_is_shown(way, monkeypatch):
+def test_nan_in_the_weights_shows_in_the_result(way, monkeypatch):
     model, options = broken(20), dict(WAYS[way])
     if options.pop("drafter", None) is True:
         options["drafter"] = tiny(2, layers=("mamba", "mlp"))

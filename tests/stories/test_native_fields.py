@@ -1,5 +1,6 @@
-"""Fields of mamba_ssm's and MambaInLlama's configs are read as their authors' code does
-(`tests/support/recompute.py`), or refused by name."""
+"""Test config fields of mamba_ssm and MambaInLlama: read as in their authors' code
+(`tests/support/recompute.py`), or refused by name.
+"""
 
 import json
 
@@ -20,7 +21,8 @@ from tests.support.recompute import native_logits
 TOKENS = np.random.default_rng(7).integers(0, VOCAB, 19)
 LIMIT = 1e-4
 
-# Edits of ssm_cfg or attn_cfg, and whether the numbers change; or words of the refusal.
+# Edits of ssm_cfg or attn_cfg, each with whether the logits change or with words of the
+# error message.
 NATIVE = [
     ("plain", "ssm_cfg", {"norm_before_gate": True}, True),
     ("plain", "ssm_cfg", {"dt_limit": [0.1, 0.2]}, True),
@@ -77,8 +79,9 @@ MAMBAINLLAMA = [
 
 @pytest.mark.parametrize("changes, outcome", MAMBAINLLAMA)
 def test_fields_of_mambainllama(tmp_path, changes, outcome):
-    """Its Mamba layers take the epsilon and activation of mamba_config.json, the others
-    those of config.json. An outcome of one word is the order of norm and gate."""
+    """The Mamba layers use the epsilon and activation of mamba_config.json, the other
+    layers those of config.json. An outcome of one word is the order of norm and gate.
+    """
     path = tmp_path / "model"
     (_, mixer), _ = write_mambainllama(path)
     ssm = mixer["ssm_cfg"] | changes.get("ssm_cfg", {})

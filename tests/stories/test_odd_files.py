@@ -1,5 +1,7 @@
-"""Files that are no files, or far too large, wherever one is read: refused at once, in
-one line. A pipe would keep the reader waiting, /dev/zero would never end."""
+"""Test that pipes, devices, folders and huge files are refused at once, in one line.
+
+Without a check, a pipe would block the reader and /dev/zero would never end.
+"""
 
 import errno
 import os
@@ -34,13 +36,13 @@ KINDS = ("pipe", "device", "folder", "terabyte")
 
 @pytest.fixture(autouse=True)
 def deadline():
-    """Nothing here may wait or read for long."""
+    """Fails a test that blocks or reads for too long."""
 
     def ring(*args):
         raise TimeoutError("it waits, or reads without an end")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(120)  # generous: a busy machine must not end it
+    signal.alarm(120)  # generous, so that a busy machine does not fail the test
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -83,7 +85,7 @@ def model(tmp_path_factory):
         *("mamba_config.json", "model.safetensors.index.json", "model.safetensors"),
     ],
 )
-def test_files_of_a_model(model, tmp_path, name, kind):
+def test_odd_files_in_a_model_directory(model, tmp_path, name, kind):
     folder = shutil.copytree(model, tmp_path / "model")
     if name.endswith("index.json"):
         (folder / "model.safetensors").unlink()
@@ -95,7 +97,7 @@ def test_files_of_a_model(model, tmp_path, name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_files_of_a_chat(model, tmp_path, name, kind):
+def test_odd_chat_templates_and_tokenizer_settings(model, tmp_path, name, kind):
     folder = shutil.copytree(model, tmp_path / "model")
     put(folder / name, kind)
     assert name in refused(read_chat_template, CheckpointFiles(folder))
@@ -104,20 +106,20 @@ def test_files_of_a_chat(model, tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_measured_step_times(tmp_path, monkeypatch, kind):
-    """What cannot be read counts as absent, and is measured again."""
+def test_an_unreadable_step_time_file_is_replaced(tmp_path, monkeypatch, kind):
+    """A file that cannot be read counts as absent, and the times are measured again."""
     monkeypatch.setenv("STREE_JAX_CACHE", str(tmp_path))
     put(tmp_path / step_times.FILE, kind)
     assert step_times._read() == {}
     step_times._write("key", step_times.Measured({1: 0.5}, 0.0, 0.0))
-    kept = kind != "folder"  # what is not a folder is replaced
+    kept = kind != "folder"  # a folder is not replaced
     assert step_times._read() == (
         {"key": step_times.Measured({1: 0.5}, 0.0, 0.0)} if kept else {}
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_that_commands_are_given(tmp_path, capsys, kind):
+def test_odd_files_as_arguments_of_commands(tmp_path, capsys, kind):
     file = put(tmp_path / "given", kind)
     assert str(file) in refused(stree_jax.load_ngrams, file)
     assert str(file) in refused(api_keys, file)
@@ -131,13 +133,13 @@ def test_files_that_commands_are_given(tmp_path, capsys, kind):
     assert str(weights) in refused(stree_jax.load, weights)
 
 
-def test_heads(tmp_path):
+def test_a_pipe_in_place_of_heads(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "medusa"}')
     put(tmp_path / "medusa_lm_head.safetensors", "pipe")
     assert "not a regular file" in refused(stree_jax.load_heads, tmp_path)
 
 
-def test_standard_input_without_an_end(monkeypatch, capsys):
+def test_endless_standard_input(monkeypatch, capsys):
     for command in ("generate", "chat"):
         with open("/dev/zero") as endless:
             monkeypatch.setattr("sys.stdin", endless)
@@ -145,8 +147,8 @@ def test_standard_input_without_an_end(monkeypatch, capsys):
         assert "standard input: more than" in capsys.readouterr().err
 
 
-def test_what_bash_makes_of_a_command_is_read():
-    """--file <(command): a pipe that is written to, and ends."""
+def test_a_pipe_of_process_substitution_is_read():
+    """`--file <(command)` in bash is a pipe that ends."""
     read, write = os.pipe()
     thread = threading.Thread(target=os.write, args=(write, b"text"))
     thread.start()
@@ -174,8 +176,8 @@ for bytes in (100, 4000, 50_000):
 """
 
 
-def test_a_full_disk_is_one_line(model, tmp_path):
-    """A limit on the size of files ends a write at the same places as a full disk."""
+def test_a_full_disk_is_reported_in_one_line(model, tmp_path):
+    """A limit on file size makes the same writes fail as a full disk."""
     dst = tmp_path / "dst"
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(model), str(dst)],
@@ -190,8 +192,9 @@ def test_a_full_disk_is_one_line(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_write_whose_threads_end_late_leaves_nothing(tmp_path, monkeypatch):
-    """One makes a file while the folder is being removed, which then is not empty."""
+def test_a_failed_write_with_late_threads_leaves_nothing(tmp_path, monkeypatch):
+    """A thread creates a file while the folder is being removed, so that rmdir
+    fails."""
     rmtree, late = shutil.rmtree, [b"the last thread"]
 
     def remove(folder, **options):
@@ -214,9 +217,7 @@ def test_a_failed_write_whose_threads_end_late_leaves_nothing(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(
-    model, tmp_path, monkeypatch
-):
+def test_too_little_disk_space_is_reported_before_writing(model, tmp_path, monkeypatch):
     loaded = stree_jax.load(model)
     used = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
@@ -242,8 +243,9 @@ sys.exit(main([*words, *small]))
 
 
 @pytest.mark.parametrize(("kind", "size"), [("heads", 4000), ("distill", 60_000)])
-def test_a_full_disk_ends_a_training_in_one_line(model, tmp_path, kind, size):
-    """`heads` ended by a signal (a mapped file), `distill` with 300 lines."""
+def test_a_full_disk_ends_training_with_one_line(model, tmp_path, kind, size):
+    """Without a check, `heads` was killed by a signal (a memory-mapped file), and
+    `distill` printed 300 lines."""
     text = tmp_path / "text.txt"
     text.write_text("abc def " * 4000)
     work = tmp_path / "work"
@@ -262,7 +264,7 @@ def test_a_full_disk_ends_a_training_in_one_line(model, tmp_path, kind, size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_template_for_training(model, tmp_path, capsys, kind):
+def test_odd_chat_template_files_for_training(model, tmp_path, capsys, kind):
     file = put(tmp_path / "given", kind)
     words = ["distill", "--target", str(model), "--chat-template", str(file)]
     text = tmp_path / "text.txt"
@@ -274,24 +276,24 @@ def test_a_chat_template_for_training(model, tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.md.gz"])
-def test_a_text_without_an_end(tmp_path, monkeypatch, name):
-    """A terabyte of zeros has one line, and no memory holds it."""
+def test_a_huge_file_of_one_line_is_refused(tmp_path, monkeypatch, name):
+    """The file holds a terabyte of zeros, one line that does not fit in memory."""
     monkeypatch.setattr("stree_jax.records.MOST_LINE", 4096)
     given = put(tmp_path / name, "terabyte")
     assert str(given) in refused(list, read_texts([given], Tally()))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "terabyte"])
-def test_saves_cannot_be_kept_in_a_file(tmp_path, kind):
+def test_the_work_directory_must_be_a_directory(tmp_path, kind):
     work = put(tmp_path / "work", kind)
     for place in (work, work / "below"):
         job = Job([tmp_path], tmp_path / "out", place, TrainConfig(steps=1))
         assert str(work) in refused(job.check)
 
 
-def test_only_errors_about_files_are_worded_as_such(tmp_path):
+def test_only_file_errors_are_reported_as_file_errors(tmp_path):
     with pytest.raises(BrokenPipeError), one_line_errors(tmp_path):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # of standard output
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")  # on standard output
     with (
         pytest.raises(ValueError, match="cannot be written"),
         one_line_errors(tmp_path),

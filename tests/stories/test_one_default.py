@@ -1,5 +1,7 @@
-"""The command line and the API decode a model in the same way where nothing is named:
-in the dtype that it is stored in, and with prompt lookup."""
+"""Test that the command line and the Python API have the same defaults.
+
+Both use the dtype in which a model is stored, and prompt lookup.
+"""
 
 import inspect
 import json
@@ -24,8 +26,8 @@ from tests.support.table_models import (
 NEW = 40
 
 
-def said(chain, ids, count):
-    """The text of the table."""
+def table_tokens(chain, ids, count):
+    """Returns the tokens that the table continues `ids` with."""
     told = [*ids]
     for _ in range(count):
         told.append(chain[told[-1]])
@@ -34,14 +36,14 @@ def said(chain, ids, count):
 
 @pytest.fixture(scope="module")
 def table():
-    """Says "abcdef" for ever; the tokenizer has "ab" as one token."""
+    """Returns a tokenizer and a table that says "abcdef" forever; "ab" is one token."""
     tokenizer = byte_level()
     return tokenizer, follow(tokenizer, ["ab", *"cdef", "ab"], rest=2)
 
 
 @pytest.fixture(scope="module")
 def model(table, tmp_path_factory):
-    """Directories by the dtype that they are stored in."""
+    """Returns a function: dtype -> a model directory stored in that dtype."""
     tokenizer, chain = table
     V, folder = padded_size(tokenizer), tmp_path_factory.mktemp("models")
 
@@ -69,7 +71,7 @@ def report(capsys, *args):
     ("stored", "kept"),
     [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32")],
 )
-def test_the_stored_dtype(model, capsys, stored, kept):
+def test_the_default_is_the_stored_dtype(model, capsys, stored, kept):
     folder = model(stored)
     loaded = stree_jax.load(folder)
     assert str(loaded.weight_format) == kept
@@ -88,7 +90,7 @@ def test_the_stored_dtype(model, capsys, stored, kept):
     assert str(served.weight_format) == kept
 
 
-def test_a_named_dtype(model, capsys):
+def test_a_named_dtype_is_used(model, capsys):
     words = "generate", "ab", "--model", model("bfloat16"), "--drafter", "none"
     asked = report(
         capsys, *words, "--max-new-tokens", 2, "--json", "--dtype", "float32"
@@ -96,8 +98,8 @@ def test_a_named_dtype(model, capsys):
     assert asked["dtype"] == "float32"
 
 
-def test_what_fits_in_a_limit_is_of_the_stored_dtype(model, capsys):
-    """Between the bytes of both: float32 would not fit."""
+def test_a_memory_limit_is_checked_for_the_stored_dtype(model, capsys):
+    """The limit is between the sizes in bfloat16 and float32: float32 does not fit."""
     folder = model("bfloat16")
     least = report(capsys, "info", folder, "--json")["weight_bytes"]
     args = "serve", "--model", str(folder), "--memory", str(int(1.5 * least))
@@ -112,12 +114,12 @@ def test_benchmarks_keep_their_own_default():
     assert args.dtype == "float32"
 
 
-def test_lookup_drafts_where_no_drafter_is_named(model, table, capsys):
-    """In Python as in a terminal; the text is the table's, as it is without."""
+def test_prompt_lookup_is_the_default_drafter(model, table, capsys):
+    """In Python and on the command line; the text is the same as without a drafter."""
     tokenizer, chain = table
     loaded = stree_jax.load(model("float32"))
     ids = tokenizer.encode("ab").ids
-    wanted = said(chain, ids, NEW)
+    wanted = table_tokens(chain, ids, NEW)
     result = stree_jax.generate(loaded, "ab", max_new_tokens=NEW)
     assert result.tokens == [wanted] and 2 in result.origins[0]
     assert int(result.target_calls[0]) < NEW
@@ -135,8 +137,9 @@ def test_lookup_drafts_where_no_drafter_is_named(model, table, capsys):
     assert named.tree_sizes == result.tree_sizes
 
 
-def test_a_conversation_may_change_its_drafter(model, table):
-    """A past of the default goes on without a drafter, and the other way round."""
+def test_a_conversation_can_change_its_drafter(model, table):
+    """A cached state from the default drafter continues without a drafter, and vice
+    versa."""
     tokenizer, chain = table
     loaded, ids = stree_jax.load(model("float32")), tokenizer.encode("ab").ids
     for first, then in ((None, "auto"), ("auto", None)):
@@ -146,10 +149,10 @@ def test_a_conversation_may_change_its_drafter(model, table):
         two = stree_jax.generate(
             loaded, [[]], max_new_tokens=7, drafter=then, past=one.past
         )
-        assert one.tokens[0] + two.tokens[0] == said(chain, ids, 14)
+        assert one.tokens[0] + two.tokens[0] == table_tokens(chain, ids, 14)
 
 
-def test_both_signatures_say_so():
+def test_defaults_in_signatures_and_parsers():
     for function in (stree_jax.generate, stree_jax.stream):
         assert inspect.signature(function).parameters["drafter"].default == "auto"
     assert inspect.signature(stree_jax.load).parameters["dtype"].default is None
@@ -159,8 +162,8 @@ def test_both_signatures_say_so():
         assert args.dtype is None and args.drafter is None
 
 
-def test_a_text_of_one_token_waits_for_no_measuring(model, monkeypatch):
-    """Steps are timed to choose what is drafted, and here nothing is."""
+def test_a_text_of_one_token_measures_no_steps(model, monkeypatch):
+    """Steps are timed only to choose draft tokens, and one token needs none."""
 
     def measured(*_):
         raise AssertionError("steps were measured")

@@ -1,8 +1,8 @@
-"""A drafter whose embedding is padded to another multiple than the target's.
+"""Test draft models whose embedding is padded to another size than the target's.
 
 Qwen2.5's small models have 151,936 rows and its large ones 152,064, with one tokenizer.
-The output is that of plain decoding, or distributed as it; other tokens under the same
-ids are warned of.
+The output must be that of plain decoding, or have its distribution. If the same ids
+stand for other tokens, there must be a warning.
 """
 
 import io
@@ -27,7 +27,7 @@ TREE = "parents:0,0,1,1,2"
 
 
 def resized(model, rows):
-    """The model with more or fewer rows of its embedding, all of them tokens."""
+    """Returns the model with another number of embedding rows, all of them tokens."""
     table = np.asarray(model.params["embedding"])
     extra = np.random.default_rng(rows).standard_normal((rows, table.shape[1]))
     kept = min(rows, len(table))
@@ -51,7 +51,7 @@ def prompts():
 
 def generate(target, prompts, drafter, **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there is no tokenizer to compare
+        warnings.simplefilter("ignore")  # the models have no tokenizer to compare
         return stree_jax.generate(
             target, prompts, max_new_tokens=24, drafter=drafter, **options
         )
@@ -59,17 +59,17 @@ def generate(target, prompts, drafter, **options):
 
 @pytest.mark.parametrize("rows", [40, 64])
 @pytest.mark.parametrize("tree", [TREE, "auto", "beam:2x3"])
-def test_greedy_text_is_plain_decoding(rows, tree, target, prompts):
+def test_greedy_text_is_identical_to_plain_decoding(rows, tree, target, prompts):
     drafter = resized(tiny(1, layers=("mamba", "attention")), rows)
     plain = generate(target, prompts, None)
     result = generate(target, prompts, drafter, tree=tree)
     assert result.tokens == plain.tokens
-    if tree == TREE:  # the drafter is the target but for its padding
+    if tree == TREE:  # the drafter is the target with other padding
         assert (result.acceptance_length > 1.5).all()
 
 
 @pytest.mark.parametrize("rows", [40, 64])
-def test_sampled_text_is_plain_sampling_seed_by_seed(rows, target, prompts):
+def test_sampled_text_is_identical_for_each_seed(rows, target, prompts):
     drafter = resized(tiny(2, layers=("mamba",)), rows)
     sampling = [Sampling(seed=3), Sampling(temperature=0.7, top_p=0.9, seed=4)]
     plain = generate(target, prompts, None, sampling=sampling)
@@ -92,7 +92,8 @@ RULES = {
 @pytest.mark.parametrize("rows", [4, 9])
 @pytest.mark.parametrize("name", RULES)
 def test_rules_with_q_keep_the_distribution(rows, name, experiment):
-    """The drafter's q is 0 where it has no token, and is cut where it has more."""
+    """The drafter's q is 0 for tokens that it lacks, and is cut where it has more
+    tokens."""
     rule, tree = RULES[name]
     drafter = resized(experiment.drafter, rows)
     counts = distribution.drawn(
@@ -101,7 +102,7 @@ def test_rules_with_q_keep_the_distribution(rows, name, experiment):
     assert distribution.p_value(counts, experiment.expected) > 0.01
 
 
-def test_an_id_that_the_drafter_does_not_have_may_be_in_the_text(target):
+def test_texts_may_have_ids_that_the_drafter_lacks(target):
     drafter = resized(tiny(1, layers=("mamba", "attention")), 40)
     prompt = [[46, 45, 44, 43, 42, 41]]
     plain = generate(target, prompt, None)
@@ -122,8 +123,8 @@ def pair(tmp_path_factory):
     return large, small
 
 
-def test_one_tokenizer_is_not_warned_of(pair):
-    """Warnings are errors here."""
+def test_equal_tokenizers_cause_no_warning(pair):
+    """pytest turns warnings into errors."""
     target, drafter = pair
     result = stree_jax.generate(
         target, "a", max_new_tokens=2, drafter=drafter, tree="chain:2"
@@ -132,7 +133,7 @@ def test_one_tokenizer_is_not_warned_of(pair):
     assert result.target_calls[0] == 1
 
 
-def test_another_tokenizer_is_warned_of(pair, tmp_path):
+def test_another_tokenizer_causes_a_warning(pair, tmp_path):
     """Its vocabulary may have the same size."""
     target, _ = pair
     other = saved(tmp_path / "other", spm(), 304, names=("H", "e", "l"))
@@ -144,17 +145,18 @@ def test_another_tokenizer_is_warned_of(pair, tmp_path):
 
 
 def ngrams(rows):
-    """Guesses nothing; only its size counts here."""
+    """Returns empty n-grams for a vocabulary of this size."""
     return NGrams(jnp.zeros(rows), jnp.zeros(1, jnp.int32), ())
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A drafter with fewer special tokens, so that all other ids are shifted."""
+    """Returns a draft model with fewer special tokens, so that all other ids are
+    shifted."""
     return saved(tmp_path_factory.mktemp("other") / "m", byte_level(SPECIAL[:3]), 288)
 
 
-def warned_of(run):
+def warnings_of(run):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
@@ -162,9 +164,11 @@ def warned_of(run):
 
 
 def test_a_call_warns_once(pair, other):
-    """Within a limit of memory, several ways to decode are tried."""
+    """With a memory limit, several setups are tried in one call."""
     options = dict(max_new_tokens=2, drafter=other, tree="chain:2", memory="1GB")
-    assert warned_of(lambda: stree_jax.generate(pair[0], "a", **options)) == ["drafter"]
+    assert warnings_of(lambda: stree_jax.generate(pair[0], "a", **options)) == [
+        "drafter"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -177,16 +181,16 @@ def test_a_call_warns_once(pair, other):
         (True, "other", ["guesser"]),
     ],
 )
-def test_stages_are_warned_of_by_name(pair, other, equal, stage, warned):
-    """n-grams of the drafter's size are of its tokenizer, which has been compared."""
+def test_warnings_name_the_stage(pair, other, equal, stage, warned):
+    """n-grams of the drafter's size share its tokenizer, which was compared already."""
     target, drafter = pair
     guesser = other if stage == "other" else ngrams(stage)
     staged = Staged(drafter if equal else other, guesser, ahead=1, width=1)
-    assert warned_of(lambda: warn_of_drafter(target, staged)) == warned
+    assert warnings_of(lambda: warn_of_drafter(target, staged)) == warned
 
 
 def test_a_command_warns_once(pair, other, tmp_path, capsys, monkeypatch):
-    """It may decode many times: here in two turns."""
+    """Even if it decodes many times, here in two turns."""
     for name, model in (("target", pair[0]), ("other", other)):
         stree_jax.save(model, tmp_path / name)
     monkeypatch.setattr("sys.stdin", io.StringIO("a\na\n"))
@@ -198,8 +202,8 @@ def test_a_command_warns_once(pair, other, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.count("its tokenizer differs") == 1
 
 
-def test_other_special_tokens_are_not_warned_of(pair, tmp_path):
-    """Warnings are errors here. A base model drafts well for its chat model."""
+def test_other_special_tokens_cause_no_warning(pair, tmp_path):
+    """A base model can draft for its chat model. pytest turns warnings into errors."""
     target, _ = pair
     base = byte_level((*SPECIAL[:3], "<|reserved_0|>", "<|reserved_1|>"))
     drafter = saved(tmp_path / "base", base, 288)
@@ -209,7 +213,7 @@ def test_other_special_tokens_are_not_warned_of(pair, tmp_path):
     assert (result.texts, result.target_calls.tolist()) == (["bc"], [1])
 
 
-def test_unknown_tokens_are_warned_of(target, prompts):
+def test_unknown_tokenizers_cause_a_warning(target, prompts):
     drafter = resized(tiny(2, layers=("mamba",)), 40)
     said = r"drafter: its vocabulary has 40 tokens, the target's 47, and there are no"
     with pytest.warns(UserWarning, match=said):
@@ -218,8 +222,8 @@ def test_unknown_tokens_are_warned_of(target, prompts):
         )
 
 
-def test_stop_tokens_are_the_targets(target, prompts):
-    """A drafter may draft its own stop token; the text goes on."""
+def test_only_stop_tokens_of_the_target_count(target, prompts):
+    """The text does not end at a stop token of the drafter."""
     drafter = resized(tiny(1, layers=("mamba", "attention")), 64)
     assert STOP in target.config.stop_tokens
     drafter = drafter.replace(config=replace(drafter.config, stop_tokens=(60,)))

@@ -1,6 +1,6 @@
-"""Repositories as people have them, with tiny weights, through every command.
+"""Test repositories laid out as published, with tiny weights, through every command.
 
-What transformers makes of the same directory is the right text and chat.
+The expected text and chat are those of transformers on the same directory.
 """
 
 import io
@@ -17,10 +17,12 @@ from stree_jax.cli import main as cli
 from tests.support import published, snippets
 
 NEW = 6
-# Qwen2.5's generation_config.json has one, and loading says that it is not applied.
+# Qwen2.5's generation_config.json has a repetition penalty; a warning says that it is
+# not applied.
 pytestmark = pytest.mark.filterwarnings("ignore:.*repetition_penalty:UserWarning")
 PROMPT = "def f(x):"
-DRAFTING = ("--drafter", "lookup", "--tree", "chain:2")  # "auto" compiles for longer
+# "auto" would take longer to compile
+DRAFTING = ("--drafter", "lookup", "--tree", "chain:2")
 FLOAT32 = ("--dtype", "float32")
 
 
@@ -31,7 +33,8 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(root):
-    """A function: name -> the directory or file of that name, made once."""
+    """Returns a function: name -> the directory or file of that name. Each is made
+    once."""
 
     def make(name):
         path = root / name
@@ -47,7 +50,7 @@ def made(root):
 
 
 def run(capsys, *args, stdin=None, monkeypatch=None):
-    """Runs a command that must succeed; returns what it prints."""
+    """Runs a command that must succeed. Returns what it prints."""
     if stdin is not None:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
     code = cli.main([str(arg) for arg in args])
@@ -57,9 +60,11 @@ def run(capsys, *args, stdin=None, monkeypatch=None):
 
 
 def reference(directory, ids):
-    """Greedy tokens of transformers after `ids`, by its own generation config."""
+    """Returns greedy tokens of transformers after `ids`, with its own generation
+    config."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sampling fields that greedy does not use
+        # About sampling fields, which greedy decoding does not use
+        warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         ids = torch.tensor([ids])
         out = model.generate(
@@ -80,7 +85,7 @@ def tokens_of(capsys, model, prompt=PROMPT):
 
 
 @pytest.mark.parametrize("name", published.DIRECTORIES)
-def test_generate_is_transformers(name, made, capsys):
+def test_generate_matches_transformers(name, made, capsys):
     tokenizer = AutoTokenizer.from_pretrained(made(name))
     expected = reference(made(name), tokenizer(PROMPT).input_ids)
     assert tokens_of(capsys, made(name)) == expected
@@ -88,8 +93,8 @@ def test_generate_is_transformers(name, made, capsys):
 
 @pytest.mark.parametrize("name", published.DIRECTORIES)
 def test_info_and_chat(name, made, capsys, monkeypatch):
-    """Stops are those of generation_config.json; a turn is fed as transformers spells
-    it."""
+    """The stop tokens are those of generation_config.json. A turn is the token ids that
+    the chat template of transformers makes."""
     path = made(name)
     facts = json.loads(run(capsys, "info", path, "--json"))
     wanted = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
@@ -116,7 +121,7 @@ def test_info_and_chat(name, made, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", published.DIRECTORIES)
 def test_convert_and_export(name, made, tmp_path, capsys):
-    """Ours and the directory for transformers have the tokens, stops and template."""
+    """Both directories give the same tokens, stop tokens and chat template."""
     path = made(name)
     expected = tokens_of(capsys, path)
     run(capsys, "convert", path, tmp_path / "ours", "--verify", *FLOAT32)
@@ -133,9 +138,9 @@ def test_convert_and_export(name, made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", published.GGUF_FILES)
-def test_gguf_files(name, made, tmp_path, capsys, monkeypatch):
-    """The numbers are the directory's, rounded as the file stores them: an export of
-    the file gives transformers' tokens."""
+def test_gguf_files_match_their_exports(name, made, tmp_path, capsys, monkeypatch):
+    """The weights are those of the directory, rounded as the file stores them. An
+    export of the file gives the same tokens in transformers."""
     file, source = made(name), made(published.GGUF_FILES[name][0])
     facts = json.loads(run(capsys, "info", file, "--json"))
     assert facts["tokenizer"] and facts["stop_tokens"]
@@ -161,9 +166,9 @@ def test_gguf_files(name, made, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*published.DIRECTORIES, *published.GGUF_FILES])
-def test_serve(name, made, tmp_path, capsys):
-    """A chat over HTTP is what transformers says in it; of a GGUF file, what it says
-    with the file's numbers, exported."""
+def test_served_chats_match_transformers(name, made, tmp_path, capsys):
+    """A chat over HTTP gives the text of transformers. For a GGUF file, the expected
+    text is that of its export."""
     import openai
 
     path, port = made(name), snippets.free_port()
@@ -188,12 +193,12 @@ def test_serve(name, made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["info", "generate", "chat", "convert", "export"])
-def test_lfm2_is_refused_by_name(command, root, tmp_path, capsys):
-    """One line names the model type and what is known; nothing is written."""
+def test_lfm2_is_refused(command, root, tmp_path, capsys):
+    """One line names the model type and the supported ones. No file is written."""
     path = root / "LFM2-350M"
     if not path.exists():
         published.lfm2(path)
-        capsys.readouterr()  # transformers shows a bar
+        capsys.readouterr()  # transformers shows a progress bar
     args = {
         "info": ["info", path],
         "generate": ["generate", PROMPT, "--model", path],

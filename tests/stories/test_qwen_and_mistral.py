@@ -1,7 +1,8 @@
-"""Qwen2.5, Qwen3 and Mistral directories as they are published, and their windows.
+"""Test published Qwen2.5, Qwen3 and Mistral configs and their sliding windows.
 
-A window that hides nothing changes no logits of transformers; any other is refused, and
-what the message says to do gives transformers' logits for texts that fit in the window.
+A window that hides no tokens leaves the logits of transformers unchanged. Any other
+window is refused. The edit that the message names gives the logits of transformers for
+texts that fit in the window.
 """
 
 import json
@@ -35,11 +36,13 @@ def close(directory, wanted, tokens=TOKENS):
 
 
 def written(directory, make, **fields):
-    """A checkpoint whose config.json has these fields, None for null."""
+    """Writes a checkpoint whose config.json has these fields; None is written as
+    null."""
     make().save_pretrained(directory)
 
     def change(values):
-        values.pop("layer_types", None)  # as published before transformers 5
+        # Older published configs lack it (it came with transformers 5)
+        values.pop("layer_types", None)
         values.update(fields)
 
     edit_json(directory / "config.json", change)
@@ -77,7 +80,7 @@ HIDES_NOTHING = {
 
 
 @pytest.mark.parametrize("name", HIDES_NOTHING)
-def test_windows_that_hide_nothing(tmp_path, name):
+def test_windows_that_hide_nothing_are_accepted(tmp_path, name):
     make, fields = HIDES_NOTHING[name]
     directory = written(tmp_path / "model", make, **fields)
     close(directory, their_logits(directory))
@@ -96,7 +99,7 @@ HIDES = {
 
 
 @pytest.mark.parametrize("name", HIDES)
-def test_windows_that_hide_tokens(tmp_path, name):
+def test_windows_that_hide_tokens_are_refused(tmp_path, name):
     make, fields, remedy = HIDES[name]
     directory = written(tmp_path / "model", make, **fields)
     theirs = their_logits(directory)
@@ -107,13 +110,14 @@ def test_windows_that_hide_tokens(tmp_path, name):
     assert all(f'"{field}"' in message for field in remedy) and "\n" not in message
     edit_json(directory / "config.json", lambda values: values.update(remedy))
     short = TOKENS[:, :WINDOW]
-    close(directory, theirs[:, :WINDOW], short)  # causal
+    close(directory, theirs[:, :WINDOW], short)  # causal: later tokens change nothing
     longer = np.asarray(stree_jax.score(stree_jax.load(directory), TOKENS))
     assert np.abs(longer - theirs)[:, WINDOW:].max() > 1e-3
 
 
-def test_mistral_without_a_field_has_the_window_of_its_class(tmp_path):
-    """4096 tokens, by MistralConfig; published directories say null or a number."""
+def test_mistral_without_the_field_has_the_default_window(tmp_path):
+    """The default of MistralConfig is 4096 tokens; published configs have null or a
+    number."""
     hf.mistral().save_pretrained(tmp_path / "model")
     edit_json(tmp_path / "model" / "config.json", lambda v: v.pop("sliding_window"))
     with pytest.raises(CheckpointError, match="last 4096 tokens"):
@@ -127,8 +131,8 @@ def run(capsys, *args):
     return out
 
 
-def test_mistral_instruct(tmp_path, capsys):
-    """Mistral's own files, which have other names for the tensors, are passed over."""
+def test_mistral_instruct_with_consolidated_weights(tmp_path, capsys):
+    """Files in Mistral's own format, with other tensor names, are ignored."""
     directory = tmp_path / "Mistral-7B-Instruct-v0.3"
     hf.mistral().save_pretrained(directory, max_shard_size="20KB")
     assert (directory / "model.safetensors.index.json").is_file()
@@ -147,8 +151,8 @@ def test_mistral_instruct(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("config", [True, False])
-def test_mistrals_own_format_alone(tmp_path, config):
-    """What is wanted in place of the raw weights is said."""
+def test_mistrals_own_format_alone_is_refused(tmp_path, config):
+    """The message names the files that are needed in place of the raw weights."""
     directory = tmp_path / "raw"
     hf.mistral().save_pretrained(directory)
     (directory / "model.safetensors").unlink()
@@ -163,8 +167,8 @@ def test_mistrals_own_format_alone(tmp_path, config):
     assert "model.safetensors" in str(refused.value)
 
 
-def test_an_adapter_is_named(tmp_path):
-    """A directory of PEFT has neither a config nor a whole model."""
+def test_an_adapter_without_a_model_is_refused(tmp_path):
+    """A PEFT directory has neither a config nor a complete model."""
     (tmp_path / "adapter_config.json").write_text("{}")
     save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="adapter of PEFT.*merge_and_unload"):
@@ -173,7 +177,7 @@ def test_an_adapter_is_named(tmp_path):
 
 @pytest.mark.parametrize("make", [hf.qwen2, hf.qwen3])
 def test_qwen_instruct(tmp_path, capsys, make):
-    """Tied, in bfloat16, with the fields that Qwen's configs have."""
+    """Tied, in bfloat16, with the fields of Qwen's published configs."""
     fields = {"use_sliding_window": False, "sliding_window": 32768}
     fields |= {"max_window_layers": 2, "max_position_embeddings": 32768}
     model = make(tie_word_embeddings=True)

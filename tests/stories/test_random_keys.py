@@ -1,7 +1,7 @@
-"""Seeds under the settings of jax that a user's process may have.
+"""Test that seeds give the same text under any jax settings of the user's process.
 
-TPU programs often set `jax_default_prng_impl` to "rbg". The right numbers are those of
-`jax.random` under its defaults, the right text that of a process without settings.
+TPU programs often set `jax_default_prng_impl` to "rbg". The expected numbers are those
+of `jax.random` with default settings.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -53,14 +53,14 @@ def target():
 
 @pytest.mark.parametrize("seed", [0, 5, 2**32 - 1])
 @UNUSUAL
-def test_our_keys_are_those_of_jaxs_defaults(name, seed):
+def test_keys_match_the_defaults_of_jax(name, seed):
     want = words(jax.random.key(seed, impl="threefry2x32"))
     with SETTINGS[name]():
         assert words(key_of(seed)) == want
 
 
 @UNUSUAL
-def test_rows_draw_the_same(name):
+def test_rows_draw_the_same_numbers(name):
     base = jax.random.key(0, impl="threefry2x32")
     fold = jax.random.fold_in
     want = [words(fold(fold(base, np.uint32(seed)), 0)) for seed in (3, 1)]
@@ -70,7 +70,7 @@ def test_rows_draw_the_same(name):
 
 
 @UNUSUAL
-def test_the_server_draws_the_same(target, name):
+def test_the_server_draws_the_same_numbers(target, name):
     want = sampling_rows([Sampling(seed=3)], jax.random.key(0, impl="threefry2x32"))
     with SETTINGS[name]():
         spec = spec_for(target, None, None, None, None)
@@ -82,7 +82,7 @@ def test_the_server_draws_the_same(target, name):
 
 @pytest.mark.parametrize("size", [1, 2, 47])
 @UNUSUAL
-def test_uniform_numbers_are_those_of_jaxs_defaults(name, size):
+def test_uniform_numbers_match_the_defaults_of_jax(name, size):
     want = jax.random.uniform(jax.random.key(9, impl="threefry2x32"), (size,))
     with SETTINGS[name]():
         own = jax.jit(uniform, static_argnums=1)(key_of(9), size)
@@ -99,8 +99,9 @@ KEYS = {
 
 
 @pytest.mark.parametrize("form", KEYS)
-def test_a_users_key_of_rbg_is_that_of_threefry(form):
-    """An "rbg" key holds the words of Threefry's twice, after splits and folds too."""
+def test_an_rbg_key_becomes_a_threefry_key(form):
+    """An "rbg" key holds the words of the Threefry key twice, also after split and
+    fold_in."""
     with jax.default_prng_impl("threefry2x32"):
         want = words(KEYS[form]())
     with jax.default_prng_impl("rbg"):
@@ -110,7 +111,7 @@ def test_a_users_key_of_rbg_is_that_of_threefry(form):
         assert words(jax.jit(as_threefry)(given)) == want
 
 
-def test_keys_of_other_generators_give_keys_of_their_own():
+def test_unsafe_rbg_keys_become_distinct_threefry_keys():
     keys = jax.random.split(jax.random.key(5, impl="unsafe_rbg"), 50)
     found = [tuple(words(as_threefry(key))) for key in keys]
     assert len(set(found)) == 50
@@ -129,7 +130,7 @@ def test_keys_of_other_generators_give_keys_of_their_own():
         (jax.random.split(jax.random.key(0)), r"keys \[2\]; take one"),
     ],
 )
-def test_what_is_no_key_is_named(key, said):
+def test_invalid_keys_are_refused(key, said):
     with pytest.raises(ValueError, match=f"key: want .*{said}") as caught:
         sampling_rows([Sampling()], key)
     assert "\n" not in str(caught.value)
@@ -148,7 +149,7 @@ def speculated(target):
 
 
 @pytest.mark.parametrize("name", ["rbg", "not partitionable"])
-def test_text_by_seed_is_the_same(target, speculated, name):
+def test_a_seed_gives_the_same_text(target, speculated, name):
     key = [lambda: None, lambda: jax.random.key(7)][name == "rbg"]
     plain, tested = sampled(target, key=key()), speculated()
     with SETTINGS[name]():
@@ -156,7 +157,7 @@ def test_text_by_seed_is_the_same(target, speculated, name):
         assert speculated() == tested
 
 
-def test_ngrams_count_the_same_text_under_rbg(target):
+def test_ngrams_are_counted_in_the_same_text_under_rbg(target):
     def text():
         (found,) = sample_text(target, 512, 1.5, 2, 0)
         return found
@@ -180,8 +181,8 @@ def test_training_starts_from_the_same_weights(target, name):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_optimizer_works_under_strict_promotion(tmp_path):
-    """optax raises a float to an integer power."""
+def test_training_works_under_strict_dtype_promotion(tmp_path):
+    """optax raises a float to an integer power, which strict promotion forbids."""
     config = tiny(1, layers=("mamba",)).config
     settings = train.TrainConfig(
         steps=1, batch=1, length=8, warmup=0, compute_dtype="float32"
@@ -201,8 +202,9 @@ def test_the_optimizer_works_under_strict_promotion(tmp_path):
         ("jax_disable_jit", True, None),
     ],
 )
-def test_other_settings_give_the_same_text_or_a_line(name, value, said):
-    """With a tree of one level, of which jax scans no level without jit."""
+def test_debug_settings_give_the_same_text_or_one_line(name, value, said):
+    """The tree has one level, because jax.lax.scan cannot have length zero without
+    jit."""
     target = tiny(1, layers=("mamba",))
     options = {"max_new_tokens": 2, "drafter": target, "tree": "chain:1"}
     refused = pytest.raises(ValueError, match=said) if said else nullcontext()
@@ -211,7 +213,7 @@ def test_other_settings_give_the_same_text_or_a_line(name, value, said):
         assert sampled(target, **options) == want
 
 
-def test_training_without_jit_is_refused_in_a_line(tmp_path):
+def test_training_without_jit_is_refused(tmp_path):
     tokens = np.arange(40, dtype=np.uint16)
     settings = train.TrainConfig(steps=1, batch=1, length=8, warmup=0)
     fit = (tiny(1).config, settings, train.next_token_loss, tokens, tokens)

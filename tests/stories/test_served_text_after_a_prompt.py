@@ -1,4 +1,4 @@
-"""A server's texts continue their prompts, whole and streamed, token by token."""
+"""Test that texts from the server continue their prompts, whole and streamed."""
 
 import json
 
@@ -51,11 +51,12 @@ def test_completion_continues_its_prompt(service):
     prompts = ["Hello", "Hello world", [1]]
     answer = completion(service, prompt=prompts, max_tokens=1)
     texts = [choice["text"] for choice in answer["choices"]]
-    assert texts == [" world", " again", "world"]  # nothing stands before the last
+    # The last prompt has no text before the answer
+    assert texts == [" world", " again", "world"]
 
 
 @pytest.mark.parametrize("prompt", ["Hello", [1]])
-def test_tokens_and_offsets_are_those_of_the_text(service, prompt):
+def test_logprob_tokens_and_offsets_match_the_text(service, prompt):
     answer = completion(service, prompt=prompt, logprobs=2)
     (choice,) = answer["choices"]
     text, lists = choice["text"], choice["logprobs"]
@@ -85,7 +86,7 @@ def test_chat_continues_its_prompt(service):
     assert tokens == [" world", " again"]
 
 
-def test_a_character_that_the_prompt_begins_is_streamed_whole():
+def test_a_character_split_between_prompt_and_text_is_streamed_whole():
     class Model:
         tokenizer = byte_level()
 
@@ -99,8 +100,9 @@ def test_a_character_that_the_prompt_begins_is_streamed_whole():
     assert texts == ["", "日", "x"]
 
 
-def test_tokens_of_any_decoder_are_parts_of_the_text():
-    """Word pieces: nothing says their bytes, but the text does."""
+def test_token_texts_of_any_decoder_join_to_the_text():
+    """WordPiece tokens have no byte values; their texts are parts of the decoded
+    text."""
 
     class Model:
         tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "c": 3}))

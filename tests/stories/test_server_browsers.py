@@ -1,4 +1,4 @@
-"""Story 9: a web page asks a server, and a stranger's page must not."""
+"""Test that local web pages can use the server and foreign pages cannot (CORS)."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests.support.table_server import ask, started, table_service, write_table
 PAGE, STRANGER = "http://localhost:3000", "https://example.com"
 ALLOW = "access-control-allow-origin"
 GREEDY = dict(prompt="x", temperature=0)
-ASKS = {  # of the official JavaScript client
+ASKS = {  # headers of the official JavaScript client
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
 }
@@ -45,7 +45,7 @@ def from_page(app, origin, path="/v1/completions", body=GREEDY, **headers):
         "http://[::1]:5173",
     ],
 )
-def test_pages_of_this_machine_may_ask(service, origin):
+def test_local_pages_are_allowed(service, origin):
     app = with_origins(make_app(service))
     status, headers, _ = preflight(app, origin)
     assert status == 200 and headers[ALLOW] == origin
@@ -63,23 +63,24 @@ def test_pages_of_this_machine_may_ask(service, origin):
         STRANGER,
         "null",
         "http://localhost.example.com",
-        "http://127.0.0.1.example.com:8000",  # its name may lead here
+        # This name may resolve to the local machine
+        "http://127.0.0.1.example.com:8000",
         "http://localhost:3000.example.com",
         "http://example.com/localhost",
         "file://",
     ],
 )
-def test_pages_of_strangers_may_not(service, origin):
+def test_foreign_pages_are_refused(service, origin):
     app = with_origins(make_app(service))
     assert ALLOW not in preflight(app, origin)[1]
     before = service.engine.counts.tokens
     status, headers, answer = from_page(app, origin, **{"Content-Type": "text/plain"})
     assert status == 403 and ALLOW not in headers
     assert "--allow-origin" in answer["error"]["message"]
-    assert service.engine.counts.tokens == before  # nothing was decoded
+    assert service.engine.counts.tokens == before  # nothing was generated
 
 
-def test_named_origins(service):
+def test_origins_can_be_allowed_by_name(service):
     assert origins_named(None) is None and origins_named(["none"]) == ()
     named = origins_named(["https://Example.com/", "null"])
     app = with_origins(make_app(service), named)
@@ -91,25 +92,27 @@ def test_named_origins(service):
     assert from_page(anyone, STRANGER)[1][ALLOW] == "*"
     nobody = with_origins(make_app(service), ())
     assert from_page(nobody, PAGE)[0] == 403
-    assert ask(nobody, "/v1/completions", GREEDY)[0] == 200  # no page: no Origin
+    # Not a browser: the request has no Origin
+    assert ask(nobody, "/v1/completions", GREEDY)[0] == 200
     for wrong in (["localhost:3000"], ["http://a/b"], [""], ["none", "*"]):
         with pytest.raises(ValueError, match="--allow-origin"):
             origins_named(wrong)
 
 
-def test_with_a_key_preflights_come_without_it(service):
+def test_preflight_requests_need_no_api_key(service):
     app = with_origins(make_app(replace(service, keys=(b"k",))), has_keys=True)
     assert preflight(app, PAGE)[0] == 200
     status, headers, _ = from_page(app, PAGE)
     assert status == 401 and headers[ALLOW] == PAGE
     key = {"Authorization": "Bearer k"}
     assert from_page(app, PAGE, **key)[0] == 200
-    # The key protects; the page cannot read the answer, and other clients can.
+    # With an API key, foreign origins get an answer, but the browser hides it from the
+    # page.
     status, headers, _ = from_page(app, STRANGER, **key)
     assert status == 200 and ALLOW not in headers
 
 
-def test_streams_and_refusals_carry_the_headers(service, monkeypatch):
+def test_streams_and_errors_have_cors_headers(service, monkeypatch):
     app = with_origins(make_app(service))
     status, headers, text = from_page(app, PAGE, body=GREEDY | dict(stream=True))
     assert status == 200 and "[DONE]" in text and headers[ALLOW] == PAGE
@@ -143,6 +146,6 @@ def _broken(jobs):
     raise RuntimeError("a mistake")
 
 
-def test_options_tells_the_methods(service):
+def test_options_lists_the_methods(service):
     status, headers, _ = ask(make_app(service), "/v1/completions", method="OPTIONS")
     assert status == 204 and "POST" in headers["allow"]

@@ -1,6 +1,7 @@
-"""Messages of which a chat template drops a part, and templates that do not end.
+"""Test messages that a chat template drops, and chat templates that do not end.
 
-What a template spells is known by hand. A refusal names the message and its role.
+The expected text of a template is written by hand. An error names the message and its
+role.
 """
 
 import json
@@ -17,13 +18,14 @@ from stree_jax.server.errors import ApiError
 from stree_jax.server.protocol import Turn, parse
 from tests.support.table_server import CHATML, spell_of, write_table
 
-# Knows two roles, as many published templates do, and nothing of names.
+# Handles two roles, as many published templates do, and no names.
 TWO_ROLES = (
     "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
     "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}"
     "{% endfor %}"
 )
-# Takes a system message only as the first one; trims; refuses other roles.
+# Takes a system message only as the first one, strips contents, and refuses other
+# roles.
 LLAMA_2 = (
     "{% if messages[0].role == 'system' %}{% set start = 1 %}"
     "<<SYS>>{{ messages[0].content | trim }}<</SYS>>{% else %}{% set start = 0 %}"
@@ -56,7 +58,7 @@ def message(role, content, **fields):
 USER = message("user", "hi")
 
 
-def spelled(template, *messages, **turn):
+def rendered(template, *messages, **turn):
     return render_checked(template, messages, {"eos_token": "</s>"}, **turn)
 
 
@@ -82,8 +84,8 @@ def spelled(template, *messages, **turn):
         (LAST_SYSTEM, [message("system", "a"), USER], "a[hi]"),
     ],
 )
-def test_what_a_template_spells(template, messages, text):
-    assert spelled(template, *messages) == text
+def test_texts_of_templates(template, messages, text):
+    assert rendered(template, *messages) == text
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_what_a_template_spells(template, messages, text):
         (TWO_ROLES, [USER, message("function", "42", name="f")], r"\[1\].*'function'"),
         (TWO_ROLES, [message("bot", "hi"), USER], r"\[0\].*'bot'"),
         (TWO_ROLES, [message("User", "hi"), USER], r"\[0\].*'User'"),
-        # The text is there all the same, in another message.
+        # The same text appears, but in another message.
         (TWO_ROLES, [message("system", "hi"), USER], r"\[0\].*'system'"),
         (TWO_ROLES, [message("user", "hi", name="me")], r"\[0\].name"),
         (CHATML, [message("user", "hi", name="me")], r"\[0\].name"),
@@ -108,27 +110,27 @@ def test_what_a_template_spells(template, messages, text):
         ("hello", [USER], r"\[0\].*'user'"),
     ],
 )
-def test_what_a_template_drops_is_refused(template, messages, word):
+def test_messages_that_a_template_drops_are_refused(template, messages, word):
     with pytest.raises(ValueError, match=word):
-        spelled(template, *messages)
+        rendered(template, *messages)
 
 
-def test_a_final_message_is_continued():
+def test_the_final_message_can_be_continued():
     begun = message("assistant", "Once upon ")
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nOnce upon "
-    assert spelled(CHATML, USER, begun, begins=False, continues=True) == text
-    assert spelled(TWO_ROLES, USER, begun, begins=False, continues=True) == (
+    assert rendered(CHATML, USER, begun, begins=False, continues=True) == text
+    assert rendered(TWO_ROLES, USER, begun, begins=False, continues=True) == (
         "[hi]Once upon "
     )
     with pytest.raises(ValueError, match="continue_final_message"):
-        spelled("{{ messages[-1].content | length }}", USER, continues=True)
+        rendered("{{ messages[-1].content | length }}", USER, continues=True)
 
 
 def test_variables_of_a_template():
     template = "{{ messages[0].content }}{{ ' /think' if enable_thinking }}"
-    assert spelled(template, USER) == "hi"
+    assert rendered(template, USER) == "hi"
     on = {"enable_thinking": True}
-    assert spelled(template, USER, variables=on) == "hi /think"
+    assert rendered(template, USER, variables=on) == "hi /think"
     body = dict(messages=[USER], chat_template_kwargs=on, add_generation_prompt=False)
     assert parse("chat", body).turn == Turn(False, False, on)
     for own in ("messages", "tools", "add_generation_prompt"):
@@ -156,14 +158,14 @@ def test_variables_of_a_template():
         (dict(reasoning_content=["a"]), "reasoning_content"),
     ],
 )
-def test_no_part_of_a_message_is_dropped(fields, param):
+def test_unsupported_parts_of_a_message_are_refused(fields, param):
     with pytest.raises(ApiError) as refusal:
         parse("chat", dict(messages=[message("assistant", "x") | fields]))
     assert refusal.value.param == f"messages.[0].{param}"
 
 
-def test_answers_that_are_sent_back_are_taken():
-    """All fields of an answer's message, as official clients store it."""
+def test_answers_are_accepted_as_messages():
+    """With all fields of an answer's message, as official clients send it back."""
     answer = message("assistant", "yes", refusal=None, annotations=[], tool_calls=[])
     answer |= dict(function_call=None, audio=None, name=None, reasoning_content="")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -171,15 +173,15 @@ def test_answers_that_are_sent_back_are_taken():
     assert found == (message("user", "ab"), message("assistant", "yes"))
 
 
-def test_fields_that_say_nothing_are_taken():
-    """As pages store a chat's messages, and as LiteLLM marks what is to be cached."""
+def test_empty_fields_of_a_message_are_accepted():
+    """As web clients store chat messages, and as LiteLLM marks parts to cache."""
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     asked = message("user", [part], images=[], metadata={}, prefix=False, id="")
     found = parse("chat", dict(messages=[asked])).messages
     assert found == (message("user", "a"),)
 
 
-def test_the_server_s_tokens_are_the_text_s(tmp_path):
+def test_the_server_encodes_the_text_of_the_template(tmp_path):
     path = write_table(tmp_path / "model")
     ids = spell_of(path)([USER], Turn())
     tokenizer = load(path).tokenizer
@@ -187,7 +189,7 @@ def test_the_server_s_tokens_are_the_text_s(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_chat_refuses_a_system_message_that_the_template_drops(tmp_path, capsys):
+def test_chat_refuses_a_dropped_system_message(tmp_path, capsys):
     path = write_table(tmp_path / "model", TWO_ROLES)
     asked = ["chat", "--model", str(path), "--drafter", "none", "--system", "be kind"]
     assert main(asked) == 2
@@ -231,7 +233,7 @@ def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
     assert time.monotonic() - began < 5
 
 
-def test_limits_change_no_text():
+def test_limits_do_not_change_the_text():
     template = (
         "{{ 'ab' * 2 }}{{ 2 * 'ab' }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ 2 ** -1 }}"
         "{{ 1 ~ 'a' ~ x }}{{ [1] + [2] }}{{ 'a' + 'b' }}{{ 1 + 2.5 }}"

@@ -1,7 +1,7 @@
-"""Story 8: the fields that clients send to servers, with the odd values they have.
+"""Test request fields that clients send, with the unusual values that they have.
 
-The text of the model is a table: "x" goes on with "yz" and its end of turn, and "p"
-with "qpqp..." for ever, where at temperature 2 about 7 % of the tokens are others.
+The model's text is a table: "x" continues with "yz" and its end of turn, and "p" with
+"qpqp..." forever. At temperature 2, about 7 % of the tokens of the latter differ.
 """
 
 import json
@@ -93,8 +93,8 @@ def chat_text(service, **fields):
         dict(temperature=1e-44),
     ],
 )
-def test_values_that_other_servers_take(service, fields):
-    """None of them changes the greedy text."""
+def test_values_that_other_servers_accept(service, fields):
+    """These fields do not change the greedy text."""
     assert text_of(service, GREEDY | fields) == "yz"
 
 
@@ -115,7 +115,7 @@ def test_values_that_other_servers_take(service, fields):
         dict(chat_template_kwargs={"enable_thinking": False}),
     ],
 )
-def test_values_of_chat_that_other_servers_take(service, fields):
+def test_chat_values_that_other_servers_accept(service, fields):
     assert chat_text(service, **fields) == "xyz"
 
 
@@ -153,15 +153,15 @@ def test_values_of_chat_that_other_servers_take(service, fields):
         dict(repeat_last_n=64),
     ],
 )
-def test_what_is_refused_is_named(service, fields):
+def test_refused_fields_are_named(service, fields):
     (name,) = fields
     status, _, answer = ask(service, "/v1/completions", GREEDY | fields)
     assert status == 400 and answer["error"]["param"] == name
     assert name in answer["error"]["message"]
 
 
-def test_no_tokens_are_no_text(service):
-    """As at OpenAI and llama.cpp: clients count a prompt's tokens so."""
+def test_max_tokens_zero_gives_an_empty_text(service):
+    """As with OpenAI and llama.cpp. Clients count the tokens of a prompt this way."""
     answer = answer_to(service, GREEDY | dict(max_tokens=0, n=2))
     assert [c["text"] for c in answer["choices"]] == ["", ""]
     assert {c["finish_reason"] for c in answer["choices"]} == {"length"}
@@ -171,30 +171,31 @@ def test_no_tokens_are_no_text(service):
     assert '"finish_reason":"length"' in ask(service, "/v1/completions", body)[2]
 
 
-def test_without_a_limit_a_text_fills_the_context(service):
+def test_an_unlimited_text_fills_the_context(service):
     endless = dict(prompt="p", temperature=0, max_tokens=-1)
     answer = answer_to(service, endless)
-    assert answer["usage"]["completion_tokens"] == 63  # of 64, one is the prompt
+    # The context is 64, and the prompt is 1
+    assert answer["usage"]["completion_tokens"] == 63
     assert answer["choices"][0]["text"] == LOOP[1:]
 
 
-def test_ignored_stop_tokens_leave_a_text_running(service):
+def test_ignore_eos_continues_after_stop_tokens(service):
     answer = answer_to(service, GREEDY | dict(ignore_eos=True, max_tokens=9))
     assert answer["usage"]["completion_tokens"] == 9
     assert answer["choices"][0]["text"].startswith("yz")
 
 
-def test_filters_leave_the_likeliest_token(service):
-    """At temperature 2, where the free text leaves the table."""
+def test_strict_filters_give_the_greedy_text(service):
+    """At temperature 2, where unfiltered text differs from the table."""
     assert text_of(service, DRAWN | dict(seed=3)) != LOOP[1:49]
     for only in (dict(top_k=1), dict(top_k=1.0), dict(min_p=1), dict(top_p=0)):
         assert text_of(service, DRAWN | dict(seed=3) | only) == LOOP[1:49]
     assert text_of(service, DRAWN | dict(seed=3, top_k=0)) != LOOP[1:49]
 
 
-def test_a_repetition_penalty_divides_the_logits_of_what_was_there(service):
-    """After s, r has the logit sqrt(V) and z 0.9 of it. A penalty of 1.2 makes that of
-    r, which is in the prompt, 0.83; after z comes the end."""
+def test_repetition_penalty_divides_logits_of_earlier_tokens(service):
+    """After s, r has the logit sqrt(V) and z 0.9 sqrt(V). A penalty of 1.2 reduces the
+    logit of r, which is in the prompt, to 0.83 sqrt(V). After z the text ends."""
     body = dict(prompt="r", temperature=0, max_tokens=6)
     assert text_of(service, body) == "srsrsr"
     for name in ("repetition_penalty", "repeat_penalty"):
@@ -202,10 +203,10 @@ def test_a_repetition_penalty_divides_the_logits_of_what_was_there(service):
         assert text_of(service, body | {name: 1.1}) == "srsrsr"
     drawn = dict(temperature=1, top_k=1, seed=5, repetition_penalty=1.2)
     assert text_of(service, body | drawn) == "sz"
-    assert text_of(service, body) == "srsrsr"  # and no row after it has one
+    assert text_of(service, body) == "srsrsr"  # later requests have no penalty
 
 
-def test_every_bit_of_a_seed_counts(service):
+def test_every_bit_of_the_seed_matters(service):
     seeds = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33, 2**63, -2, -(2**63) + 1]
 
     def texts_of(seed):
@@ -218,7 +219,7 @@ def test_every_bit_of_a_seed_counts(service):
     assert texts_of(2**64 - 2) == texts_of(-2)
 
 
-def test_seed_minus_one_is_any_seed(service):
+def test_seed_minus_one_is_random(service):
     texts = {text_of(service, DRAWN | dict(seed=-1)) for _ in range(4)}
     assert len(texts) > 1
 
@@ -227,7 +228,7 @@ def test_seed_minus_one_is_any_seed(service):
 
 
 def request(body, *headers, version="1.1", method="POST"):
-    """One request as bytes, after which the connection ends."""
+    """Returns a request as bytes. The connection closes after it."""
     lines = [f"{method} /v1/completions HTTP/{version}", "Host: x", *headers]
     lines += ["Connection: close", f"Content-Length: {len(body)}"]
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -257,11 +258,12 @@ SOCKETS = [
     (request(BODY, "Content-Length: 3"), 400, "Invalid HTTP"),
     (request(BODY, method="HEAD"), 405, ""),
     (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 300000, 400, "Invalid HTTP"),
-    (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400, "Invalid HTTP"),  # https:// by mistake
+    # Https:// sent to an http port
+    (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400, "Invalid HTTP"),
 ]
 
 
-def test_bytes_of_many_kinds_of_clients(service):
+def test_raw_requests_of_many_clients(service):
     with listening(make_app(service)) as port:
         for data, status, word in SOCKETS:
             head, _, body = over_socket(port, data).partition(b"\r\n\r\n")
@@ -271,8 +273,8 @@ def test_bytes_of_many_kinds_of_clients(service):
                 assert "error" in json.loads(body) or status == 200
 
 
-def test_a_head_that_does_not_arrive_is_given_up(service, monkeypatch):
-    """A client that sends a letter now and then holds no connection for ever."""
+def test_slow_requests_time_out(service, monkeypatch):
+    """A client that sends a byte now and then cannot keep a connection open forever."""
     monkeypatch.setattr(connection, "HEAD_S", 0.3)
     with listening(make_app(service)) as port:
         assert over_socket(port, b"") == b""
@@ -280,10 +282,10 @@ def test_a_head_that_does_not_arrive_is_given_up(service, monkeypatch):
         kept = request(BODY).replace(b"Connection: close\r\n", b"")
         assert b" 200 OK" in over_socket(port, kept + b"GET /hea")
         refused = request(BODY, method="PUT").replace(b"Length: ", b"Length: 1")
-        assert b" 405 " in over_socket(port, refused)  # and its body never ends
+        assert b" 405 " in over_socket(port, refused)  # its body never ends
 
 
-def test_clients_that_leave_early_leave_the_server_working(service):
+def test_the_server_survives_clients_that_disconnect(service):
     patient = replace(service)
     with listening(make_app(patient)) as port:
         for data in (BODY[:5], request(BODY)[:-3], request(BODY)):
@@ -292,7 +294,9 @@ def test_clients_that_leave_early_leave_the_server_working(service):
         assert b'"text":"yz"' in over_socket(port, request(BODY))
 
 
-def test_a_template_that_does_not_end_holds_up_nobody(service, tmp_path, monkeypatch):
+def test_an_endless_template_does_not_block_other_requests(
+    service, tmp_path, monkeypatch
+):
     loop = "{% for i in range(99999) %}BODY{% endfor %}"
     endless = write_table(tmp_path / "model", loop.replace("BODY", loop))
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 2.0)

@@ -1,4 +1,4 @@
-"""Story 12: a server that is asked in the next line, while it loads and compiles."""
+"""Test a server that gets requests while it loads and compiles."""
 
 import os
 import signal
@@ -30,8 +30,9 @@ def is_closed(port):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_answers_once_it_says_so_and_a_signal_ends_it(model, number):
-    """3 of 3 connections were refused here. The signal comes while it compiles."""
+def test_it_answers_503_while_starting_and_a_signal_stops_it(model, number):
+    """Before a fix, these connections were refused. The signal arrives during
+    compilation."""
     server = Process("--model", model, *TINY, ready=False)
     try:
         for path, starting in [
@@ -54,7 +55,7 @@ def test_it_answers_once_it_says_so_and_a_signal_ends_it(model, number):
 
 
 class Engine:
-    """Stands for an engine: nothing is decoded."""
+    """A stand-in for an engine that generates nothing."""
 
     dead = None
 
@@ -76,8 +77,11 @@ async def fine(scope, receive, send):
 
 
 def served(load, client):
-    """Runs a server in this thread, and `client(url)` in another; returns the exit code
-    and the printed lines."""
+    """Runs a server in this thread, and `client(url)` in another.
+
+    Returns:
+      The exit code and the printed lines.
+    """
     said = []
     sock = run.bound_socket("127.0.0.1", 0)
     url = run.url_of(sock).removesuffix("/v1")
@@ -129,7 +133,7 @@ def test_a_failure_to_load_ends_the_server():
         served(load, lambda url: None)
 
 
-def test_a_stopped_start_loads_nothing_more():
+def test_a_signal_during_the_start_stops_loading():
     go, engine, ended = threading.Event(), Engine(), threading.Event()
 
     def load(say):
@@ -147,8 +151,8 @@ def test_a_stopped_start_loads_nothing_more():
     assert "compiling the next program" not in said
 
 
-def test_what_is_known_to_be_wrong_is_refused_before_it_listens(model, tmp_path):
-    """As one line with exit code 2."""
+def test_bad_options_are_refused_before_it_listens(model, tmp_path):
+    """With one line and exit code 2."""
     taken = socket.create_server(("127.0.0.1", 0))
     (tmp_path / "none").mkdir()
     (tmp_path / "bad.jinja").write_text("{% if %}")
@@ -184,15 +188,15 @@ def in_process(argv):
         return main(argv), said.getvalue()
 
 
-def test_addresses_in_urls():
+def test_urls_of_addresses():
     for host, shown in [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")]:
         name = host, 8000, 0, 0
         sock = SimpleNamespace(getsockname=lambda name=name: name)
         assert run.url_of(sock) == f"http://{shown}:8000/v1"
 
 
-def test_a_log_that_nobody_reads_ends_nothing(model):
-    """As `stree-jax serve 2>&1 | head -1`."""
+def test_the_server_survives_a_closed_log(model):
+    """As in `stree-jax serve 2>&1 | head -1`."""
     command = [sys.executable, "-m", "stree_jax", "serve", "--port", "0"]
     process = subprocess.Popen(
         [*command, "--model", model, *TINY],

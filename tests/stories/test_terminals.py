@@ -1,5 +1,4 @@
-"""Terminals, pipes and closed streams: what is printed where the encoding has no such
-character, where nobody reads, and where there is no stream at all."""
+"""Test terminals that cannot print a character, closed pipes, and absent streams."""
 
 import io
 import json
@@ -20,7 +19,10 @@ SAID = "é東😀"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Says "é東😀" after "a", byte by byte; its folder has a name in Greek."""
+    """Returns a model that says "é東😀" after "a", byte by byte.
+
+    Its folder has a Greek name.
+    """
     tokenizer = byte_level()
     alphabet = tokenizer.pre_tokenizer.pre_tokenize_str
     letters = [letter for char in SAID for letter in alphabet(char)[0][0]]
@@ -32,7 +34,7 @@ def model(tmp_path_factory):
 
 
 class Typed(io.TextIOWrapper):
-    """A stream of this process, as a terminal of an encoding has it."""
+    """A stream of this process that behaves like a terminal with the given encoding."""
 
     def __init__(self, encoding, text=b"", tty=False):
         super().__init__(io.BytesIO(text), encoding, newline="", write_through=True)
@@ -48,12 +50,12 @@ class Typed(io.TextIOWrapper):
 
 def run(monkeypatch, encoding, *args, stdin=b""):
     out, err = Typed(encoding), Typed(encoding)
-    err.reconfigure(errors="backslashreplace")  # as Python's is
+    err.reconfigure(errors="backslashreplace")  # as Python's stderr is
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
     monkeypatch.setattr("sys.stdin", Typed("ascii", stdin))
     code = cli.main([str(arg) for arg in args])
-    assert out.errors == "strict"  # as it was
+    assert out.errors == "strict"  # restored
     return code, out.written(), err.written()
 
 
@@ -64,9 +66,7 @@ ASCII = r"\xe9\u6771\U0001f600"
     ("encoding", "shown"),
     [("ascii", ASCII), ("latin-1", "é" + ASCII[4:]), ("utf-8", SAID)],
 )
-def test_a_text_that_the_terminal_has_no_characters_for(
-    model, monkeypatch, encoding, shown
-):
+def test_unprintable_characters_are_escaped(model, monkeypatch, encoding, shown):
     plain = "--model", model, "--drafter", "none", "--max-new-tokens", 12
     code, out, err = run(monkeypatch, encoding, "generate", "a", *plain)
     assert code == 0 and out.startswith(f"a{shown}\n["), err
@@ -75,12 +75,13 @@ def test_a_text_that_the_terminal_has_no_characters_for(
     code, out, _ = run(monkeypatch, encoding, "generate", "a", *plain, "--json")
     assert code == 0 and json.loads(out)["text"] == SAID
     code, out, _ = run(monkeypatch, encoding, "chat", *plain, stdin=b"a")
-    assert code == 0 and shown[:4] in out + shown  # what follows "\n" is the table's
+    # The text after "\n" is that of the table
+    assert code == 0 and shown[:4] in out + shown
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("command", ["info", "plan"])
-def test_names_in_other_alphabets(model, monkeypatch, encoding, command):
+def test_model_names_in_other_alphabets(model, monkeypatch, encoding, command):
     args = ["info", model] if command == "info" else ["plan", "--model", model]
     args += [] if command == "info" else ["--memory", "1GB"]
     code, out, err = run(monkeypatch, encoding, *args)
@@ -92,19 +93,20 @@ def test_names_in_other_alphabets(model, monkeypatch, encoding, command):
 
 
 def test_a_prompt_on_standard_input_is_utf_8(monkeypatch):
-    """Whatever the terminal's encoding: a pipe is no terminal."""
+    """Whatever the encoding of the terminal, since a pipe is not a terminal."""
     monkeypatch.setattr("sys.stdin", Typed("ascii", "é\r\n東".encode()))
     assert terminal.read_stdin() == "é\n東"
     monkeypatch.setattr("sys.stdin", Typed("ascii", "é\n東".encode()))
     assert [terminal.read_stdin(line=True) for _ in range(3)] == ["é\n", "東", ""]
     monkeypatch.setattr("sys.stdin", Typed("ascii", b"\xef\xbb\xbfp"))
-    assert terminal.read_stdin() == "p"  # without the mark, as of --file
+    # The byte order mark is dropped, as with --file
+    assert terminal.read_stdin() == "p"
     monkeypatch.setattr("sys.stdin", Typed("latin-1", b"\xe9"))
     with pytest.raises(ValueError, match="standard input: not UTF-8 text"):
         terminal.read_stdin()
 
 
-def test_every_help_in_ascii(monkeypatch):
+def test_every_help_text_prints_in_ascii(monkeypatch):
     commands = "generate chat serve convert export info train distill heads ngrams"
     for command in (*f"{commands} tune plan bench".split(), None):
         out = Typed("ascii")
@@ -124,7 +126,8 @@ def test_every_help_in_ascii(monkeypatch):
     ],
 )
 def test_any_character_can_be_printed(monkeypatch, encoding, errors, printed):
-    """A lone surrogate too; a way that the user chose (PYTHONIOENCODING) stays."""
+    """Lone surrogates too. An error handler chosen by the user (PYTHONIOENCODING)
+    stays."""
     out = Typed(encoding)
     out.reconfigure(errors=errors)
     monkeypatch.setattr("sys.stdout", out)
@@ -133,7 +136,7 @@ def test_any_character_can_be_printed(monkeypatch, encoding, errors, printed):
     assert out.buffer.getvalue() == printed and out.errors == errors
 
 
-def test_a_stream_that_is_no_file(monkeypatch):
+def test_stdout_can_be_an_object_without_a_file(monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr("sys.stdout", out)
     assert cli.main(["info", "demo", "--json"]) == 0
@@ -148,7 +151,7 @@ def test_a_stream_that_is_no_file(monkeypatch):
         ({"TERM": "dumb"}, False),
     ],
 )
-def test_colours_are_for_terminals_that_have_them(monkeypatch, settings, colours):
+def test_colours_are_used_only_where_supported(monkeypatch, settings, colours):
     for name in ("TERM", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
@@ -182,7 +185,7 @@ sys.exit(cli.console())
 
 
 def shell(redirection, text="é", args=("info", "demo"), **settings):
-    """The command in a shell; returns its exit code, stdout and stderr."""
+    """Runs the command in a shell. Returns its exit code, stdout and stderr."""
     code = STUB.format(text=text, args=list(args))
     paths = os.pathsep.join(path for path in sys.path if path)
     script = f'set -o pipefail; "$0" -c "$1" {redirection}'
@@ -208,11 +211,11 @@ def shell(redirection, text="é", args=("info", "demo"), **settings):
         ),
     ],
 )
-def test_closed_streams(redirection, expected):
+def test_closed_and_full_streams(redirection, expected):
     assert shell(redirection) == expected
 
 
-def test_an_ascii_process_and_a_reader_that_leaves():
+def test_ascii_output_and_a_closed_pipe():
     assert shell("", PYTHONIOENCODING="ascii") == (0, "\\xe9\n", "told\n")
     code, out, err = shell("| head -1", args=["--help"])
     assert (code, out.count("\n"), err) == (0, 1, "")

@@ -1,7 +1,8 @@
-"""A model's text continues its prompt: no space and no character is lost between them.
+"""Test that a model's text continues its prompt without a lost space or character.
 
-SentencePiece's tokenizers strip the first space of what they decode. The right text is
-what the tokenizers library decodes the whole sequence to, without the prompt's text.
+SentencePiece tokenizers strip the first space of the text that they decode. The
+expected text is what the tokenizers library decodes from the whole sequence, minus the
+prompt.
 """
 
 import io
@@ -60,7 +61,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Greedy text: Hello, then world, again and the end."""
+    """Returns a model with the greedy text "Hello world again"."""
     tokenizer = spm()
     chain = follow(tokenizer, [HELLO, WORLD, AGAIN, "</s>"])
     place = tmp_path_factory.mktemp("model") / "llama"
@@ -75,7 +76,7 @@ def model(path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_keeps_the_space_after_the_prompt(model, kind):
     tokenizer = KINDS[kind]()
-    # "never" puts no space before a prompt: this one spells the token itself.
+    # "never" puts no space before a prompt, so this prompt is the token itself.
     prompt = [tokenizer.token_to_id(HELLO)] if "never" in kind else "Hello"
     own = replace(model, tokenizer=tokenizer)
     result = stree_jax.generate(own, [prompt], max_new_tokens=5)
@@ -105,15 +106,15 @@ def test_text_before_a_stop_string_continues_the_prompt(model, stop, text):
 
 
 @pytest.mark.parametrize("more", [[[]], [""]])
-def test_text_continues_a_past(model, more):
+def test_text_continues_a_cached_state(model, more):
     first = stree_jax.generate(model, "Hello", max_new_tokens=1, keep_past=True)
     then = stree_jax.generate(model, more, max_new_tokens=1, past=first.past)
     assert first.texts + then.texts == [" world", " again"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_that_continues_a_past_is_no_text_of_its_own(model, kind):
-    """The same tokens as of the whole text at once, with no second space."""
+def test_a_prompt_after_a_cached_state_gets_no_extra_space(model, kind):
+    """The tokens are those of the whole text encoded at once."""
     tokenizer = KINDS[kind]()
     own = replace(model, tokenizer=tokenizer)
     hello = [tokenizer.token_to_id(HELLO)]
@@ -129,12 +130,12 @@ def test_a_prompt_that_continues_a_past_is_no_text_of_its_own(model, kind):
 def test_each_row_continues_its_own_prompt(model):
     prompts = ["Hello", [1], "world Hello", "Hello world"]
     result = stree_jax.generate(model, prompts, max_new_tokens=1, n=2)
-    texts = [" world", "", " world", " again"]  # after <s> comes <unk>
+    texts = [" world", "", " world", " again"]  # <unk> follows <s>
     assert result.texts == [text for text in texts for _ in range(2)]
 
 
-def test_text_after_special_tokens_alone_has_no_space_to_keep():
-    """As the tokenizer decodes the whole sequence; vLLM does the same."""
+def test_text_after_special_tokens_begins_without_a_space():
+    """As the tokenizer decodes the whole sequence. vLLM does the same."""
     tokenizer = spm()
     ids = [tokenizer.token_to_id(name) for name in (WORLD, AGAIN)]
     assert continuation(tokenizer, [1]).decode(ids) == "world again"
@@ -142,7 +143,7 @@ def test_text_after_special_tokens_alone_has_no_space_to_keep():
     assert tokenizer.decode([1, *ids]) == "world again"
 
 
-# The command line
+# --- the command line -----------------------------------------------------------------
 
 
 def run(capsys, *args):
@@ -164,7 +165,7 @@ def test_command_prints_prompt_and_text(path, capsys):
     assert json.loads(out)["text"] == " world a"
 
 
-def test_pieces_by_origin_continue_the_prompt():
+def test_texts_by_origin_continue_the_prompt():
     tokenizer = spm()
     ids = [tokenizer.token_to_id(name) for name in (HELLO, WORLD, AGAIN)]
     decoder = continuation(tokenizer, ids[:1])
@@ -195,7 +196,7 @@ def test_gguf_text_continues_the_prompt(tmp_path):
     assert result.texts == [" world again"]
 
 
-# Any tokenizer, any tokens
+# --- any tokenizer, any tokens --------------------------------------------------------
 
 
 def word_piece():
@@ -234,14 +235,14 @@ OTHERS = {
 ALL = {name: make() for name, make in (KINDS | OTHERS).items()}
 SIZES = {name: padded_size(tokenizer) for name, tokenizer in ALL.items()}
 DRAWN = st.lists(st.integers(0, 399), max_size=40)
-# Whole characters of either vocabulary, not bytes beyond ASCII.
+# Whole characters in both vocabularies, without the bytes above ASCII.
 WHOLE = st.one_of(st.integers(0, 99), st.integers(259, 287))
 WHOLES = st.lists(WHOLE, max_size=40)
 
 
 @settings(max_examples=400)
 @given(st.sampled_from(sorted(ALL)), DRAWN, DRAWN)
-def test_text_is_the_whole_without_the_prompt(name, prompt, more):
+def test_text_is_the_decoded_sequence_without_the_prompt(name, prompt, more):
     tokenizer, size = ALL[name], SIZES[name]
     prompt, more = ([i % size for i in ids] for ids in (prompt, more))
     whole, before = tokenizer.decode([*prompt, *more]), tokenizer.decode(prompt)
@@ -249,14 +250,14 @@ def test_text_is_the_whole_without_the_prompt(name, prompt, more):
     assert whole.endswith(text)
     if whole.startswith(before):
         assert before + text == whole
-    else:  # an incomplete character, or a run of byte tokens that is none any more
+    else:  # an incomplete character, or byte tokens that no longer form one
         assert "\ufffd" in before + whole
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(ALL)), WHOLES, WHOLES)
-def test_text_is_what_a_stream_of_the_library_decodes(name, prompt, more):
-    """vLLM streams with this decoder; it holds back characters that are incomplete."""
+def test_text_matches_decode_stream_of_the_tokenizers_library(name, prompt, more):
+    """vLLM streams with this decoder, which holds back incomplete characters."""
     tokenizer, size = ALL[name], SIZES[name]
     prompt, more = ([i % size for i in ids] for ids in (prompt, more))
     if "\ufffd" in tokenizer.decode([*prompt, *more]) or not prompt:
@@ -269,8 +270,8 @@ def test_text_is_what_a_stream_of_the_library_decodes(name, prompt, more):
 
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(ALL)), WHOLES)
-def test_text_moves_on_token_by_token(name, tokens):
-    """A place further on says what the first place says of all tokens."""
+def test_text_decoded_token_by_token_is_the_whole_text(name, tokens):
+    """The joined texts of single tokens are the text of all tokens decoded at once."""
     tokenizer, size = ALL[name], SIZES[name]
     tokens = [i % size for i in tokens]
     if any("\ufffd" in tokenizer.decode(tokens[:n]) for n in range(len(tokens) + 1)):
@@ -283,7 +284,7 @@ def test_text_moves_on_token_by_token(name, tokens):
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_few_tokens_of_a_long_prompt_are_decoded_again(name):
+def test_only_the_end_of_a_long_prompt_is_decoded_again(name):
     tokenizer = ALL[name]
     words = [i for i in range(SIZES[name]) if tokenizer.decode([i]).strip().isalpha()]
     prompt = (words * 1000)[:5000]
@@ -299,7 +300,7 @@ def bytes_of(tokenizer, data):
 
 @pytest.mark.parametrize("make", [spm, byte_level])
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_character_that_the_prompt_begins_is_the_texts(make, cut):
+def test_a_character_split_between_prompt_and_text(make, cut):
     tokenizer = make()
     if make is spm:
         ids = bytes_of(tokenizer, "日".encode())
@@ -313,7 +314,7 @@ def test_a_character_that_the_prompt_begins_is_the_texts(make, cut):
 
 
 def test_a_stream_completes_the_character_of_its_prompt(tmp_path):
-    """Three tokens a character; the prompt is its first."""
+    """The character has three tokens, and the prompt ends with the first one."""
     tokenizer = byte_level()
     ids = tokenizer.encode("日").ids
     chain = follow(tokenizer, [*ids, tokenizer.token_to_id("ab"), "<|im_end|>"])
@@ -327,7 +328,8 @@ def test_a_stream_completes_the_character_of_its_prompt(tmp_path):
 
 
 def test_a_malformed_byte_does_not_repeat_the_prompt():
-    """ByteFallback makes marks of the prompt's bytes, too: they are not in the text."""
+    """ByteFallback turns the prompt's bytes into replacement characters too, but these
+    do not appear in the text."""
     tokenizer = spm()
     ids, (wrong,) = bytes_of(tokenizer, "日本".encode()), bytes_of(tokenizer, b"\xff")
     decoder = continuation(tokenizer, [*tokenizer.encode("Hello").ids, *ids])
@@ -335,10 +337,10 @@ def test_a_malformed_byte_does_not_repeat_the_prompt():
     assert decoder.decode(ids) == "日本"
 
 
-# The text of a prompt that continues
+# --- prompts that continue a text -----------------------------------------------------
 
 
-def test_continuing_text_is_encoded_without_what_a_start_gets():
+def test_continuing_text_is_encoded_without_a_leading_space():
     tokenizer = spm()
     assert encode_continuation(tokenizer, " world") == [tokenizer.token_to_id(WORLD)]
     ids = encode_continuation(tokenizer, "world")
@@ -359,7 +361,7 @@ def test_continuing_text_is_encoded_without_what_a_start_gets():
     assert encode_continuation(plain, "ab<x>") == plain.encode("ab<x>").ids
 
 
-# Chats
+# --- chats ----------------------------------------------------------------------------
 
 
 CHAT = """{% for m in messages %}{{ m.role + ':SPACE' + m.content + '\n' }}\
@@ -368,7 +370,8 @@ CHAT = """{% for m in messages %}{{ m.role + ':SPACE' + m.content + '\n' }}\
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    """Says world, again after every colon, which is a byte token."""
+    """Returns a model that says "world again" after every colon, which is a byte
+    token."""
     tokenizer = spm()
     chain = follow(tokenizer, ["<0x3A>", WORLD, AGAIN, "</s>"])
     place = tmp_path_factory.mktemp("model") / "talker"
@@ -376,8 +379,10 @@ def talker(tmp_path_factory):
 
 
 @pytest.mark.parametrize("space", ["", " "])
-def test_a_chat_shows_the_text_and_keeps_its_past(talker, capsys, monkeypatch, space):
-    """Of the second turn only what is new is read, wherever the template has spaces."""
+def test_a_chat_prints_the_text_and_keeps_its_cached_state(
+    talker, capsys, monkeypatch, space
+):
+    """The second turn prefills only new tokens, wherever the template puts spaces."""
     tokenizer, template = spm(), CHAT.replace("SPACE", space)
     (talker / "chat_template.jinja").write_text(template)
     read, real = [], conversation.stream

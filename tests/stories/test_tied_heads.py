@@ -1,7 +1,7 @@
-"""A config that ties the head to the embedding, and files that say otherwise.
+"""Test configs that tie the output head to the embedding, with files that differ.
 
-transformers 5.23 keeps two tensors of different numbers apart and warns; it ties equal
-ones, and it takes the head for the embedding where a file has the head alone.
+If the two tensors differ, transformers 5.23 keeps both and warns. It ties equal
+tensors. If the file has only the head, it is used as the embedding too.
 """
 
 import json
@@ -42,16 +42,16 @@ def embedding_of(tensors):
     return next(name for name in EMBEDDINGS if name in tensors)
 
 
-def trained_apart(tensors):
+def different_head(tensors):
     embedding = tensors[embedding_of(tensors)]
     tensors["lm_head.weight"] = embedding.flip(0).contiguous()
 
 
-def copied(tensors):
+def equal_head(tensors):
     tensors["lm_head.weight"] = tensors[embedding_of(tensors)].clone()
 
 
-def head_alone(tensors):
+def head_only(tensors):
     tensors["lm_head.weight"] = tensors.pop(embedding_of(tensors))
 
 
@@ -79,7 +79,7 @@ def close(directory, model):
 
 
 def load(directory):
-    """The model, and what was warned of."""
+    """Returns the model and the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = stree_jax.load(directory)
@@ -87,9 +87,9 @@ def load(directory):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_trained_apart_is_kept(tmp_path, family):
-    """Without an error, with one line that names both tensors."""
-    directory = write(tmp_path / "model", FAMILIES[family], trained_apart)
+def test_a_head_unlike_the_embedding_is_kept(tmp_path, family):
+    """Loading succeeds with one line of warning that names both tensors."""
+    directory = write(tmp_path / "model", FAMILIES[family], different_head)
     model, said = load(directory)
     assert not model.config.tie_embeddings and not info(directory)["tied_head"]
     [line] = said
@@ -97,8 +97,8 @@ def test_a_head_trained_apart_is_kept(tmp_path, family):
     close(directory, model)
 
 
-@pytest.mark.parametrize("change", [copied, head_alone])
-def test_one_table_stays_one(tmp_path, change):
+@pytest.mark.parametrize("change", [equal_head, head_only])
+def test_equal_or_missing_tensors_are_tied(tmp_path, change):
     directory = write(tmp_path / "model", hf.llama, change)
     model, said = load(directory)
     assert said == [] and "lm_head" not in model.params
@@ -106,8 +106,8 @@ def test_one_table_stays_one(tmp_path, change):
     close(directory, model)
 
 
-def test_equal_tables_may_differ_in_dtype_and_hold_nan(tmp_path):
-    """A row of NaN, as padding has it, is equal to its copy."""
+def test_equal_tensors_are_tied_despite_dtype_and_nan(tmp_path):
+    """A NaN row, as in padding, is equal to its copy."""
 
     def change(tensors):
         name = embedding_of(tensors)
@@ -119,9 +119,9 @@ def test_equal_tables_may_differ_in_dtype_and_hold_nan(tmp_path):
     assert stree_jax.load(directory).config.tie_embeddings
 
 
-def test_everything_made_of_it_keeps_both(tmp_path, capsys):
+def test_an_untied_head_survives_every_conversion(tmp_path, capsys):
     """convert (checked by --verify), export, save, bfloat16, int8 and a mesh."""
-    src = write(tmp_path / "src", hf.llama, trained_apart)
+    src = write(tmp_path / "src", hf.llama, different_head)
     ours, out = str(tmp_path / "ours"), tmp_path / "hf"
     assert cli.main(["convert", str(src), ours, "--verify"]) == 0
     assert "lm_head.weight" in capsys.readouterr().err
@@ -141,23 +141,24 @@ def test_everything_made_of_it_keeps_both(tmp_path, capsys):
         assert "lm_head" in stree_jax.load(src, dtype="int8").params
 
 
-def test_a_file_of_torch_with_both_names(tmp_path):
-    """pytorch_model.bin of a tied model has both, of one storage."""
-    src = write(tmp_path / "src", hf.llama, copied)
+def test_a_pytorch_file_with_both_names(tmp_path):
+    """pytorch_model.bin of a tied model has both names for the same storage."""
+    src = write(tmp_path / "src", hf.llama, equal_head)
     tensors = load_file(src / "model.safetensors")
     (src / "model.safetensors").unlink()
     tensors["lm_head.weight"] = tensors[embedding_of(tensors)]
     torch.save(tensors, src / "pytorch_model.bin")
     model, said = load(src)
     assert said == [] and model.config.tie_embeddings
-    edit_tensors(src, trained_apart)
+    edit_tensors(src, different_head)
     model, said = load(src)
     assert len(said) == 1 and not model.config.tie_embeddings
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2", "zamba2"])
 def test_a_model_saved_without_its_head(tmp_path, family):
-    """By AutoModel: without the first part of all names, and without the head."""
+    """AutoModel saves it without the head, and without the common prefix of all
+    names."""
     other = FAMILIES[family](**TIED)
     other.base_model.save_pretrained(tmp_path / "model")
     model, said = load(tmp_path / "model")
@@ -165,8 +166,8 @@ def test_a_model_saved_without_its_head(tmp_path, family):
     close(tmp_path / "model", model)
 
 
-def test_no_head_and_no_tie_says_what_to_do(tmp_path, capsys):
-    """transformers draws such a head at random."""
+def test_a_missing_untied_head_is_refused(tmp_path, capsys):
+    """transformers would initialize such a head at random."""
     src = write(tmp_path / "src", hf.llama, lambda tensors: None)
     untied = {"tie_word_embeddings": False}
     edit_json(src / "config.json", lambda values: values.update(untied))
@@ -176,8 +177,9 @@ def test_no_head_and_no_tie_says_what_to_do(tmp_path, capsys):
     assert '"tie_word_embeddings" to true' in error and error.count("\n") == 1
 
 
-def test_blocks_that_a_config_shares_and_the_file_does_not(tmp_path):
-    """Zamba2 shares transformer blocks; trained apart, transformers keeps each."""
+def test_shared_blocks_with_different_weights(tmp_path):
+    """Zamba2 shares transformer blocks. If the file has different weights, each is
+    kept, as in transformers."""
     hf.zamba(tie_word_embeddings=False).save_pretrained(tmp_path / "src")
     edit_json(tmp_path / "src" / "config.json", lambda values: values.update(TIED))
     model, said = load(tmp_path / "src")

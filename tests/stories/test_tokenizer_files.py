@@ -1,6 +1,6 @@
-"""What the files beside tokenizer.json say is read, and other forms of a tokenizer.
+"""Test that tokenizer settings in other files are applied, and other tokenizer formats.
 
-The ids are those of transformers' AutoTokenizer on the same directory.
+The expected ids are those of transformers' AutoTokenizer on the same directory.
 """
 
 import base64
@@ -48,7 +48,8 @@ MORE = ("<tool>", "<think>", "</think>")
 
 
 def own():
-    """A tokenizer whose vocabulary has the tokens of MORE, none of them added."""
+    """Returns a tokenizer with the tokens of MORE in its vocabulary, not as added
+    tokens."""
     return byte_level(more=MORE)
 
 
@@ -138,7 +139,8 @@ def write(path, tokenizer=None, files=None, model_type="llama"):
 
 
 def same(path, texts=TEXTS):
-    """Compares ids, texts and roles with transformers' for a directory."""
+    """Compares ids, texts and special tokens of a directory with those of
+    transformers."""
     theirs, ours = (
         AutoTokenizer.from_pretrained(path),
         read_tokenizer(CheckpointFiles(path)),
@@ -154,19 +156,19 @@ def same(path, texts=TEXTS):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_settings(tmp_path, name):
+def test_settings_are_applied(tmp_path, name):
     same(write(tmp_path / "m", own(), CASES[name]))
 
 
-def test_no_space_before_pieces(tmp_path):
-    """LlamaTokenizer with add_prefix_space false: Mistral's later models."""
+def test_add_prefix_space_false(tmp_path):
+    """LlamaTokenizer with add_prefix_space false, as in later Mistral models."""
     names = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     files = settings(add_prefix_space=False, tokenizer_class="LlamaTokenizer", **names)
     same(write(tmp_path / "m", spm(), files))
 
 
 def test_a_saved_model_keeps_split_special_tokens(tmp_path):
-    """tokenizer.json has no place for it."""
+    """tokenizer.json itself cannot store this setting."""
     tokenizer = spm()
     chain = follow(tokenizer, ["a", "n", "</s>"])
     path = write_llama(tmp_path / "m", len(chain), chain=chain, tokenizer=tokenizer)
@@ -197,14 +199,14 @@ def test_a_saved_model_keeps_split_special_tokens(tmp_path):
         ({ADDED: []}, f"{ADDED}: want a JSON object"),
     ],
 )
-def test_malformed_settings(tmp_path, files, said):
+def test_malformed_settings_are_refused(tmp_path, files, said):
     path = write(tmp_path / "m", own(), files)
     with pytest.raises(CheckpointError, match=said):
         read_tokenizer(CheckpointFiles(path))
 
 
-def test_a_byte_order_mark(tmp_path):
-    """Windows editors put one before the files that they save."""
+def test_byte_order_marks_are_accepted(tmp_path):
+    """Windows editors write one at the start of a file."""
     chain = follow(byte_level(), ("x", "y", "<|im_end|>"))
     path = write_llama(tmp_path / "m", len(chain), chain=chain, tokenizer=byte_level())
     (path / SETTINGS).write_text(json.dumps({"eos_token": "<|im_end|>"}))
@@ -257,14 +259,15 @@ FOLDER = "additional_chat_templates"
         ),
     ],
 )
-def test_where_templates_are(tmp_path, files, found):
+def test_chat_templates_are_found(tmp_path, files, found):
     path = templates(write(tmp_path / "m", own()), files)
     assert read_chat_template(CheckpointFiles(path)) == found
-    if "chat_template.json" not in files:  # which is a processor's
+    # Transformers reads this file only for processors
+    if "chat_template.json" not in files:
         assert AutoTokenizer.from_pretrained(path).get_chat_template() == found
 
 
-def test_only_named_templates(tmp_path):
+def test_named_templates_without_a_default_are_refused(tmp_path):
     path = templates(write(tmp_path / "m", own()), {f"{FOLDER}/rag.jinja": "x"})
     with pytest.raises(
         CheckpointError, match="rag: none is named default; save the on"
@@ -272,7 +275,7 @@ def test_only_named_templates(tmp_path):
         read_chat_template(CheckpointFiles(path))
 
 
-def test_templates_see_the_roles_of_every_file(tmp_path):
+def test_templates_see_the_special_tokens_of_every_file(tmp_path):
     files = {MAP: {"bos_token": "<s>"}, SETTINGS: {"image_token": "<tool>"}}
     path = write(tmp_path / "m", own(), files)
     template = "{{ bos_token }}{{ image_token }}{{ eos_token is defined }}"
@@ -283,7 +286,7 @@ def test_templates_see_the_roles_of_every_file(tmp_path):
     assert wanted == "<s><tool>False"
 
 
-def test_all_files_go_along(tmp_path):
+def test_convert_and_export_copy_all_files(tmp_path):
     chain = follow(own(), ("x", "y"))
     path = write_llama(tmp_path / "m", len(chain), chain=chain, tokenizer=own())
     files = {ADDED: {"<tool>": 262}, MAP: {"bos_token": "<s>"}}
@@ -299,7 +302,7 @@ def test_all_files_go_along(tmp_path):
         assert ids == [own().token_to_id("<tool>")]
 
 
-def test_files_of_a_repository():
+def test_tokenizer_files_of_a_repository():
     names = [
         "README.md",
         "tokenizer.model",
@@ -336,7 +339,7 @@ def test_files_of_a_repository():
         dict(add_prefix_space=True, additional_special_tokens=["<fim>"]),
     ],
 )
-def test_vocabulary_and_merges(tmp_path, name, model_type, further):
+def test_vocab_json_and_merges_txt(tmp_path, name, model_type, further):
     said = further if name is None else {"tokenizer_class": name} | further
     files = settings(eos_token="<|im_end|>", **said)
     path = write(tmp_path / "m", files=files, model_type=model_type)
@@ -352,7 +355,7 @@ def test_vocabulary_and_merges(tmp_path, name, model_type, further):
 
 
 def write_pieces(file, tokens, scores, kind=2, charsmap=b"", spaces=0, prefix=1):
-    """A SentencePiece model by the rules of protocol buffers, written by hand."""
+    """Writes a SentencePiece model, in the protocol buffer format, by hand."""
 
     def field(number, value):
         if isinstance(value, int):
@@ -375,8 +378,9 @@ def write_pieces(file, tokens, scores, kind=2, charsmap=b"", spaces=0, prefix=1)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_model(tmp_path, prefix):
-    """Llama 2's and Mistral's, as sentencepiece's BPE is defined."""
+def test_sentencepiece_bpe_models(tmp_path, prefix):
+    """As in Llama 2 and Mistral. The expected ids follow the definition of
+    sentencepiece's BPE."""
     tokens, scores = pieces()
     files = settings(
         tokenizer_class="LlamaTokenizer", eos_token="</s>", pad_token="<x>"
@@ -392,7 +396,7 @@ def test_a_sentencepiece_model(tmp_path, prefix):
     assert has_tokenizer(CheckpointFiles(path))
 
 
-def test_flags_of_a_sentencepiece_model(tmp_path):
+def test_add_bos_and_eos_with_a_sentencepiece_model(tmp_path):
     tokens, scores = pieces()
     files = settings(add_bos_token=False, add_eos_token=True)
     path = write(tmp_path / "m", files=files)
@@ -402,8 +406,9 @@ def test_flags_of_a_sentencepiece_model(tmp_path):
 
 
 @pytest.mark.parametrize("options", [dict(kind=1), dict(spaces=1), dict(charsmap=b"x")])
-def test_other_sentencepiece_models(tmp_path, options):
-    """Unigram models, and those that normalize texts: the model opens without one."""
+def test_other_sentencepiece_models_are_skipped(tmp_path, options):
+    """Unigram models, and models that normalize texts: the model loads without a
+    tokenizer."""
     path = write(tmp_path / "m")
     write_pieces(path / "tokenizer.model", *pieces(), **options)
     told = []
@@ -413,7 +418,7 @@ def test_other_sentencepiece_models(tmp_path, options):
 
 
 @pytest.mark.parametrize("cut", [-1, 200, 3000])
-def test_a_damaged_sentencepiece_model(tmp_path, cut):
+def test_a_damaged_sentencepiece_model_is_refused(tmp_path, cut):
     path = write(tmp_path / "m")
     write_pieces(path / "tokenizer.model", *pieces())
     data = (path / "tokenizer.model").read_bytes()
@@ -423,7 +428,7 @@ def test_a_damaged_sentencepiece_model(tmp_path, cut):
 
 
 def tekken(**config):
-    """A tekken.json with the bytes and words of a trained tokenizer."""
+    """Returns a tekken.json with the bytes and tokens of a trained tokenizer."""
     model = trained("llama-bpe")
     vocabulary = model.get_vocab(with_added_tokens=False)
     letters = ByteLevel.alphabet()
@@ -449,8 +454,8 @@ def tekken(**config):
     "config",
     [{}, {"default_vocab_size": 300}, {"default_num_special_tokens": 5}],
 )
-def test_tekken(tmp_path, config):
-    """Mistral's newer repositories, such as Devstral's, have this file alone."""
+def test_tekken_json(tmp_path, config):
+    """Newer Mistral repositories, such as Devstral's, have only this file."""
     path = write(tmp_path / "m", model_type="mistral")
     (path / "tekken.json").write_text(json.dumps(tekken(**config)))
     assert has_tokenizer(CheckpointFiles(path))
@@ -469,15 +474,15 @@ def test_tekken(tmp_path, config):
         (dict(special_tokens=[{"rank": [], "token_str": "x"}]), "want a text for each"),
     ],
 )
-def test_malformed_tekken(tmp_path, change, said):
+def test_malformed_tekken_json_is_refused(tmp_path, change, said):
     path = write(tmp_path / "m")
     (path / "tekken.json").write_text(json.dumps(tekken() | change))
     with pytest.raises(CheckpointError, match=f"tekken.json: {said}|{said}"):
         read_tokenizer(CheckpointFiles(path))
 
 
-def test_written_with_a_tokenizer_json(tmp_path):
-    """convert makes one of the files that were there."""
+def test_convert_and_export_write_a_tokenizer_json(tmp_path):
+    """It is made from the tokenizer files in the directory."""
     chain = follow(spm(), ("▁Hello", "▁world"))
     path = write_llama(tmp_path / "m", len(chain), chain=chain)
     write_pieces(path / "tokenizer.model", *pieces())
@@ -493,8 +498,8 @@ def test_written_with_a_tokenizer_json(tmp_path):
 @pytest.mark.parametrize(
     "names", [["vocab.txt"], ["vocab.json", "merges.txt"], ["tokenizer.model"]]
 )
-def test_a_form_that_is_not_read(tmp_path, names, capsys):
-    """One line says what is there and how to make a tokenizer.json of it."""
+def test_unsupported_tokenizer_files_cause_a_warning(tmp_path, names, capsys):
+    """One line names the files and says how to make a tokenizer.json from them."""
     chain = follow(byte_level(), ("x", "y"))
     path = write_llama(tmp_path / "m", len(chain), chain=chain)
     for name in names:
@@ -508,8 +513,8 @@ def test_a_form_that_is_not_read(tmp_path, names, capsys):
     shutil.rmtree(path)
 
 
-def test_words_that_are_not_added_stay_text(tmp_path):
-    """A tokenizer of another kind goes through the same reading."""
+def test_special_tokens_not_in_added_tokens_stay_text(tmp_path):
+    """A WordLevel tokenizer is read by the same code."""
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
     words.add_tokens([AddedToken("b", normalized=False)])
     same(write(tmp_path / "m", words, settings(eos_token="c")), ("b", "c", "bca"))

@@ -1,6 +1,7 @@
-"""Tokens that a tokenizer has and its model has not, as of a fine-tune's added ones.
+"""Test token ids that a tokenizer has and the model's embedding does not.
 
-Their rows of the embedding do not exist: what was read in their place was another row.
+A fine-tuned tokenizer may have added tokens. Their rows of the embedding do not exist;
+without a check, another row would be read instead.
 """
 
 import io
@@ -25,7 +26,7 @@ WRONG = r"makes '<\|extra\|>' \(id 272\) of it, but .* ids 0\.\.271; leave that 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A vocabulary of 272 tokens, of which <|extra|> is one too many."""
+    """Returns a model of 272 tokens whose tokenizer has a 273rd token, <|extra|>."""
     tokenizer = byte_level()
     V = padded_size(tokenizer)
     fill = [f"<|fill{i}|>" for i in range(V - tokenizer.get_vocab_size())]
@@ -43,18 +44,18 @@ def model(path):
 
 
 @pytest.mark.parametrize("prompts", ["<|extra|>", ["a", "a<|extra|>a"]])
-def test_a_prompt_with_such_a_token_is_refused(model, prompts):
+def test_prompts_with_such_a_token_are_refused(model, prompts):
     place = 0 if isinstance(prompts, str) else 1
     with pytest.raises(ValueError, match=rf"prompts\[{place}\]: .*{WRONG}"):
         stree_jax.generate(model, prompts, max_new_tokens=1)
 
 
-def test_a_prompt_without_one_is_not(model):
+def test_prompts_without_such_a_token_are_accepted(model):
     result = stree_jax.generate(model, "<|fill0|>a", max_new_tokens=1)
     assert result.texts == ["b"]
 
 
-def test_text_that_continues_a_past_is_checked_too(model):
+def test_text_after_a_cached_state_is_checked(model):
     past = stree_jax.generate(model, "a", max_new_tokens=1, keep_past=True).past
     with pytest.raises(ValueError, match=WRONG):
         stree_jax.generate(model, "<|extra|>", max_new_tokens=1, past=past)
@@ -64,7 +65,7 @@ def test_text_that_continues_a_past_is_checked_too(model):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_commands_refuse_it_in_a_line(path, command, capsys, monkeypatch):
+def test_commands_refuse_it_in_one_line(path, command, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a<|extra|>\n"))
     args = [command, "--model", str(path), "--drafter", "none", "--max-new-tokens", "1"]
     assert main(args) == 2
@@ -73,7 +74,7 @@ def test_commands_refuse_it_in_a_line(path, command, capsys, monkeypatch):
     assert "leave that token out" in err
 
 
-def test_server_refuses_it_for_one_client(model):
+def test_the_server_answers_with_status_400(model):
     batch = Batch(model, spec_for(model, None, None, None, None), Sizes(1, 64, 1))
 
     def spell(messages, turn):
@@ -94,7 +95,7 @@ def test_server_refuses_it_for_one_client(model):
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcffb"])
-def test_half_a_character_is_refused(model, text):
+def test_lone_surrogates_are_refused(model, text):
     with pytest.raises(ValueError, match=r"prompts\[0\]: not UTF-8 text"):
         stree_jax.generate(model, text, max_new_tokens=1)
     with pytest.raises(ValueError, match="stop_strings: not UTF-8 text"):
@@ -104,15 +105,15 @@ def test_half_a_character_is_refused(model, text):
         stree_jax.generate(model, text, max_new_tokens=1, past=past)
 
 
-def test_ids_are_checked_as_before(model):
+def test_token_ids_are_checked(model):
     with pytest.raises(ValueError, match=r"prompts\[0\]: ids 272\.\.272 are not all"):
         stree_jax.generate(model, [[272]], max_new_tokens=1)
     with pytest.raises(ValueError, match=r"tokens: ids 272\.\.272 are not all"):
         stree_jax.score(model, np.array([[272]]))
 
 
-def test_text_to_train_on_is_checked(model, tmp_path):
-    """Special tokens are plain text there; others that were added are tokens."""
+def test_training_text_is_checked(model, tmp_path):
+    """Special tokens are plain text in training data; other added tokens are tokens."""
     tokenizer = byte_level()
     tokenizer.add_tokens([f"<fill{i}>" for i in range(272 - 262)] + ["<tool>"])
     own = replace(model, tokenizer=tokenizer)
@@ -128,8 +129,9 @@ def test_text_to_train_on_is_checked(model, tmp_path):
             prepare_for(job, own, "target")
 
 
-def test_text_that_the_tokenizer_cannot_encode_is_refused(model, tmp_path, capsys):
-    """A vocabulary of words without an unknown token: the library raises Exception."""
+def test_text_the_tokenizer_cannot_encode_is_refused(model, tmp_path, capsys):
+    """For a word vocabulary without an unknown token, the tokenizers library raises
+    Exception."""
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     own, wrong = replace(model, tokenizer=words), "the tokenizer cannot encode it"

@@ -1,6 +1,6 @@
-"""Records of training text and prompts, as the published data sets spell them.
+"""Test records of training text and prompts, in the formats of published data sets.
 
-The right text is written by hand: both halves of a record, every message of a chat.
+The expected text is written by hand: both halves of a record, every message of a chat.
 """
 
 import gzip
@@ -85,15 +85,15 @@ def written(path, *records):
 
 
 @pytest.mark.parametrize(("record", "text"), WHOLE, ids=lambda x: str(x)[:40])
-def test_a_record_is_read_whole(tmp_path, record, text):
+def test_records_are_read_whole(tmp_path, record, text):
     assert [*iter_documents([written(tmp_path / "a.jsonl", record)])] == [text]
 
 
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.ndjson", "A.JSONL", "a.json", "a.jsonl.gz", "a.json.gz"]
 )
-def test_a_mix_in_every_kind_of_file(tmp_path, name):
-    """Blank lines, CRLF, a mark of UTF-8 in front, a last line without its end."""
+def test_mixed_records_in_every_kind_of_file(tmp_path, name):
+    """With blank lines, CRLF, a UTF-8 byte order mark, and no newline at the end."""
     records = [record for record, _ in WHOLE]
     lines = "\r\n\r\n".join(map(json.dumps, records)).encode()
     data = b"\xef\xbb\xbf" + lines
@@ -107,8 +107,8 @@ def test_a_mix_in_every_kind_of_file(tmp_path, name):
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"data": x}])
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_json_list(tmp_path, wrap, indent, encoding):
-    """As Alpaca and ShareGPT are published."""
+def test_json_lists(tmp_path, wrap, indent, encoding):
+    """As the Alpaca and ShareGPT data are published."""
     records = [record for record, _ in WHOLE]
     text = json.dumps(wrap(records), indent=indent)
     (tmp_path / "a.json").write_text(text, encoding=encoding)
@@ -122,7 +122,7 @@ def test_line_separators_do_not_end_a_record(tmp_path):
     assert [*iter_documents([path])] == [text]
 
 
-def test_a_very_long_line(tmp_path):
+def test_very_long_lines(tmp_path):
     text = "word " * 400_000
     path = written(tmp_path / "a.jsonl", {"prompt": text, "completion": "end"})
     pieces = [*iter_documents([path])]
@@ -161,7 +161,7 @@ def test_a_very_long_line(tmp_path):
         (b"[" * 100_000, ["a.jsonl:2: ", "not JSON"]),
     ],
 )
-def test_a_record_that_is_not_known_is_refused_by_line(tmp_path, line, said):
+def test_unknown_records_are_refused_with_their_line(tmp_path, line, said):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:2") as caught:
@@ -181,13 +181,13 @@ def test_a_record_that_is_not_known_is_refused_by_line(tmp_path, line, said):
         ("README", ".txt"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_with_a_way_on(tmp_path, name, way):
+def test_unsupported_files_are_refused_with_advice(tmp_path, name, way):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=f"{name}: not one of .*{way}"):
         iter_documents([tmp_path / name])
 
 
-def test_nothing_is_passed_over_without_a_word(tmp_path):
+def test_skipped_files_and_fields_are_reported(tmp_path):
     folder = tmp_path / "data"
     (folder / ".git").mkdir(parents=True)
     (folder / ".git/config").write_text("hidden")
@@ -244,7 +244,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def target(tmp_path):
-    """A chat model of 512 tokens whose template is ChatML."""
+    """Returns a chat model of 512 tokens whose template is ChatML."""
     config, tokenizer = {"eos_token_id": 4}, byte_level()
     path = write_llama(tmp_path / "model", 512, tokenizer=tokenizer, config=config)
     settings = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
@@ -252,8 +252,10 @@ def target(tmp_path):
     return path
 
 
-def test_chats_go_through_the_targets_template(tmp_path, target, monkeypatch, capsys):
-    """Special tokens of the template are tokens, those of a plain text are text."""
+def test_chats_use_the_chat_template_of_the_target(
+    tmp_path, target, monkeypatch, capsys
+):
+    """Special tokens of the template become tokens; in plain text they stay text."""
     chats = [{"messages": CHAT}, {"conversations": SHARED}] * 100
     odd = {"messages": [*CHAT, {"role": "narrator", "content": "Curtain."}]}
     text = written(tmp_path / "chats.jsonl", *chats, odd, {"text": "<|im_end|>"})
@@ -270,14 +272,15 @@ def test_chats_go_through_the_targets_template(tmp_path, target, monkeypatch, ca
     start, end = 3, 4
     turns = 100 * (3 + 2) + 3
     assert seen.count(start) == turns
-    assert seen.count(end) == turns + 1  # that of the plain text; a chat brings its own
+    # The extra one ends the plain text; a chat ends with its own
+    assert seen.count(end) == turns + 1
     err = capsys.readouterr().err
     assert "read enough" in err
     assert "leaves out messages, by role: narrator (1)" in err
     assert "without their roles" not in err
 
 
-def test_a_template_that_refuses_a_record_names_it(tmp_path):
+def test_a_template_error_names_the_record(tmp_path):
     def spell(messages):
         raise ValueError("chat template: System role not supported")
 
@@ -286,7 +289,7 @@ def test_a_template_that_refuses_a_record_names_it(tmp_path):
         [*iter_documents([path], spell=spell)]
 
 
-def test_a_vocabulary_beyond_16_bits():
+def test_vocabularies_beyond_16_bits():
     """Llama 3 has 128,256 tokens, Qwen2.5 151,936."""
     names = {f"t{i}": i for i in range(151_936)}
     tokenizer = Tokenizer(models.WordLevel(names))
@@ -309,7 +312,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json"])
-def test_prompts_are_the_first_half(tmp_path, name):
+def test_prompts_are_the_first_half_of_a_record(tmp_path, name):
     records = [record for record, _ in PROMPTS]
     lines = "\n".join(map(json.dumps, records)).encode()
     data = json.dumps(records).encode() if name == "p.json" else lines
@@ -330,14 +333,14 @@ def test_prompts_are_the_first_half(tmp_path, name):
         ([1], "a list"),
     ],
 )
-def test_a_record_without_a_prompt_is_refused_by_name(tmp_path, record, said):
+def test_records_without_a_prompt_are_refused(tmp_path, record, said):
     path = written(tmp_path / "p.jsonl", {"prompt": "fine"}, record)
     with pytest.raises(ValueError, match=r"p\.jsonl:2: no prompt") as caught:
         read_prompts([path], 2)
     assert said in str(caught.value)
 
 
-def test_prompt_files_of_one_name_are_both_read(tmp_path):
+def test_prompt_files_with_the_same_name_are_both_read(tmp_path):
     paths = []
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -348,7 +351,7 @@ def test_prompt_files_of_one_name_are_both_read(tmp_path):
         read_prompts([tmp_path / "empty.jsonl"], 1)
 
 
-def test_turns_of_chats_are_read(tmp_path):
+def test_user_turns_of_chats_are_read(tmp_path):
     more = {"from": "human", "value": "More?"}
     path = written(
         tmp_path / "a.jsonl",
@@ -360,8 +363,8 @@ def test_turns_of_chats_are_read(tmp_path):
     assert read_turns([path], 9) == [["a\n", "b\n"], ["Hi?\n", "More?\n"]]
 
 
-def test_a_text_that_spells_special_tokens_is_told_of(tmp_path, capsys):
-    """Texts that went through a chat template before they were published."""
+def test_special_tokens_spelled_in_texts_are_reported(tmp_path, capsys):
+    """Some data sets were passed through a chat template before publication."""
     told = "<|im_start|>user\nHi<|im_end|>\n"
     path = written(tmp_path / "a.jsonl", *[{"text": told * 100}] * 3, {"text": "<s>"})
     data = prepare([path], byte_level(), end=2)
@@ -371,7 +374,7 @@ def test_a_text_that_spells_special_tokens_is_told_of(tmp_path, capsys):
 
 
 def test_roles_and_empty_fields(tmp_path):
-    """Roles in capitals are roles; an empty field is nothing that is not read."""
+    """Role names in capitals are accepted. Empty fields are not reported as unread."""
     seen, tally = [], Tally()
     turns = [{"from": "Human", "value": "a"}, {"from": "GPT", "value": "b"}]
     path = written(
@@ -393,7 +396,7 @@ def test_roles_and_empty_fields(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", None])
-def test_no_text_at_all_is_said(tmp_path, capsys, text):
+def test_a_folder_without_text_is_refused(tmp_path, capsys, text):
     folder = tmp_path / "data"
     folder.mkdir()
     if text is not None:
@@ -404,7 +407,7 @@ def test_no_text_at_all_is_said(tmp_path, capsys, text):
     assert "b.bin" in capsys.readouterr().err
 
 
-def test_prepared_tokens_among_texts_are_refused(tmp_path):
+def test_prepared_tokens_mixed_with_texts_are_refused(tmp_path):
     (tmp_path / "pair").mkdir()
     (tmp_path / "pair/train.npy").write_bytes(b"")
     (tmp_path / "a.txt").write_text("a")

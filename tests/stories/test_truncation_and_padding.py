@@ -1,7 +1,8 @@
-"""A tokenizer.json saved with truncation, padding or dropout on encodes texts whole.
+"""Test that truncation, padding and dropout saved in a tokenizer.json are ignored.
 
-Training scripts turn these on and save the tokenizer so. transformers and vLLM ignore
-them for a prompt; `tokenizers` itself would make 8 tokens and 56 pads of every prompt.
+Training scripts turn these on and save the tokenizer. transformers and vLLM ignore them
+for a prompt. The `tokenizers` library itself would turn every prompt into 8 tokens and
+56 padding tokens.
 """
 
 import io
@@ -56,7 +57,8 @@ def chain():
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, chain):
-    """A function: a name of SAVED -> a directory whose tokenizer was saved so."""
+    """Returns a function: name in SAVED -> a directory whose tokenizer has those
+    settings."""
     made = {}
 
     def make(name):
@@ -74,7 +76,7 @@ def make(tmp_path_factory, chain):
 
 
 def continued(model):
-    """The greedy text after the prompt."""
+    """Returns the greedy text after the prompt."""
     return stree_jax.generate(model, PROMPT, max_new_tokens=5).texts[0]
 
 
@@ -86,14 +88,14 @@ WANTED = ids_of(byte_level())
 
 
 def plain(file):
-    """True if a tokenizer.json has none of the settings."""
+    """True if the tokenizer.json has no truncation, padding and dropout."""
     values = json.loads(file.read_text())
     settings = values["truncation"], values["padding"], values["model"]["dropout"]
     return settings == (None, None, None)
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_load(make, name):
+def test_a_loaded_tokenizer_ignores_them(make, name):
     theirs = AutoTokenizer.from_pretrained(make(name))
     model = stree_jax.load(make(name))
     assert ids_of(model.tokenizer) == WANTED
@@ -103,7 +105,7 @@ def test_load(make, name):
 
 
 @pytest.mark.parametrize("name", ["both", "dropout"])
-def test_what_is_written(make, tmp_path, name):
+def test_written_tokenizers_do_not_have_them(make, tmp_path, name):
     """convert, save and export write a tokenizer.json without those settings."""
     model = stree_jax.load(make(name))
     by_hand = model.replace(tokenizer=saved(**SAVED[name]))
@@ -119,7 +121,7 @@ def test_what_is_written(make, tmp_path, name):
     assert theirs(PROMPT)["input_ids"] == WANTED[0]
 
 
-def test_a_plain_tokenizer_is_copied_as_it_is(tmp_path, chain):
+def test_a_tokenizer_without_them_is_copied_unchanged(tmp_path, chain):
     path = write_llama(tmp_path / "m", len(chain), chain=chain, tokenizer=byte_level())
     convert_checkpoint(path, tmp_path / "converted", progress=False)
     before, after = path / "tokenizer.json", tmp_path / "converted" / "tokenizer.json"
@@ -127,8 +129,8 @@ def test_a_plain_tokenizer_is_copied_as_it_is(tmp_path, chain):
 
 
 @pytest.mark.parametrize("name", ["both", "left", "multiple", "dropout"])
-def test_a_model_made_by_hand(make, name):
-    """The caller's tokenizer keeps its settings; the model does not use them."""
+def test_a_model_built_in_python_ignores_them(make, name):
+    """The caller's tokenizer keeps its settings, and the model does not use them."""
     loaded = stree_jax.load(make(name))
     tokenizer = saved(**SAVED[name])
     model = checkpoint.Model(loaded.params, loaded.config, tokenizer)
@@ -139,14 +141,14 @@ def test_a_model_made_by_hand(make, name):
     assert len(kept.past.tokens[0]) - len(kept.tokens[0]) == 30
 
 
-def test_turned_on_after_loading(make):
+def test_settings_turned_on_after_loading_are_ignored(make):
     model = stree_jax.load(make("both"))
     model.tokenizer.enable_truncation(4)
     model.tokenizer.enable_padding(length=64)
     assert continued(model) == "yz"
 
 
-def test_generate_and_chat(make, capsys, monkeypatch):
+def test_generate_and_chat_ignore_them(make, capsys, monkeypatch):
     argv = ["generate", PROMPT, "--model", str(make("both")), "--max-new-tokens", "5"]
     assert main([*argv, "--drafter", "none", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -158,8 +160,8 @@ def test_generate_and_chat(make, capsys, monkeypatch):
     assert [line for line in capsys.readouterr().out.split("\n") if line] == ["yz"] * 2
 
 
-def test_the_servers_conversations(make):
-    """Messages become as many tokens as they are; 1 for each marker and letter."""
+def test_chat_conversations_ignore_them(make):
+    """The expected length counts one token for each marker and each letter."""
     model = stree_jax.load(make("both"))
     model.tokenizer.enable_truncation(4)
     spell = speller(str(make("both")), model)
@@ -168,11 +170,11 @@ def test_the_servers_conversations(make):
     _, ids = next_turn(saved(**SAVED["left"]), TEMPLATE, {}, messages, [])
     assert len(ids) == 32
     _, ids = next_turn(saved(**SAVED["left"]), None, {}, messages, [])
-    assert len(ids) == 31  # and the line's end
+    assert len(ids) == 31  # and the newline
 
 
-def test_gguf(tmp_path, chain):
-    """A file that holds a whole tokenizer.json, which was saved so."""
+def test_a_tokenizer_json_inside_a_gguf_file(tmp_path, chain):
+    """A GGUF file may hold a whole tokenizer.json, with these settings."""
     tokenizer = saved(**SAVED["both"])
 
     def edit(writer):
@@ -187,8 +189,9 @@ def test_gguf(tmp_path, chain):
     assert plain(tmp_path / "converted" / "tokenizer.json")
 
 
-def test_training_text(tmp_path):
-    """`train --tokenizer` reads texts whole, and writes the tokenizer without pads."""
+def test_training_text_is_read_whole(tmp_path):
+    """`train --tokenizer` encodes whole texts, and writes the tokenizer without
+    padding."""
     file = tmp_path / "tokenizer.json"
     tokenizer = saved(**SAVED["both"])
     tokenizer.add_special_tokens(["<|endoftext|>"])

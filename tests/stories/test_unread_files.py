@@ -1,8 +1,9 @@
-"""Files and keys beside config.json that would change a model's numbers.
+"""Test files and keys beside config.json that would change a model's logits.
 
-Files of a directory: what transformers 5.23 takes is taken, in its order; adapters and
-unknown quantizations are refused. Keys of GGUF files: those that llama.cpp's
-`load_hparams` and `llama_context` read for an architecture are read or refused by name.
+In a directory, the library reads the files that transformers 5.23 reads, in the same
+order of precedence, and refuses adapters and unknown quantizations. In a GGUF file, it
+reads or refuses by name every key that llama.cpp's `load_hparams` and `llama_context`
+read for the architecture.
 """
 
 import json
@@ -32,7 +33,7 @@ ONE, TWO = [(t + 1) % V for t in range(V)], [(t + 2) % V for t in range(V)]
 
 
 def text(directory):
-    """The four tokens that follow token 1."""
+    """Returns the four tokens that follow token 1."""
     model = stree_jax.load(directory)
     options = {"max_new_tokens": 4, "stop_tokens": ()}
     return stree_jax.generate(model, [[1]], **options).tokens[0]
@@ -40,7 +41,7 @@ def text(directory):
 
 @pytest.fixture
 def counting(tmp_path):
-    """A directory whose text counts up by one."""
+    """Writes a model whose text counts up by one."""
     return write_llama(tmp_path / "model", V, chain=ONE)
 
 
@@ -51,7 +52,7 @@ def write_json(path, values):
 # --- directories ----------------------------------------------------------------------
 
 
-def test_safetensors_win_over_everything_beside_them(counting):
+def test_model_safetensors_takes_precedence(counting):
     """As in transformers: model.safetensors, then its index, then pytorch_model.bin."""
     other = weights(V, chain=TWO)
     pickled = {name: torch.tensor(array) for name, array in other.items()}
@@ -66,12 +67,13 @@ def test_safetensors_win_over_everything_beside_them(counting):
 
 
 def test_an_adapter_beside_the_weights_is_refused(counting):
-    """transformers applies it if peft is installed, so that its numbers are others."""
+    """transformers would apply the adapter if peft is installed, and compute other
+    logits."""
     write_json(counting / "adapter_config.json", {"peft_type": "LORA", "r": 8})
     save_file({"a": np.zeros(1)}, counting / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"adapter_config.json.*merge_and_unload"):
         stree_jax.load(counting)
-    (counting / "adapter_config.json").unlink()  # the way on that the message names
+    (counting / "adapter_config.json").unlink()  # as the message advises
     assert text(counting) == [2, 3, 4, 5]
 
 
@@ -79,7 +81,7 @@ METHODS = ["gptq", "awq", "bitsandbytes", "hqq", "torchao", "quanto", "mxfp4", "
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_other_quantizations_are_refused_with_a_way_on(tmp_path, method):
+def test_other_quantizations_are_refused_with_advice(tmp_path, method):
     config = {"quantization_config": {"quant_method": method, "bits": 4}}
     path = write_llama(tmp_path / "model", V, config=config)
     with pytest.raises(CheckpointError, match=rf"quant_method.*'{method}'.*GGUF file"):
@@ -106,7 +108,7 @@ def test_other_configs_are_refused(tmp_path, said):
         checked(open_local(CheckpointFiles(path)))
 
 
-# Fields that change which token transformers' `generate` takes without sampling.
+# Fields that change the greedy text of transformers' `generate`.
 GENERATION = {
     "repetition_penalty": 1.1,
     "suppress_tokens": [2, 3],
@@ -126,7 +128,7 @@ GENERATION = {
 
 
 @pytest.mark.parametrize("name", GENERATION)
-def test_generation_settings_that_are_not_followed_are_said(counting, name):
+def test_unsupported_generation_settings_cause_a_warning(counting, name):
     file = counting / "generation_config.json"
     write_json(file, {"eos_token_id": 2, name: GENERATION[name]})
     said = []
@@ -136,21 +138,21 @@ def test_generation_settings_that_are_not_followed_are_said(counting, name):
     assert said[0].endswith(option) == (name == "repetition_penalty")
 
 
-def test_settings_of_sampling_are_not_warned_of(counting):
-    """Sampling is asked for here, and so are its temperature and its filters."""
+def test_sampling_settings_cause_no_warning(counting):
+    """Callers choose sampling, temperature and filters themselves."""
     values = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     neutral = {"repetition_penalty": 1.0, "suppress_tokens": None, "num_beams": 1}
     write_json(counting / "generation_config.json", values | neutral)
-    assert text(counting) == [2, 3, 4, 5]  # and pytest makes an error of a warning
+    assert text(counting) == [2, 3, 4, 5]  # pytest turns a warning into an error
 
 
 # --- GGUF files -----------------------------------------------------------------------
 
-THETA = 10000.0  # of the file below
+THETA = 10000.0  # of the file that gguf_file writes
 
 
 def gguf_file(path, keys):
-    """A llama whose metadata has these keys besides its own."""
+    """Writes a llama whose metadata has these keys in addition to its own."""
     tokenizer = byte_level()
     chain = follow(tokenizer, [0, 1], V=padded_size(tokenizer))
 
@@ -168,7 +170,7 @@ def rope_of(tmp_path, keys):
 
 
 def yarn_of_llama_cpp(dim, factor, length):
-    """Frequencies as ggml's rope_yarn computes them, with its corr_dims."""
+    """Returns frequencies computed as in ggml's rope_yarn, with its corr_dims."""
 
     def corr(turns):
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(THETA))
@@ -183,12 +185,12 @@ def yarn_of_llama_cpp(dim, factor, length):
     return np.array(found)
 
 
-def test_linear_scaling(tmp_path):
+def test_linear_rope_scaling(tmp_path):
     plain = rope_of(tmp_path, {})
     for keys, linear in [
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4),
         ({"rope.scaling.factor": 4.0}, 4),  # linear is the default
-        ({"rope.scale_linear": 4.0}, 4),  # an old name
+        ({"rope.scale_linear": 4.0}, 4),  # an old name of the key
         ({"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0}, 2),
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1),
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, 1),
@@ -200,7 +202,7 @@ def test_linear_scaling(tmp_path):
         assert rope.yarn is None
 
 
-def test_yarn(tmp_path):
+def test_yarn_rope_scaling(tmp_path):
     keys = {
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 4.0,
@@ -212,7 +214,8 @@ def test_yarn(tmp_path):
     assert rope.yarn.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
     more = rope_of(tmp_path, keys | {"llama.rope.scaling.attn_factor": 0.5})
     assert more.yarn.attention_factor == pytest.approx(0.5 + 0.05 * math.log(4))
-    del keys["llama.rope.scaling.original_context_length"]  # the context's, then: 4096
+    # The default is then context_length, 4096
+    del keys["llama.rope.scaling.original_context_length"]
     wanted = yarn_of_llama_cpp(rope.dim, 4.0, 4096)
     found = rope_frequencies(rope_of(tmp_path, keys))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
@@ -221,7 +224,7 @@ def test_yarn(tmp_path):
 REFUSED_KEYS = {
     "general.type": ["adapter", "mmproj", "imatrix", "something"],
     "llama.rope.scaling.type": ["longrope", "other"],
-    "llama.rope.scaling.attn_factor": [1.19, 0.0],  # of no scaling that is read
+    "llama.rope.scaling.attn_factor": [1.19, 0.0],  # no scaling uses it
     "llama.rope.scaling.yarn_beta_fast": [16.0],
     "llama.rope.scaling.yarn_log_multiplier": [0.1],
     "llama.rope.dimension_count": [6],
@@ -245,14 +248,14 @@ REFUSED_KEYS = {
 
 
 @pytest.mark.parametrize("key", REFUSED_KEYS)
-def test_keys_that_would_change_the_numbers(tmp_path, key):
+def test_keys_that_would_change_the_logits_are_refused(tmp_path, key):
     for value in REFUSED_KEYS[key]:
         file = gguf_file(tmp_path / "m.gguf", {key: value})
         with pytest.raises(CheckpointError, match=key.removeprefix("llama.")):
             open_local(CheckpointFiles(file))
 
 
-def test_keys_that_change_nothing(tmp_path):
+def test_keys_without_effect_are_accepted(tmp_path):
     plain = open_local(CheckpointFiles(gguf_file(tmp_path / "m.gguf", {}))).config
     keys = {
         "general.quantization_version": 2,
@@ -260,7 +263,7 @@ def test_keys_that_change_nothing(tmp_path):
         "general.size_label": "1B",
         "llama.context_length": 8192,
         "llama.tensor_data_layout": "Meta AI original pth",
-        "llama.rope.scaling.original_context_length": 64,  # for YaRN alone
+        "llama.rope.scaling.original_context_length": 64,  # used only for YaRN
         "llama.attention.scale": 0.0,
         "llama.vocab_size": 272,
     }

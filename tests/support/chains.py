@@ -1,4 +1,4 @@
-"""Logits of a text that is read in passes over so many nodes."""
+"""Logits of a text that is read in passes of a given number of nodes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from stree_jax.models import (
 
 
 def logits_of_chain(model, text, T):
-    """Logits [S, V] of a text [S], read in passes over T nodes; T divides S."""
+    """Returns logits [S, V] of a text [S], read in passes of T nodes. T must
+    divide S."""
 
     @jax.jit
     def read(model, state, tokens):

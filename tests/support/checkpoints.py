@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every format by name, and what tests do to them."""
+"""Tiny random checkpoints of every format, by name, and edits of them."""
 
 import json
 from functools import cache
@@ -19,7 +19,10 @@ CASES = [*HF_CASES, *NATIVE_CASES, "mambainllama"]
 
 
 def sources(root):
-    """A function: the name of a case -> its directory, made once; copy it to change."""
+    """Returns a function: name of a case -> its directory.
+
+    Each directory is made once. Copy it before changing it.
+    """
 
     @cache
     def make(name):
@@ -35,14 +38,14 @@ def sources(root):
 
 
 def edit_json(file, change):
-    """Apply `change` to the JSON object in `file`, in place."""
+    """Applies `change` to the JSON object in `file`, in place."""
     values = json.loads(file.read_text())
     change(values)
     file.write_text(json.dumps(values))
 
 
 def edit_tensors(directory, change):
-    """Apply `change` to the tensors of a one-file checkpoint, in place."""
+    """Applies `change` to the tensors of a one-file checkpoint, in place."""
     if (file := directory / "model.safetensors").is_file():
         tensors = load_file(file)
         change(tensors)
@@ -55,7 +58,7 @@ def edit_tensors(directory, change):
 
 
 def assert_same(model, other):
-    """Two loaded models have equal configs, and parameters equal bit for bit."""
+    """Checks that two loaded models have equal configs and bitwise equal parameters."""
     assert model.config == other.config
     chex.assert_trees_all_equal_shapes_and_dtypes(model.params, other.params)
     chex.assert_trees_all_equal(model.params, other.params)

@@ -1,4 +1,4 @@
-"""A config with each family's options, in sizes that eight devices divide."""
+"""A config for each model family and option, in sizes that eight devices divide."""
 
 import jax
 import jax.numpy as jnp
@@ -141,14 +141,15 @@ def random_model(config, seed):
 
 
 def prompts(config, rows=8):
-    """Of different lengths, that repeat themselves."""
+    """Returns prompts of different lengths, each of which repeats itself."""
     draw = np.random.default_rng(0)
     some = [draw.integers(0, config.num_tokens, 3 + row % 3) for row in range(rows)]
     return [[*ids, *ids, *ids[:2]] for ids in map(np.ndarray.tolist, some)]
 
 
 def mesh_of(name):
-    """Such as "2x4": rows over 2, parts over 4, on the first devices."""
+    """Returns a mesh of the first devices: "2x4" splits rows over 2 and weights
+    over 4."""
     shape = tuple(map(int, name.split("x")))
     auto = (jax.sharding.AxisType.Auto,) * 2
     devices = jax.devices()[: shape[0] * shape[1]]

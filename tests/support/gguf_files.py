@@ -1,8 +1,8 @@
-"""Tiny Hugging Face checkpoints as GGUF files, laid out as llama.cpp's converter does.
+"""Tiny Hugging Face checkpoints as GGUF files, laid out as by llama.cpp's converter.
 
-Written by hand from what that converter does, with the `gguf` package's names of keys
-and tensors, so that it shares nothing with `stree_jax.convert.gguf`. `python -m
-tests.gguf_peers` has llama.cpp itself read the files.
+They are written from a reading of that converter, with the key and tensor names of the
+`gguf` package, and share no code with `stree_jax.convert.gguf`. `python -m
+tests.gguf_peers` checks that llama.cpp itself can read the files.
 """
 
 import json
@@ -28,10 +28,10 @@ from tests.support.hf_checkpoints import (
 NO_LIMITS = {"time_step_limit": (0.0, float("inf"))}
 MIXER = {**NO_LIMITS, "mamba_proj_bias": False, "mamba_conv_bias": True}
 NEMOTRON = {"use_bias": False, "use_conv_bias": True}
-# Groups of experts are not in the files of Nemotron-H.
+# GGUF files of Nemotron-H have no expert groups.
 EXPERTS = NEMOTRON | NEMOTRON_MOE | {"n_group": 1, "topk_group": 1}
 
-# By name: the architecture, and a function that makes the model.
+# Name of a case -> its architecture, and a function that makes the model.
 GGUF_CASES = {
     "llama": ("llama", llama),
     "llama-tied": (
@@ -115,18 +115,19 @@ GGUF_CASES = {
         lambda: nemotron(**EXPERTS, moe_latent_size=12),
     ),
 }
-# Whose converter orders q and k for a rotary embedding that turns neighbours.
+# The converter reorders q and k of these architectures, for a rotary embedding that
+# rotates neighbouring channels.
 PAIRED = ("llama", "granite", "granitemoe", "granitehybrid")
 PAIRED += ("nemotron_h", "nemotron_h_moe")
 
 
 def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
-    """The checkpoint of a case in `directory` as a GGUF file.
+    """Writes the checkpoint of a case in `directory` as a GGUF file.
 
     Args:
-      kind: how matrices are stored, as the `gguf` package names it.
-      extra: a function of the writer, for keys of one's own.
-      shards: tensors of each shard; 0: one file.
+      kind: type of matrices, as the `gguf` package names it.
+      extra: function of the writer that adds keys.
+      shards: tensors in each shard. If 0, there is one file.
     """
     arch = GGUF_CASES[name][0]
     config = json.loads((directory / "config.json").read_text())
@@ -154,7 +155,7 @@ def write_gguf(directory, name, file, kind="F32", extra=None, shards=0):
 
 
 def describe(writer, arch, c):
-    """Keys of the metadata from a config.json."""
+    """Writes metadata keys from a config.json."""
     layers = c.get("layers_block_type") or c.get("layer_types")
     count = c.get("num_hidden_layers") or len(layers)
     heads = c.get("num_attention_heads", 0)
@@ -200,7 +201,7 @@ def describe_granite(writer, c, arch):
     writer.add_embedding_scale(c["embedding_multiplier"])
     writer.add_residual_scale(c["residual_multiplier"])
     writer.add_logit_scale(c["logits_scaling"])
-    if arch != "granitemoe":  # where it is not written, attention rotates
+    if arch != "granitemoe":  # without this key, attention uses rotary embeddings
         writer.add_rope_scaling_finetuned(arch != "granitehybrid")
     if c["num_local_experts"]:
         writer.add_expert_count(c["num_local_experts"])
@@ -227,7 +228,8 @@ def describe_nemotron(writer, c, layers):
 
 
 def mixer_sizes(c):
-    """Heads, channels of a head, groups, state, taps, by any spelling."""
+    """Returns (heads, head dim, groups, state size, taps), whatever the fields are
+    called."""
 
     def first(*names):
         return next(c[n] for n in names if c.get(n) is not None)
@@ -251,7 +253,7 @@ def describe_mixer(writer, c):
 
 
 def layout(arch, c, tensors):
-    """Names and float32 arrays of a file's tensors, from those of a checkpoint."""
+    """Yields names and float32 arrays of a GGUF file's tensors, from a checkpoint's."""
     layers = c.get("layers_block_type") or c.get("layer_types") or []
     count = c.get("num_hidden_layers") or len(layers)
     number = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch)
@@ -260,7 +262,7 @@ def layout(arch, c, tensors):
         multiply(c, tensors)
     stacked = {}
     for name, tensor in sorted(tensors.items(), key=expert_number):
-        if ".experts." in name:  # one by one in nemotron's directories
+        if ".experts." in name:  # nemotron's checkpoints store experts one by one
             before, _, after = name.partition(".mixer.experts.")
             block, module = before.rpartition(".")[2], after.split(".")[1]
             key = f"model.layers.{block}.mlp.experts.{module}.weight"
@@ -278,13 +280,14 @@ def layout(arch, c, tensors):
 
 
 def expert_number(item):
-    """Experts in their order: the tenth comes after the second."""
+    """A sort key that puts experts in numerical order (10 after 2)."""
     _, _, after = item[0].partition(".experts.")
     return int(after.split(".")[0]) if after else 0
 
 
 def one(arch, c, name, w):
-    """A tensor of a directory as those of a file: names that gguf maps, and arrays."""
+    """Yields the GGUF tensors of one checkpoint tensor: names that gguf maps, and
+    arrays."""
     if name.endswith(("q_proj.weight", "q_proj.bias")) and arch in PAIRED:
         w = paired(w, c["num_attention_heads"])
     if name.endswith(("k_proj.weight", "k_proj.bias")) and arch in PAIRED:
@@ -316,14 +319,14 @@ def one(arch, c, name, w):
 
 
 def paired(w, heads):
-    """Channels i and i + half of every head side by side."""
+    """Reorders channels so that i and i + half of each head are neighbours."""
     size = len(w) // heads
     order = [i // 2 + size // 2 * (i % 2) for i in range(size)]
     return w[[h * size + i for h in range(heads) for i in order]]
 
 
 def multiply(c, tensors):
-    """Falcon-H1's multipliers into its weights, in place."""
+    """Multiplies Falcon-H1's multipliers into its weights, in place."""
     heads, size, groups, state, _ = mixer_sizes(c)
     widths = [heads * size, heads * size, groups * state, groups * state, heads]
     parts = torch.tensor(c["ssm_multipliers"]).repeat_interleave(torch.tensor(widths))
@@ -348,7 +351,7 @@ def multiply(c, tensors):
 
 
 def llama3_factors(c, rope):
-    """What llama3 scaling divides each frequency by."""
+    """Returns the divisors of the rotary frequencies under llama3 scaling."""
     size = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
     old, factor = rope["original_max_position_embeddings"], rope["factor"]

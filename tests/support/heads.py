@@ -1,4 +1,4 @@
-"""Medusa heads with random weights, and what float64 NumPy makes of them."""
+"""Medusa heads with random weights, and their logits in float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,16 @@ from tests.support.tiny import perturbed, tiny
 
 
 def repeating():
-    """A target that soon repeats itself, as small ones do."""
+    """Returns a target that soon repeats itself, as small models do."""
     model = tiny(1, layers=("mamba", "attention"))
     return model.replace(params=perturbed(model.params, 0.3, 3))
 
 
 def random_heads(model, seed=0, scale=0.2, dtype=jnp.float32, **options):
-    """Heads of a model; without an output of their own they say mostly what it does."""
+    """Returns random heads of a model.
+
+    Without a separate output matrix, they mostly predict the model's own next token.
+    """
     c = model.config
     config = HeadsConfig(c.d_model, c.vocab_size, **options)
     params = init_heads(config, jax.random.key(seed), jnp.float32)
@@ -24,7 +27,7 @@ def random_heads(model, seed=0, scale=0.2, dtype=jnp.float32, **options):
 
 
 def reference_logits(heads, model, hidden):
-    """[..., K, V] float64 of hidden states [..., d], from the parameters by name."""
+    """Returns logits [..., K, V] in float64 for hidden states [..., d]."""
     c, p = heads.config, jax.tree.map(lambda x: np.asarray(x, np.float64), heads.params)
     own = "embedding" if model.config.tie_embeddings else "lm_head"
     shared = np.asarray(model.params[own], np.float64) / model.config.logits_divisor

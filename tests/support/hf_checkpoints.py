@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' classes, every option off its default."""
+"""Tiny random models of transformers' classes, with every option off its default."""
 
 import math
 
@@ -36,7 +36,7 @@ VOCAB = 61
 
 
 def randomize(model, seed=0):
-    """Give every parameter values under which a mistake shows."""
+    """Gives every parameter values with which mistakes change the logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(p):
@@ -111,7 +111,7 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 700.0}
 
 
 def dense(classes, options):
-    """A model of a class that is like llama, without fields of its own."""
+    """Returns a model of a class that is like llama and has no fields of its own."""
     defaults = {
         "hidden_size": 24,
         "num_attention_heads": 4,
@@ -273,7 +273,7 @@ def nemotron(**options):
         "use_conv_bias": False,
         "mlp_bias": True,
         "layer_norm_epsilon": 1e-4,
-        "time_step_min": 1e-12,  # the floor that only transformers has
+        "time_step_min": 1e-12,  # a lower bound that only transformers applies
         "tie_word_embeddings": False,
     }
     return randomize(NemotronHForCausalLM(NemotronHConfig(**(defaults | options))))
@@ -285,8 +285,8 @@ def zamba(**options):
         "intermediate_size": 40,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        # Three calls of two blocks. More of them, which have no residual connections,
-        # and random weights take float32 1e-4 away from float64 in transformers too.
+        # Three calls of two blocks. The blocks have no residual connections: with more
+        # calls and random weights, float32 is 1e-4 off float64 in transformers too.
         "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
         "num_mem_blocks": 2,
@@ -300,10 +300,10 @@ def zamba(**options):
         "mamba_d_state": 5,
         "mamba_d_conv": 3,
         "add_bias_linear": True,
-        # With 1e-4 float32 is up to 1.7e-4 away in transformers, and here up to 1.6e-4:
-        # norms make small numbers large, and so their rounding.
+        # With 1e-4, float32 is up to 1.7e-4 off float64 in transformers and up to
+        # 1.6e-4 here, because norms enlarge small numbers and their rounding errors.
         "rms_norm_eps": 1e-1,
-        "time_step_min": 1e-12,  # the floor that only transformers has
+        "time_step_min": 1e-12,  # a lower bound that only transformers applies
         "tie_word_embeddings": True,
     }
     return randomize(Zamba2ForCausalLM(Zamba2Config(**(defaults | options))))
@@ -384,7 +384,7 @@ HF_CASES = {
         hidden_act="silu",
         layers_block_type=["hybrid", "mamba", "mamba", "hybrid"],
     ),
-    # Without tied embeddings transformers 5.23 does not tie the blocks either.
+    # If embeddings are not tied, transformers 5.23 does not share the blocks either.
     "zamba2-untied": lambda: zamba(tie_word_embeddings=False),
     "nemotron-h": nemotron,
     "nemotron-h-moe": lambda: nemotron(**NEMOTRON_MOE),

@@ -1,7 +1,7 @@
-"""A Hugging Face hub on this machine: repositories that are folders, over HTTP.
+"""A local Hugging Face hub: repositories are folders, served over HTTP.
 
-It speaks what `huggingface_hub` asks of the real one: a model's list of files at a
-revision, its tree, and files whole or by a range of bytes.
+It answers the requests of `huggingface_hub`: the list of a model's files at a revision,
+its tree, and files, whole or in part.
 """
 
 import hashlib
@@ -19,27 +19,27 @@ FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class Hub:
-    """Repositories below a folder, and what was asked of them.
+    """The repositories below a folder, and a record of the requests.
 
     Attributes:
-      folder: OWNER/NAME of it holds the main branch; OWNER/NAME@REV another revision.
+      folder: the subfolder OWNER/NAME is the main branch, OWNER/NAME@REV is a revision.
       sent: (OWNER/NAME, file, bytes) of every answer with a file's content.
-      gated: repositories that want a token.
+      gated: repositories that need a token.
     """
 
     def __init__(self, folder):
         self.folder, self.sent, self.gated = Path(folder), [], set()
 
     def files(self, repo=None):
-        """Returns the files that were sent whole, or in part."""
+        """Returns the files that were sent, whole or in part."""
         return sorted({file for name, file, _ in self.sent if repo in (None, name)})
 
     def bytes_of(self, end):
-        """Returns how many bytes were sent of files whose names end so."""
+        """Returns how many bytes were sent of files whose names end with `end`."""
         return sum(count for _, file, count in self.sent if file.endswith(end))
 
     def place(self, repo, revision):
-        """Returns the folder and commit of a revision, which may be the commit."""
+        """Returns the folder and commit of a revision. The revision can be a commit."""
         names = [repo] if revision in (None, "main") else [f"{repo}@{revision}"]
         if revision not in (None, "main"):
             folders = self.folder.glob(f"{repo}*")
@@ -55,7 +55,7 @@ def commit(name):
 
 @contextmanager
 def served(folder):
-    """Serves the repositories below `folder`; gives the `Hub` and its address."""
+    """Serves the repositories below `folder`. Yields the `Hub` and its address."""
     hub = Hub(folder)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,10 +1,10 @@
-"""Programs for a platform that is not there."""
+"""Lowering of programs for platforms that are not available."""
 
 import jax
 
 
 def lowered(function, args, platform):
-    """The program for a platform, which need not be there."""
+    """Returns the text of a program lowered for a platform, available or not."""
     jitted = jax.jit(function)
     version = tuple(map(int, jax.__version__.split(".")[:2]))
     if platform == "cpu" or version < (0, 11):

@@ -1,8 +1,8 @@
 """A tiny Nemotron-H checkpoint with MTP layers, and those layers in float64 NumPy.
 
-transformers has no class for the layers. The recomputation is written from the
-equations and reads raw tensors; it shares no code with the library. The target's hidden
-states are those of transformers in float64.
+transformers has no class for the layers. The recomputation follows the equations, reads
+raw tensors, and shares no code with the library. The target's hidden states are those
+of transformers in float64.
 """
 
 import json
@@ -24,10 +24,10 @@ OPTIONS = NEMOTRON_MOE | {"moe_latent_size": LATENT, "num_nextn_predict_layers":
 
 
 def write(directory):
-    """Save the checkpoint, whose layers are right about the next token now and then.
+    """Writes a checkpoint whose MTP layers sometimes predict the target's next token.
 
-    What a token is decides most of what follows it, for the target and for the layers;
-    all other weights are large enough that a mistake with any shows.
+    For the target and the layers, the next token mostly depends on the token before it.
+    All other weights are large enough that a mistake changes the logits.
     """
     nemotron(**OPTIONS).save_pretrained(directory)
     file = directory / "model.safetensors"
@@ -90,7 +90,7 @@ def mlp(x, up, down):
 
 
 class Recomputed:
-    """The layers of a checkpoint, and its target, in float64."""
+    """The MTP layers of a checkpoint, and its target, in float64."""
 
     def __init__(self, directory):
         tensors = load_file(directory / "model.safetensors")
@@ -104,7 +104,7 @@ class Recomputed:
         return self.tensors[f"mtp.layers.{name}.weight"]
 
     def target_states(self, tokens):
-        """[n, d] after each of n tokens, what the head reads: behind the final norm."""
+        """Returns the hidden states [n, d] of n tokens, after the final norm."""
         with torch.no_grad():
             found = self.target.model(torch.tensor([tokens])).last_hidden_state
         return found[0].numpy()
@@ -113,7 +113,8 @@ class Recomputed:
         return states @ self.tensors["lm_head.weight"].T
 
     def states(self, tokens, previous):
-        """[n, d], of n tokens and the states [n, d] that chose them."""
+        """Returns the layers' states [n, d] for n tokens and the states [n, d] that
+        chose them."""
         embedded = self.tensors["backbone.embeddings.weight"][tokens]
         both = [norm(embedded, self["0.enorm"]), norm(previous, self["0.hnorm"])]
         h = np.concatenate(both, axis=-1) @ self["0.eh_proj"].T
@@ -154,11 +155,13 @@ class Recomputed:
         return np.stack(out) @ self["1.mixer.fc2_latent_proj"].T + mlp(u, *shared)
 
     def pairs(self, text):
-        """What the layers read of a text: tokens and the states that chose them."""
+        """Returns the layers' input for a text: tokens and the states that chose
+        them."""
         return text[1:], self.target_states(text[:-1])
 
     def along(self, pairs, path):
-        """The layers' states [n, d] behind the pairs of a text and drafted tokens."""
+        """Returns the layers' states [n, d] for the pairs of a text, then for draft
+        tokens."""
         tokens, previous = pairs
         states = self.states(tokens, previous)
         for token in path:
@@ -168,8 +171,8 @@ class Recomputed:
         return states
 
     def tree(self, text, parents):
-        """The tokens of a tree below a text: each node's children are the likeliest
-        that follow it, in order."""
+        """Returns the tokens of a tree below a text. The children of a node are the
+        likeliest next tokens, in order."""
         pairs, paths = self.pairs(text), {0: []}
         for node in range(len(parents)):
             children = [i for i, parent in enumerate(parents) if parent == node]

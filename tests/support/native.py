@@ -1,4 +1,4 @@
-"""Which of the compiled CPU kernels' instructions this machine has."""
+"""Instruction sets of the compiled CPU kernels that this machine supports."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ built = pytest.mark.skipif(
 
 
 def each_level(function):
-    """Run a test, which takes `level`, with every set of instructions there is."""
+    """Parametrizes a test over `level`, each supported instruction set."""
     best = -1 if INSTRUCTIONS is None else LEVELS[INSTRUCTIONS[0]]
     names = [
         pytest.param(
@@ -27,13 +27,13 @@ def each_level(function):
 
 
 def use(monkeypatch, level):
-    """Programs traced from here on have kernels with these instructions, or none."""
+    """Selects the instruction set of kernels in programs traced from now on."""
     monkeypatch.setenv(VARIABLE, level)
     jax.clear_caches()
 
 
 def in_place(function, *args):
-    """Returns how many arrays of a program's kernels are results in the same place."""
+    """Returns how many kernel results of a program reuse the memory of an argument."""
     return jax.jit(function).lower(*args).as_text().count("output_operand_alias<")
 
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of state-spaces' and MambaInLlama's formats."""
+"""Tiny random checkpoints in the formats of state-spaces and MambaInLlama."""
 
 import json
 
@@ -15,7 +15,11 @@ def _tensor(rng, *shape, scale=None):
 
 
 def mixer_tensors(rng, prefix, d, rows, channels, heads, inner, out, taps):
-    """Random tensors of one Mamba2 mixer; `inner` is its norm's width, 0 for none."""
+    """Returns random tensors of one Mamba2 mixer.
+
+    Args:
+      inner: width of its norm. If 0, it has no norm.
+    """
     tensors = {
         "in_proj.weight": _tensor(rng, rows, d),
         "conv1d.weight": _tensor(rng, channels, 1, taps),
@@ -80,7 +84,7 @@ NATIVE_CASES = {
 
 
 def attention_tensors(rng, prefix, d, c):
-    """Random tensors of a native attention layer."""
+    """Returns random tensors of a native attention layer."""
     heads, kv_heads, hd = c["num_heads"], c["num_heads_kv"], c["head_dim"]
     qkv, mlp = (heads + 2 * kv_heads) * hd, -(-c.get("mlp_dim", 0) // 256) * 256
     tensors = {
@@ -97,7 +101,7 @@ def attention_tensors(rng, prefix, d, c):
 
 
 def write_native(directory, *, pickled=True, vocab=VOCAB, rows=64, ssm=None, **options):
-    """A state-spaces checkpoint whose embedding is padded to so many rows."""
+    """Writes a state-spaces checkpoint whose embedding is padded to `rows` rows."""
     rng = np.random.default_rng(0)
     ssm_cfg = {"layer": "Mamba2", "headdim": 8, "d_state": 5} | (ssm or {})
     config = {
@@ -174,7 +178,7 @@ def write_checkpoint(directory, config, tensors, *, pickled):
 
 
 def write_mambainllama(directory, *, pickled=False):
-    """Three layers, the middle one attention; d_xb narrower than d_inner."""
+    """Writes three layers, the middle one attention, with d_xb smaller than d_inner."""
     rng = np.random.default_rng(1)
     d, heads, kv_heads, hd, hidden = 24, 6, 2, 4, 40
     inner, xb = heads * hd, kv_heads * hd

@@ -1,9 +1,9 @@
-"""A tokenizer whose tokens split characters, and texts of it told by other means."""
+"""A tokenizer whose tokens split characters, and a reference for its texts."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-# Pieces that split characters of two, three and four bytes, so that random text has
-# whole, split and malformed ones. Id 0 is a special token.
+# The pieces split characters of two, three and four bytes, so that random text has
+# whole, split and malformed characters. Id 0 is a special token.
 PIECES = [
     b"",
     *(bytes([byte]) for byte in b"abcdef .\n"),
@@ -17,7 +17,8 @@ PIECES = [
 
 
 def spelled(data):
-    """Bytes as a byte-level tokenizer writes them: a visible character for each."""
+    """Returns bytes as a byte-level tokenizer writes them: one visible character
+    each."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
     return "".join(
@@ -43,7 +44,7 @@ def text_of(tokens):
 
 
 def expected_stop(tokens, strings, begin=0):
-    """Tokens kept, text and stop string, found by looking after every token."""
+    """Returns kept tokens, text and stop string, from a search after every token."""
     for end in range(begin + 1, len(tokens) + 1):
         data = data_of(tokens[begin:end])
         found = [
@@ -59,7 +60,8 @@ def expected_stop(tokens, strings, begin=0):
 
 
 def across(tokens, size):
-    """Substrings of a text that span tokens, those with split characters first."""
+    """Returns substrings of a text that span tokens. Those with split characters are
+    first."""
     text, found = text_of(tokens), []
     for start in range(len(text) - size + 1):
         string = text[start : start + size]

@@ -1,7 +1,7 @@
-"""Directories and GGUF files laid out as people download them, with tiny weights.
+"""Directories and GGUF files laid out as published, with tiny weights.
 
 File lists, config fields, special tokens and chat templates follow the repositories of
-these names on the Hugging Face hub; sizes and weights are made up.
+these names on the Hugging Face hub. Sizes and weights are made up.
 """
 
 import json
@@ -57,7 +57,7 @@ def write_json(file, values):
 
 
 def change_config(path, **fields):
-    """Replaces fields of config.json, as older exporters spell them."""
+    """Replaces fields of config.json, with the spelling of older exporters."""
     file = path / "config.json"
     values = json.loads(file.read_text())
     parameters = values.pop("rope_parameters", None) or {}
@@ -66,15 +66,15 @@ def change_config(path, **fields):
     write_json(file, values | fields)
 
 
-def litter(path, *names):
-    """Files that repositories have and that no model is read from."""
+def add_other_files(path, *names):
+    """Adds files that repositories have and that no loader reads."""
     for name in (".gitattributes", "README.md", "LICENSE", *names):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(b"not a weight, nor JSON")
 
 
 def added_tokens(tokenizer):
-    """`added_tokens_decoder` of a tokenizer_config.json."""
+    """Returns the `added_tokens_decoder` of a tokenizer_config.json."""
     return {
         str(number): {"content": token.content, "special": token.special}
         | dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
@@ -112,10 +112,10 @@ def save_tokenizer(path, tokenizer, settings):
 
 
 def qwen2(path):
-    """Qwen2.5-0.5B-Instruct: tied, a padded embedding, two stop tokens."""
+    """Writes Qwen2.5-0.5B-Instruct: tied, a padded embedding, two stop tokens."""
     tokenizer, settings = chatml_tokenizer("qwen2")
     end, turn = (tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_end|>"))
-    vocab = 432  # rows; the tokenizer has fewer tokens
+    vocab = 432  # rows of the embedding; the tokenizer has fewer tokens
     config = Qwen2Config(**DENSE, vocab_size=vocab, tie_word_embeddings=True)
     randomize(Qwen2ForCausalLM(config)).save_pretrained(path)
     change_config(
@@ -132,11 +132,12 @@ def qwen2(path):
     ids = {"bos_token_id": end, "pad_token_id": end, "eos_token_id": [turn, end]}
     write_json(path / "generation_config.json", ids | sampling | {"top_p": 0.8})
     save_tokenizer(path, tokenizer, settings)
-    litter(path)
+    add_other_files(path)
 
 
 def mistral(path):
-    """Mistral-7B-Instruct-v0.3: shards, consolidated.safetensors, SentencePiece."""
+    """Writes Mistral-7B-Instruct-v0.3: shards, consolidated.safetensors,
+    SentencePiece."""
     tokenizer = spm()
     inst = [
         AddedToken(t, special=True, normalized=False) for t in ("[INST]", "[/INST]")
@@ -169,11 +170,14 @@ def mistral(path):
     save_tokenizer(path, tokenizer, settings)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     write_json(path / "special_tokens_map.json", special)
-    litter(path, "consolidated.safetensors", "params.json", "tokenizer.model.v3")
+    add_other_files(
+        path, "consolidated.safetensors", "params.json", "tokenizer.model.v3"
+    )
 
 
 def smollm2(path):
-    """SmolLM2-135M-Instruct: a tied llama in bfloat16 and files of other tools."""
+    """Writes SmolLM2-135M-Instruct: a tied llama in bfloat16, and files of other
+    tools."""
     tokenizer, settings = chatml_tokenizer("smollm")
     start, turn = (tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
     vocab = tokenizer.get_vocab_size()
@@ -195,11 +199,13 @@ def smollm2(path):
     save_tokenizer(path, tokenizer, settings)
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     write_json(path / "special_tokens_map.json", names)
-    litter(path, "onnx/model.onnx", "runs/events.out.tfevents.1", "training_args.bin")
+    add_other_files(
+        path, "onnx/model.onnx", "runs/events.out.tfevents.1", "training_args.bin"
+    )
 
 
 def granite_hybrid(path):
-    """Granite-4.0-H-Micro: shards, the template in a file of its own."""
+    """Writes Granite-4.0-H-Micro: shards, and the template in a separate file."""
     tokenizer = byte_level("refact")
     roles = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>")
     tokenizer.add_special_tokens(
@@ -230,11 +236,11 @@ def granite_hybrid(path):
     save_tokenizer(path, tokenizer, settings)
     (path / "chat_template.jinja").write_text(GRANITE)
     write_json(path / "added_tokens.json", {t: tokenizer.token_to_id(t) for t in roles})
-    litter(path)
+    add_other_files(path)
 
 
 def nemotron_nano(path):
-    """Nemotron-3-Nano-30B-A3B: experts, code in the repository, two stop tokens."""
+    """Writes Nemotron-3-Nano-30B-A3B: experts, Python code, two stop tokens."""
     tokenizer, settings = chatml_tokenizer("llama-bpe", eos="<|im_end|>")
     end, turn = (tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_end|>"))
     model = nemotron(vocab_size=tokenizer.get_vocab_size(), **NEMOTRON_MOE)
@@ -247,11 +253,11 @@ def nemotron_nano(path):
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     save_tokenizer(path, tokenizer, settings)
     (path / "chat_template.jinja").write_text(CHATML)
-    litter(path, "bias.md", "privacy.md", "nano_v3_reasoning_parser.py")
+    add_other_files(path, "bias.md", "privacy.md", "nano_v3_reasoning_parser.py")
 
 
 def lfm2(path):
-    """LFM2-350M, whose short convolutions are not built yet."""
+    """Writes LFM2-350M, whose short convolutions are not supported yet."""
     tokenizer, settings = chatml_tokenizer("llama-bpe")
     config = Lfm2Config(
         **{k: v for k, v in DENSE.items() if k != "rms_norm_eps"},
@@ -260,7 +266,7 @@ def lfm2(path):
     )
     Lfm2ForCausalLM(config).save_pretrained(path)
     save_tokenizer(path, tokenizer, settings)
-    litter(path)
+    add_other_files(path)
 
 
 DIRECTORIES = {

@@ -1,7 +1,7 @@
-"""Quantized checkpoints written by hand, in every spelling, and what they stand for.
+"""Quantized checkpoints in every published layout, with their exact weights.
 
-From the formats' public descriptions, with nothing of `convert`: E2M1 and E4M3 by their
-bits, scales spread element by element, numbers exact in float64.
+Written from the public descriptions of the formats, without code of `convert`: E2M1 and
+E4M3 from their bits, scales applied element by element, products exact in float64.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from tests.support import hf_checkpoints as hf
 
-# Widths of whole groups of 16, and not of whole blocks of 24 x 20.
+# Widths that are multiples of the group size 16, but not of the block size 24 x 20.
 MODELS = {
     "mamba2": lambda: hf.mamba2(hidden_size=32, num_heads=8, n_groups=2),
     "llama": lambda: hf.llama(hidden_size=32, head_dim=8, intermediate_size=48),
@@ -42,7 +42,8 @@ FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
 
 
 def load_file(file):
-    """Tensors by name; those of E4M3 by way of torch, which alone reads them."""
+    """Returns tensors by name. E4M3 is read with torch, because NumPy cannot read
+    it."""
     tensors = {}
     for name, tensor in safetensors.torch.load_file(file).items():
         odd = {torch.float8_e4m3fn: E4M3, torch.bfloat16: BF16}.get(tensor.dtype)
@@ -55,26 +56,27 @@ def load_file(file):
 
 
 def e2m1(code):
-    """The number of four bits: a sign, two of exponent (bias 1), one of mantissa."""
+    """Returns the value of a 4-bit code: sign, two exponent bits (bias 1), one mantissa
+    bit."""
     sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
     size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
     return -size if sign else size
 
 
 def bits_of(numbers):
-    """The nearest E2M1 codes [..] of numbers; which of two is no matter."""
+    """Returns the nearest E2M1 codes [..] of numbers. Ties may go either way."""
     known = np.array([e2m1(code) for code in range(16)])
     return np.abs(numbers[..., None] - known).argmin(-1).astype(np.uint8)
 
 
 def spread(scales, matrix, block):
-    """Element by element: the scale at [i // rows, j // columns]."""
+    """Returns a scale for each element: the one at [i // rows, j // columns]."""
     i, j = np.indices(matrix)
     return np.asarray(scales, np.float64)[i // block[0], j // block[1]]
 
 
 def largest(w, block):
-    """The largest magnitude in every block, the last ones cut off."""
+    """Returns the largest magnitude of each block. The last blocks may be smaller."""
     grid = [-(-n // size) for n, size in zip(w.shape, block, strict=True)]
     padded = np.zeros([g * size for g, size in zip(grid, block, strict=True)])
     padded[: w.shape[0], : w.shape[1]] = np.abs(w)
@@ -83,7 +85,7 @@ def largest(w, block):
 
 
 def fp8(w, block, dtype=np.float32):
-    """E4M3 numbers, scales by block, and the exact product."""
+    """Returns E4M3 numbers, scales by block, and their exact product."""
     scale = (largest(w, block) / 448).astype(dtype)
     each = spread(scale, w.shape, block)
     stored = np.clip(w / each, -448, 448).astype(E4M3)
@@ -99,20 +101,21 @@ def int8(w, block, dtype=np.float32, zeros=None):
 
 
 def nvfp4(w, reciprocal):
-    """Bytes [out, in / 2], E4M3 scales by 16 of a row, a float32 one of all."""
+    """Returns bytes [out, in / 2], E4M3 scales for 16 columns each, a float32 scale of
+    the whole tensor, and the exact weight."""
     top = np.abs(w).max()
     factor = np.float32(448 * 6 / top if reciprocal else top / (448 * 6))
     real = 1 / float(factor) if reciprocal else float(factor)
     scale = np.clip(largest(w, (1, 16)) / 6 / real, 2**-9, 448).astype(E4M3)
     each = spread(scale, w.shape, (1, 16))
     codes = bits_of(w / each / real)
-    numbers = np.vectorize(e2m1)(codes) * each  # six bits: exact
+    numbers = np.vectorize(e2m1)(codes) * each  # exact: six significant bits
     exact = numbers / float(factor) if reciprocal else numbers * float(factor)
     return codes[:, 0::2] | codes[:, 1::2] << 4, scale, factor, exact
 
 
-# Spellings: a function of a module's name and its weight in float64 to its tensors, by
-# the last word of their names, and the weight that they stand for.
+# Layouts: functions of a module's name and its float64 weight. They return its tensors,
+# by the last word of their names, and the exact weight.
 
 
 def modelopt_fp8(module, w):
@@ -235,7 +238,7 @@ def modelopt_config(algorithm, **others):
     }
 
 
-MIXED = object()  # the config names every module
+MIXED = object()  # its config names every module
 CHANNEL, BLOCK = {"strategy": "channel"}, {"strategy": "block"}
 BLOCK["block_structure"] = [24, 20]
 SPELLINGS = {
@@ -326,16 +329,16 @@ def mixed_config(modules):
         else {"quant_algo": "FP8"}
         for m in modules
     }
-    # As published ones do: all experts of a layer by the name above them.
+    # As published: one entry for all experts of a layer.
     short = {re.sub(r"(\.experts)\..*", r"\1", m): v for m, v in layers.items()}
     return modelopt_config("MIXED_PRECISION", quantized_layers=short)
 
 
 def write(source, directory, spelling):
-    """Quantize the linear layers of a one-file checkpoint.
+    """Quantizes the linear layers of a one-file checkpoint.
 
     Returns:
-      Every tensor of the model by name: float64 where it is quantized.
+      Every tensor of the model by name, in float64 where it is quantized.
     """
     store, config = SPELLINGS[spelling]
     shutil.copytree(source, directory)
@@ -361,7 +364,8 @@ def write(source, directory, spelling):
 
 
 def nearest(numbers, dtype):
-    """Float64 to the nearest float32 or bfloat16, ties to even, by comparing both."""
+    """Rounds float64 to the nearest float32 or bfloat16, ties to even, by comparing
+    both neighbours."""
     if dtype == np.float32:
         return numbers.astype(np.float32)
     cut = numbers.astype(np.float32).view(np.uint32) >> 16

@@ -1,7 +1,7 @@
 """Native and MambaInLlama models recomputed token by token in float64 NumPy.
 
-No class of transformers loads these formats. This is written from their authors'
-equations and reads raw tensors; it shares no code with the library.
+transformers has no class for these formats. This follows the authors' equations, reads
+raw tensors, and shares no code with the library.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def grouped_norm(x, weight, groups, eps):
 
 
 def conv(history, t, weight, bias):
-    """Causal depthwise convolution at t over the rows of history, then silu."""
+    """Returns the causal depthwise convolution at t over `history`, then silu."""
     taps = weight.shape[-1]
     total = np.array(bias, float)
     for k in range(taps):
@@ -35,7 +35,8 @@ def conv(history, t, weight, bias):
 
 
 def scan(x, dt, A, B, C, D):
-    """x [T,H,P], dt [T,H], B and C [T,H,N], D [H,P]: y [T,H,P]."""
+    """Returns y [T, H, P] from x [T, H, P], dt [T, H], B and C [T, H, N], and D
+    [H, P]."""
     state = np.zeros((*x.shape[1:], B.shape[-1]))
     out = []
     for t in range(len(x)):
@@ -74,7 +75,8 @@ def native_mixer(u, w, ssm):
 
 
 def native_attention(u, w, c):
-    """mamba_ssm's MHA: q, k, v through a convolution, no activation, then rotary."""
+    """Computes mamba_ssm's MHA: q, k and v pass through a convolution without
+    activation, then rotary embedding."""
     heads, kv_heads, hd = c["num_heads"], c["num_heads_kv"], c["head_dim"]
     cuts = np.cumsum([heads * hd, kv_heads * hd, kv_heads * hd])
     projected = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0)
@@ -89,11 +91,11 @@ def native_attention(u, w, c):
     r = c["rotary_emb_dim"]
     frequencies = c.get("rotary_emb_base", 10000.0) ** (-np.arange(0, r, 2) / r)
 
-    def partly(z):
+    def rotate_first(z):
         turned = [rotate(m[:, :r], t, frequencies) for t, m in enumerate(z)]
         return np.concatenate([np.stack(turned), z[..., r:]], axis=-1)
 
-    q, k = partly(q), partly(k)
+    q, k = rotate_first(q), rotate_first(k)
     out = np.zeros((len(u), heads * hd))
     for t, head in np.ndindex(len(u), heads):
         j = head * kv_heads // heads
@@ -143,7 +145,7 @@ def llama3_frequencies(config, hd):
 
 
 def rotate(x, t, frequencies):
-    """x [heads, hd] at position t, pairs (i, i + hd/2)."""
+    """Rotates pairs (i, i + hd/2) of x [heads, hd] at position t."""
     left, right = np.split(x, 2, axis=-1)
     cos, sin = np.cos(t * frequencies), np.sin(t * frequencies)
     return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
@@ -169,7 +171,8 @@ def attention(u, w, heads, kv_heads, frequencies):
 
 
 def mambainllama_mixer(u, w, mixer):
-    """q -> C, k -> B, v -> x; x and B repeated to all heads after the convolution."""
+    """Computes the mixer with q -> C, k -> B and v -> x. x and B are repeated to all
+    heads after the convolution."""
     H, N = mixer["ssm_cfg"]["ngroups"], mixer["ssm_cfg"]["d_state"]
     inner, xb = mixer["d_inner"], mixer["d_xb"]
     cuts = np.cumsum([inner, 2 * xb + inner])

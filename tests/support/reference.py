@@ -1,19 +1,21 @@
-"""Slow definitions in float64 NumPy, and how far from them each dtype may be.
+"""Slow definitions in float64 NumPy, and tolerances for each dtype.
 
-Nothing here is shared with the library: paths are walked parent by parent in Python,
-states are stepped token by token, attention lists its keys one by one.
+They share no code with the library: paths are walked parent by parent in Python, states
+are stepped token by token, attention lists its keys one by one.
 """
 
 import numpy as np
 
 # Largest error, relative to the largest value of the result, by dtype of the inputs.
-# Ops: one op against its definition. Model: a few layers by two different ways.
+# OP_TOLERANCE: one op against its definition. MODEL_TOLERANCE: a few layers computed in
+# two different ways.
 OP_TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2}
 MODEL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 
 
 def assert_near(actual, expected, tolerance, floor=1e-30):
-    """Largest error at most `tolerance` times the largest expected magnitude."""
+    """Checks that errors are at most `tolerance` times the largest expected
+    magnitude."""
     actual = np.asarray(actual, np.float64)
     expected = np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
@@ -25,11 +27,12 @@ def assert_near(actual, expected, tolerance, floor=1e-30):
     assert error <= allowed, f"error {error:.3e} > allowed {allowed:.3e}"
 
 
-# Topology
+# --- topology -------------------------------------------------------------------------
 
 
 def path_to(parents, node):
-    """Rows from the first uncommitted ancestor of `node` down to it, of one tree."""
+    """Returns the rows of one tree from the first uncommitted ancestor down to
+    `node`."""
     path = []
     while node >= 0:
         path.append(int(node))
@@ -38,7 +41,7 @@ def path_to(parents, node):
 
 
 def mask_of(parents):
-    """[T, T] bool: [t, s] iff s is on the path to t."""
+    """Returns [T, T] bool: [t, s] is true if s is on the path to t."""
     mask = np.zeros((len(parents), len(parents)), bool)
     for t in range(len(parents)):
         mask[t, path_to(parents, t)] = True
@@ -50,7 +53,7 @@ def depth_of(parents):
 
 
 def window_of(parents, taps):
-    """[T, K]: rows of concat(window [K-1], nodes) under a K-tap convolution."""
+    """Returns [T, K]: rows of concat(window [K-1], nodes) under a K-tap convolution."""
     committed = list(range(taps - 1))
     rows = [
         (committed + [taps - 1 + s for s in path_to(parents, t)])[-taps:]
@@ -80,7 +83,7 @@ def random_forest(rng, T):
 
 
 def random_parents(rng, batch, T):
-    """[batch, T] int32: a tree of some kind in each row."""
+    """Returns [batch, T] int32: a random kind of tree in each row."""
     kinds = [
         chain,
         star,
@@ -94,7 +97,8 @@ def random_parents(rng, batch, T):
 
 
 def random_order(rng, T):
-    """[T, T] bool, a reflexive partial order, in a random numbering of its elements."""
+    """Returns [T, T] bool: a reflexive partial order, with its elements in random
+    order."""
     order = np.tril(rng.random((T, T)) < 0.3) | np.eye(T, dtype=bool)
     for k in range(T):
         order |= order[:, k : k + 1] & order[k : k + 1]
@@ -102,11 +106,12 @@ def random_order(rng, T):
     return order[np.ix_(shuffle, shuffle)]
 
 
-# The recurrence h = exp(a) h + dt x (outer) B, y = C h + D x, of one sequence
+# --- the recurrence h = exp(a) h + dt x (outer) B, y = C h + D x, of one sequence -----
 
 
 def _step(h, x, dt, a, B):
-    """h [H, P, N], x [H, P], dt [H], a [H], B [G, N], all float64."""
+    """Returns the next h [H, P, N], from x [H, P], dt [H], a [H], B [G, N], in
+    float64."""
     heads = h.shape[0]
     h = h.copy()
     for i in range(heads):
@@ -116,7 +121,7 @@ def _step(h, x, dt, a, B):
 
 
 def _read(h, x, C, D):
-    """y [H, P]."""
+    """Returns y [H, P]."""
     heads = h.shape[0]
     y = np.zeros(h.shape[:2])
     for i in range(heads):
@@ -129,7 +134,7 @@ def _float64(*arrays):
 
 
 def step_path(h0, x, dt, a, B, path):
-    """The state after the tokens in rows `path` of one sequence."""
+    """Returns the state after the tokens in rows `path` of one sequence."""
     h, x, dt, a, B = _float64(h0, x, dt, a, B)
     for s in path:
         h = _step(h, x[s], dt[s], a[s], B[s])
@@ -137,9 +142,9 @@ def step_path(h0, x, dt, a, B, path):
 
 
 def scan_tree(x, dt, a, B, C, D, h0, parents, rows=None):
-    """[B, Tq, H, P]: every node by running the recurrence down its own path.
+    """Returns [B, Tq, H, P]: for every node, the recurrence along its path.
 
-    C holds the queries only, whose rows are `rows` (all by default).
+    C has only the queries, whose rows are `rows` (all by default).
     """
     x, dt, a, B, C, D, h0 = _float64(x, dt, a, B, C, D, h0)
     rows = range(x.shape[1]) if rows is None else rows
@@ -153,7 +158,7 @@ def scan_tree(x, dt, a, B, C, D, h0, parents, rows=None):
 
 
 def scan_order(x, dt, a, B, C, D, h0, mask):
-    """[B, T, H, P]: the sum over s <= t of a partial order, term by term.
+    """Returns [B, T, H, P]: the sum over s <= t of a partial order, term by term.
 
     y_t = C_t . (exp(sum of a up to t) h0
                  + sum_s exp(sum of a up to t - sum of a up to s) dt_s x_s B_s) + D x_t
@@ -176,7 +181,7 @@ def scan_order(x, dt, a, B, C, D, h0, mask):
 
 
 def conv_tree(u, weight, bias, window0, parents):
-    """[B, T, C]: the last K inputs on each node's own path, tap by tap."""
+    """Returns [B, T, C]: the last K inputs on each node's path, tap by tap."""
     u, weight, window0 = _float64(u, weight, window0)
     taps = weight.shape[1]
     y = np.zeros_like(u)
@@ -191,7 +196,8 @@ def conv_tree(u, weight, bias, window0, parents):
 
 
 def attend_tree(q, k, v, k_cache, v_cache, length, mask, scale):
-    """[B, Tq, Hq, hd]: softmax over an explicit list of keys per query and head."""
+    """Returns [B, Tq, Hq, hd]: softmax over an explicit list of keys per query and
+    head."""
     q, k, v, k_cache, v_cache = _float64(q, k, v, k_cache, v_cache)
     out = np.zeros_like(q)
     for b, t, i in np.ndindex(q.shape[:3]):

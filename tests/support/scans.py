@@ -1,4 +1,4 @@
-"""Random arguments of the scans, and what float64 makes of them."""
+"""Random arguments of the scans, and their results in float64."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Shape(NamedTuple):
 
 
 def of_arrays(op):
-    """A scan as a function of x, dt, a, B, C, D, h0, and what else it takes."""
+    """Wraps a scan so that it takes x, dt, a, B, C, D and h0 as separate arguments."""
 
     def run(*args, **options):
         return op(ScanInputs(*args[:6]), *args[6:], **options)
@@ -33,7 +33,8 @@ def normal(rng, *shape):
 
 
 def scan_inputs(rng, s: Shape, extreme=False):
-    """(x, dt, a, B, C, D, h0); extreme: dt from 0 to 50 and A down to -100."""
+    """Returns (x, dt, a, B, C, D, h0). If `extreme`, dt is 0 to 50 and A down to
+    -100."""
     A = -np.exp(rng.uniform(np.log(0.05), np.log(16), s.heads))
     dt = np.exp(rng.uniform(np.log(1e-3), np.log(2), (s.batch, s.T, s.heads)))
     if extreme:
@@ -54,13 +55,14 @@ def masks_of(parents):
 
 
 def random_paths(rng, batch, T, M):
-    """Rows of a random path per sequence, in any order, and how many count."""
+    """Returns a random path per sequence, in any order, and its valid lengths."""
     path = np.stack([rng.permutation(T)[:M] for _ in range(batch)]).astype(np.int32)
     return path, rng.integers(0, M + 1, batch).astype(np.int32)
 
 
 def replay_inputs(rng, shape, parents, T0=20, M=6, dtype="float32", extreme=False):
-    """Arguments of replay_tree_scan: a path in a tree of T0, then a tree of T."""
+    """Returns arguments of replay_tree_scan: a path in a tree of T0 nodes, then a tree
+    of T."""
     x0, dt0, a0, B0, _, _, h0 = scan_inputs(rng, shape._replace(T=T0), extreme)
     x, dt, a, B, C, D, _ = scan_inputs(rng, shape, extreme)
     path, length = random_paths(rng, shape.batch, T0, M)
@@ -70,7 +72,7 @@ def replay_inputs(rng, shape, parents, T0=20, M=6, dtype="float32", extreme=Fals
 
 
 def definition(inputs, parents):
-    """(y, h) in float64, token by token."""
+    """Returns (y, h) in float64, computed token by token."""
     h0, (*tokens, path, length), tree, _ = inputs
     h = np.stack(
         [

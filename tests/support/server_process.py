@@ -1,4 +1,4 @@
-"""`stree-jax serve` as a process of its own, on a port that was free."""
+"""Runs `stree-jax serve` as a separate process, on a free port."""
 
 import os
 import re
@@ -14,10 +14,10 @@ KEY = "a key of nobody"
 
 
 class Process:
-    """A server that is ready, and the lines that it says.
+    """A server process and the lines that it prints.
 
     Args:
-      ready: whether to wait for that, and not only until it listens.
+      ready: whether to wait until the server is ready. If false, only until it listens.
     """
 
     def __init__(self, *options, ready=True):
@@ -54,7 +54,8 @@ class Process:
         return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120)
 
     def ended(self, seconds=30):
-        """The exit code; all that was said is in `lines`."""
+        """Returns the exit code once the process ends. All its lines are then in
+        `lines`."""
         code = self.process.wait(seconds)
         self._listener.join()
         self.process.stderr.close()

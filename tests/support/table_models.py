@@ -1,6 +1,6 @@
 """Tiny checkpoints whose greedy text is known by hand.
 
-`weights(V, chain=chain)` makes a llama that continues token t with chain[t] for ever:
+`weights(V, chain=chain)` makes a llama that continues token t with chain[t] forever:
 embeddings are one-hot, attention and MLP are zero, and the output matrix has a one
 where chain[t] meets t. `byte_level` and `spm` make tokenizers of the two common kinds,
 and `write_gguf` writes the same model as a GGUF file. Nothing here uses `stree_jax`.
@@ -27,14 +27,15 @@ D_HIDDEN = 64
 
 
 def weights(V, *, seed=0, d=32, layers=2, head=True, chain=None, also=()):
-    """Returns the tensors of a llama by name, random or spelling out a chain.
+    """Returns the tensors of a llama by name. They are random, or follow `chain`.
 
     Args:
       V: rows of the embedding.
-      d: width of the model; with `chain` it is V, which must be a multiple of 16.
+      d: width of the model. With `chain` it is V, which must be a multiple of 16.
       head: whether there is an lm_head.weight.
-      chain: list of V token ids. After t the logit of chain[t] is sqrt(V), else 0.
-      also: triples (t, b, w): after t, token b has the logit w sqrt(V).
+      chain: list of V token ids. After t, the logit of chain[t] is sqrt(V), others are
+        0.
+      also: triples (t, b, w). After t, the logit of token b is w sqrt(V).
     """
     rng = np.random.default_rng(seed)
     d = d if chain is None else V
@@ -69,7 +70,7 @@ def write_llama(path, V, *, tensors=None, tokenizer=None, config=None, **options
     """Writes a llama directory and returns its path.
 
     Args:
-      tensors: by name; if None, `weights(V, **options)`.
+      tensors: by name. If None, `weights(V, **options)`.
       tokenizer: saved as tokenizer.json, if given.
       config: fields of config.json to add or replace.
     """
@@ -101,7 +102,8 @@ def write_llama(path, V, *, tensors=None, tokenizer=None, config=None, **options
 
 
 def byte_level(special=SPECIAL, more=()):
-    """A byte-level BPE of one merge: ids are special, "ab", the 256 bytes, more."""
+    """Returns a byte-level BPE with one merge. Its tokens: special, "ab", the 256
+    bytes, more."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*special, "ab", *letters, *more]
     vocab = {name: i for i, name in enumerate(names)}
@@ -114,8 +116,11 @@ def byte_level(special=SPECIAL, more=()):
 
 
 def spm(words=(f"{SPACE}Hello", f"{SPACE}world", f"{SPACE}again")):
-    """A tokenizer.json as made of a SentencePiece model: <unk> <s> </s>, 256 byte
-    tokens, single characters, then the words and the prefixes they are merged from."""
+    """Returns a tokenizer as converted from a SentencePiece model.
+
+    Its tokens: <unk> <s> </s>, 256 byte tokens, single characters, then the words and
+    the prefixes that they are merged from.
+    """
     special = ("<unk>", "<s>", "</s>")
     names = [*special, *[f"<0x{byte:02X}>" for byte in range(256)], SPACE]
     merges = []
@@ -150,7 +155,7 @@ def _add_special(tokenizer, names):
 
 
 def padded_size(tokenizer):
-    """Returns the vocabulary's size rounded up to a multiple of 16."""
+    """Returns the size of the vocabulary, rounded up to a multiple of 16."""
     return -(-(max(tokenizer.get_vocab().values()) + 1) // 16) * 16
 
 
@@ -190,8 +195,9 @@ def write_gguf(
     """Writes a GGUF file of architecture llama and returns its path.
 
     Args:
-      kinds: GGUF token types by name; tokens without one are NORMAL, padding UNUSED.
-      scores: of each token; the vocabulary is then SentencePiece's.
+      kinds: GGUF token types by name. The default is NORMAL, or UNUSED for padding.
+      scores: one per token, for a SentencePiece vocabulary. If None, it is byte-level
+        BPE.
       edit: called with the `gguf.GGUFWriter` before anything is written.
     """
     V, kinds = len(chain), kinds or {}

@@ -1,4 +1,4 @@
-"""A server within this process whose greedy text is a table, and ways to ask it."""
+"""A server in this process whose greedy text is a table, and clients for it."""
 
 import asyncio
 import contextlib
@@ -30,11 +30,14 @@ LOOP = "pqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpqpq"
 
 
 def write_table(folder, template=CHATML):
-    """Writes a llama that continues x, and the begin of an answer, with "xyz" to its
-    end of turn, and p and q with each other for ever. So are r and s, but after s the
-    logit of z is 0.9 of that of r."""
+    """Writes a llama for tests of the server.
+
+    It continues x, and the beginning of an answer, with "xyz" up to its end of turn. p
+    and q follow each other forever, and so do r and s. After s, the logit of z is 0.9
+    times that of r.
+    """
     tokenizer = table_models.byte_level()
-    newline = "\u010a"  # as byte-level tokenizers spell it
+    newline = "\u010a"  # as byte-level tokenizers write it
     chain = table_models.follow(tokenizer, [newline, *"xyz", "<|im_end|>"])
     p, q, r, s, z = (tokenizer.token_to_id(letter) for letter in "pqrsz")
     for token, other in ((p, q), (q, p), (r, s), (s, r)):
@@ -49,12 +52,12 @@ def write_table(folder, template=CHATML):
 
 
 def spell_of(path):
-    """Returns `Service.spell` of a model directory."""
+    """Returns `Service.spell` for a model directory."""
     return speller(str(path), stree_jax.load(path))
 
 
 def table_service(path, **changes):
-    """Returns a service over a model directory; programs compile when first used."""
+    """Returns a service for a model directory. Programs compile at first use."""
     model = stree_jax.load(path)
     sizes = Sizes(rows=2, context=64, steps=8, top_logprobs=2)
     batch = Batch(model, spec_for(model, None, None, None, None), sizes)
@@ -73,7 +76,7 @@ def table_service(path, **changes):
 
 @contextlib.contextmanager
 def started(service):
-    """The service while its engine runs."""
+    """Runs the service's engine and yields the service."""
     service.engine.batch.clear()
     service.engine.start()
     yield service
@@ -81,7 +84,8 @@ def started(service):
 
 
 def ask(app, path, body=None, method=None, **options):
-    """Returns status, headers and JSON (or text) of one request to an application."""
+    """Sends one request to an application. Returns status, headers and JSON (or
+    text)."""
     app = make_app(app) if isinstance(app, Service) else app
 
     async def asked():
@@ -100,7 +104,7 @@ def ask(app, path, body=None, method=None, **options):
 
 @contextlib.contextmanager
 def listening(app):
-    """The port of an application behind real sockets."""
+    """Serves an application on a real socket, and yields the port."""
     sock = socket.create_server(("127.0.0.1", 0))
     usual = dict(ws="none", log_config=None, lifespan="off", timeout_keep_alive=1)
     config = uvicorn.Config(app, http=Connection, **usual)
@@ -117,7 +121,7 @@ def listening(app):
 
 
 def over_socket(port, data, seconds=30.0):
-    """Returns all that a server answers to bytes, until it closes the connection."""
+    """Sends bytes to a server. Returns its answer, up to the end of the connection."""
     found = b""
     with socket.create_connection(("127.0.0.1", port), seconds) as sock:
         sock.sendall(data)

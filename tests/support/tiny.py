@@ -14,7 +14,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.config import named
 
-VOCAB, REAL, STOP = 50, 47, 7  # three rows pad the vocabulary
+VOCAB, REAL, STOP = 50, 47, 7  # three rows of the vocabulary are padding
 
 
 def tiny(seed, layers=("mamba", "mlp", "attention", "mlp", "mamba"), d_model=32):
@@ -36,7 +36,7 @@ def tiny(seed, layers=("mamba", "mlp", "attention", "mlp", "mamba"), d_model=32)
 
 
 def perturbed(params, scale, seed):
-    """Parameters with random noise added to every leaf."""
+    """Returns parameters with random noise added to every leaf."""
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     noisy = [
@@ -47,5 +47,5 @@ def perturbed(params, scale, seed):
 
 
 def too_much(*args):
-    """A program that needs more memory than a processor has addresses for."""
+    """Runs a program that needs more memory than a process can address."""
     return jax.block_until_ready(jax.jit(lambda: jnp.zeros(1 << 48))())

@@ -1,4 +1,4 @@
-"""A toy drafter that taps two layers of its target, and remembers what it was given."""
+"""A toy drafter that taps two layers of its target, and records its updates."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from stree_jax.speculation.drafters.model import draw_level, empty_draft
 from stree_jax.speculation.layout import tree_levels
 
 TAPS = (1, 4)
-FADE = 0.5  # of the streams' part in the logits, a level
+FADE = 0.5  # factor of the streams' share of the logits, per level
 
 
 @struct.dataclass
@@ -19,10 +19,10 @@ class Seen:
     """The state of a `TwoTaps`.
 
     Attributes:
-      last: [B, 2, d] float32, the tapped streams behind the root.
-      tokens: [B, S] int32, all tokens of updates.
-      streams: [B, S, 2, d] float32, the tapped streams behind each of them.
-      count: [B] int32, how many they are.
+      last: [B, 2, d] float32. The tapped streams that chose the root.
+      tokens: [B, S] int32. All tokens of updates.
+      streams: [B, S, 2, d] float32. The tapped streams that chose each of them.
+      count: [B] int32. Number of recorded tokens.
     """
 
     last: jax.Array
@@ -33,11 +33,12 @@ class Seen:
 
 @struct.dataclass
 class TwoTaps:
-    """A drafter by the last token, and by random projections of two residual streams.
+    """A drafter that uses the last token and random projections of two residual
+    streams.
 
     Attributes:
-      after: [V, V] float32, scores of the tokens that follow a token.
-      project: [2, d, V] float32.
+      after: [V, V] float32. Scores of the next token, by token.
+      project: [2, d, V] float32. Projections of the streams to logits.
     """
 
     after: jax.Array
@@ -86,7 +87,7 @@ class TwoTaps:
         return draft, state
 
     def search(self, state, query):
-        """What tree "auto" asks for."""
+        """Searches for tree "auto"."""
         text = query.text
         root = jnp.take_along_axis(text.tokens, text.length[:, None] - 1, axis=1)
 
@@ -99,7 +100,7 @@ class TwoTaps:
 
 
 def two_taps(target, texts, seed=0):
-    """Returns a `TwoTaps` that knows which tokens follow each other in texts."""
+    """Returns a `TwoTaps` that has counted which tokens follow each other in texts."""
     c = target.config
     after = np.zeros((c.vocab_size, c.vocab_size), np.float32)
     for text in texts:

@@ -1,6 +1,6 @@
-"""A weight format of the tests' own: 16 bits a number, in blocks of bytes with a scale.
+"""A weight format for tests: 16 bits a number, stored as bytes in blocks with a scale.
 
-A test makes it known by one line, `FORMATS[TOY.name] = TOY`.
+A test registers it with `FORMATS[TOY.name] = TOY`.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,10 @@ SCALE = 4  # bytes of a block's scale
 
 @dataclass(frozen=True)
 class ToyFormat(Format):
-    """Matrices in blocks of 8 columns where they divide; all else in float32. Keeps
-    ggml's Q8_0 without rounding it again."""
+    """Matrices in blocks of 8 columns if possible; other parameters in float32.
+
+    It keeps ggml's Q8_0 without rounding.
+    """
 
     name: str = "toy16"
     dtype: np.dtype = FLOAT32
@@ -54,7 +56,7 @@ TOY = ToyFormat()
 
 @struct.dataclass
 class Toy(Weight):
-    """Numbers n * scale.
+    """A matrix of int16 numbers times scales.
 
     Attributes:
       blocks: [m, k / size, 2 * size + 4] uint8. The int16 numbers and the float32 scale

@@ -1,8 +1,8 @@
-"""A mixer of this file alone, for tests of the seam between models and mixers.
+"""A mixer defined only here, for tests of the interface between models and mixers.
 
 Each of D channels is a gated moving average, h_t = a_t h_(t-1) + (1 - a_t) x_t, whose
-decay a_t = sigmoid(gate(u_t)) depends on the token: a linear recurrence that is neither
-Mamba2's nor attention.
+decay a_t = sigmoid(gate(u_t)) depends on the token. It is a linear recurrence unlike
+Mamba2, and not attention.
 """
 
 from dataclasses import dataclass, replace
@@ -24,14 +24,14 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 @dataclass(frozen=True)
 class ToyConfig:
-    """D channels, which devices divide."""
+    """D channels, which can be split over devices."""
 
     channels: int
 
 
 @struct.dataclass
 class ToyState:
-    """h [B, D] float32."""
+    """The state h [B, D] float32."""
 
     h: jax.Array = leaf("state", part_axis=1)
 
@@ -53,7 +53,7 @@ class ToyState:
 
 @struct.dataclass
 class ToyRecord:
-    """log a and (1 - a) x of T tokens, [B, T, D] float32."""
+    """The record: log a and (1 - a) x of T tokens, [B, T, D] float32."""
 
     log_a: jax.Array = leaf("record", part_axis=2)
     x: jax.Array = leaf("record", part_axis=2)
@@ -70,7 +70,7 @@ def toy_params(c: ToyConfig, d_model: int) -> Table:
 
 
 class ToyModule(nn.Module):
-    """The recurrence along every path of the tree, as one product with its mask."""
+    """Computes the recurrence along every path of the tree with one masked product."""
 
     config: ToyConfig
     dtype: Any
@@ -104,7 +104,7 @@ class ToyModule(nn.Module):
 
 
 class Toy(Mixer[ToyConfig]):
-    """See `mixer.Mixer`."""
+    """The mixer's functions. See `mixer.Mixer`."""
 
     kind = "toy"
     Config = ToyConfig

@@ -21,7 +21,7 @@ NEW = 20
 
 
 def model_of(seed, noise=0.0):
-    """Toy mixers alone, beside Mamba2 and beside a second attention."""
+    """Returns a model with toy mixers alone, beside Mamba2, and beside attention."""
     config = ModelConfig(
         vocab_size=48,
         num_tokens=47,

@@ -1,4 +1,4 @@
-"""Tiny trained tokenizers, and how llama.cpp's converter puts them into GGUF files."""
+"""Tiny trained tokenizers, and their GGUF form as written by llama.cpp's converter."""
 
 import json
 
@@ -22,7 +22,7 @@ TEXTS = (
     "素早い茶色の狐は、のろまな犬を飛び越える。 Быстрая лиса прыгает. 🦊🦊",
     "  spaces   in   rows\r\nand\ttabs, WE'LL see I'M sure/",
 )
-# Not in the training text: other scripts, other numbers, a decomposed accent.
+# Not in the training text: other scripts and digits, and a decomposed accent.
 UNSEEN = (
     *TEXTS,
     "¿Qué tal? नमस्ते दुनिया, 안녕하세요 1234567890 و٣٤٥",
@@ -33,8 +33,8 @@ UNSEEN = (
     "\n",
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-SPACE = "\u2581"  # sentencepiece's
-PLAIN = "<fim>"  # an added token that is text like any other
+SPACE = "\u2581"  # used by sentencepiece
+PLAIN = "<fim>"  # an added token that is not special
 
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
 BYTES = {"add_prefix_space": False, "use_regex": False}
@@ -50,7 +50,7 @@ def split(expression):
 
 
 def words(pre):
-    """As the tokenizer.json files that go by this name cut a text."""
+    """Returns the pre-tokenizer of tokenizer.json files with this GGUF name."""
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
     match pre:
@@ -66,7 +66,7 @@ def words(pre):
 
 
 def byte_level(pre):
-    """A trained tokenizer of 400 tokens, as its tokenizer.json would be."""
+    """Returns a trained tokenizer of 400 tokens, as in its tokenizer.json."""
     whole = pre in ("llama-bpe", "falcon-h1")
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
     tokenizer.pre_tokenizer = words(pre)
@@ -87,10 +87,10 @@ def byte_level(pre):
 
 
 def write_byte_level(tokenizer, pre, template=None, **flags):
-    """A function of a GGUF writer, for `gguf_files.write_gguf`.
+    """Returns a function of a GGUF writer, for `gguf_files.write_gguf`.
 
     Args:
-      flags: `add_bos_token` and the like.
+      flags: boolean keys such as `add_bos_token`.
     """
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -120,7 +120,7 @@ BYTE_TOKENS = [f"<0x{b:02X}>" for b in range(256)]
 
 
 def pieces():
-    """Tokens and scores of a SentencePiece kind of vocabulary, trained."""
+    """Returns tokens and scores of a trained SentencePiece vocabulary."""
     trained = SentencePieceBPETokenizer()
     options = {"vocab_size": 300, "show_progress": False, "special_tokens": ["<unk>"]}
     trained.train_from_iterator(TEXTS, **options)
@@ -131,7 +131,7 @@ def pieces():
 
 
 def write_pieces(tokens, scores, **flags):
-    """As `write_byte_level`, of a SentencePiece kind."""
+    """Does the same as `write_byte_level` for a SentencePiece vocabulary."""
     kinds = gguf.TokenType
     types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
     types += [kinds.NORMAL] * (len(tokens) - 259)
@@ -151,8 +151,11 @@ def write_pieces(tokens, scores, **flags):
 
 
 def piece_ids(text, tokens, scores, prefix=True):
-    """Of a text, as sentencepiece's BPE is defined: the neighbours that make the token
-    of the best score become it, again and again, the leftmost first."""
+    """Returns the ids of a text by the definition of sentencepiece's BPE.
+
+    The two neighbours that form the token with the best score are merged, again and
+    again, the leftmost first.
+    """
     number = {token: i for i, token in enumerate(tokens)}
     mergeable = set(tokens[259:])
     symbols = list((" " * (prefix and text != "") + text).replace(" ", SPACE))

@@ -1,4 +1,4 @@
-"""Tests of the way from text files to batches of token ids."""
+"""Test the path from text files to batches of token ids."""
 
 import gzip
 import json
@@ -180,7 +180,8 @@ def test_tokenizer_refuses_impossible_sizes(vocab_size: int) -> None:
 
 
 def test_encode_corpus_joins_documents(tokenizer: Tokenizer) -> None:
-    documents = [f"{CODE} {i}" for i in range(1100)]  # more than two tokenizer calls
+    # Needs more than two tokenizer calls
+    documents = [f"{CODE} {i}" for i in range(1100)]
     tokens = encode_corpus(documents, tokenizer, 0)
     expected = [i for text in documents for i in (*tokenizer.encode(text).ids, 0)]
     assert tokens.dtype == np.uint16
@@ -266,7 +267,7 @@ def test_batches_refuse_impossible_shapes_at_once() -> None:
             sample_batches(tokens, batch=batch, length=length, seed=0, start_step=start)
 
 
-def test_import_is_cheap() -> None:
+def test_importing_corpus_is_cheap() -> None:
     code = (
         "import sys, stree_jax.training.corpus\n"
         "print({'tokenizers', 'optax'} & set(sys.modules))"

@@ -1,4 +1,6 @@
-"""Heads learn: losses, ranks and tables against brute force; runs that are killed."""
+"""Test training of heads: losses, ranks and accuracy tables against brute force, and
+resumed runs.
+"""
 
 import json
 from dataclasses import replace
@@ -23,7 +25,7 @@ from tests.support.tiny import REAL, perturbed, tiny
 
 K = 3
 PROMPT, SPOKEN, WINDOW = 8, 17, 24
-CYCLE = 30  # tokens that the target says in turn
+CYCLE = 30  # tokens that the target repeats in turn
 TRAIN = TrainConfig(
     steps=60,
     batch=8,
@@ -37,7 +39,8 @@ TRAIN = TrainConfig(
 
 @pytest.fixture(autouse=True, scope="module")
 def small():
-    """Short texts, few at once; and Adam's bias correction in optax promotes."""
+    """Makes texts short and batches small, and allows dtype promotion for optax's
+    Adam."""
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         for module in (kept, training):
             patch.setattr(module, "PROMPT", PROMPT)
@@ -55,7 +58,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def target():
-    """In tokens that text can be made of; it says them one after the other, mostly."""
+    """Returns a target that mostly repeats a cycle of tokens that occur in text."""
     tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 50, 280)
     size, model = tokenizer.get_vocab_size(), tiny(1, layers=("mamba",))
     config = replace(
@@ -78,7 +81,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def text(target, tmp_path_factory):
-    """A folder of prepared tokens."""
+    """Returns a folder of prepared tokens."""
     folder = tmp_path_factory.mktemp("text")
     target.tokenizer.save(str(folder / "tokenizer.json"))
     rng = np.random.default_rng(2)
@@ -89,12 +92,12 @@ def text(target, tmp_path_factory):
     return folder
 
 
-# What is counted
+# --- counts ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own_output", [False, True])
-def test_ranks_are_places_among_all_guesses(model, own_output):
-    """Of the token k + 1 places behind the one that a state chooses."""
+def test_ranks_match_a_full_sort(model, own_output):
+    """Head k ranks the token k + 1 places after the one that the state chooses."""
     heads = random_heads(model, heads=K, scale=0.5, own_output=own_output)
     rng, bare = np.random.default_rng(0), head_of(model)
     hidden = rng.standard_normal((2, 9, 32)).astype(np.float32)
@@ -108,8 +111,8 @@ def test_ranks_are_places_among_all_guesses(model, own_output):
     np.testing.assert_array_equal(found, want)
 
 
-def test_of_equal_guesses_the_smaller_id_comes_first(model):
-    """As in drafting; and the padding of the vocabulary is no guess."""
+def test_equal_guesses_are_ranked_by_id(model):
+    """As in drafting. Padding of the vocabulary has no rank."""
     heads = random_heads(model, heads=1, own_output=True)
     heads = heads.replace(params=jax.tree.map(jnp.zeros_like, heads.params))
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
@@ -130,7 +133,7 @@ def plain_table(ranks, width):
 
 
 @pytest.mark.parametrize(("seed", "width"), [(0, 4), (1, 10), (2, 1)])
-def test_the_table_is_counted_where_the_heads_before_were_in_reach(seed, width):
+def test_accuracies_are_conditional_on_earlier_heads(seed, width):
     rng = np.random.default_rng(seed)
     ranks = rng.geometric(0.3, (200, K)) - 1
     table = training.accuracy_table(ranks, width)
@@ -142,8 +145,8 @@ def test_the_table_is_counted_where_the_heads_before_were_in_reach(seed, width):
     assert nobody.tolist() == [[0.0] * width] * K
 
 
-def test_ranks_of_texts(model):
-    """From a place on, however many texts there are."""
+def test_ranks_in_texts(model):
+    """From a given place on, for any number of texts."""
     heads = random_heads(model, heads=2, scale=0.5)
     texts = np.random.default_rng(0).integers(0, REAL, (6, 14), np.int32)
     found = training.ranks_in(heads, base_model(model), texts, 5)
@@ -161,8 +164,8 @@ def test_ranks_of_texts(model):
     np.testing.assert_array_equal(found, want)
 
 
-def test_the_loss_is_the_mean_divergence(model):
-    """Of what each head says from what the target says so many tokens later."""
+def test_the_loss_is_the_mean_kl_divergence(model):
+    """Of each head's distribution from the target's at the same place of the text."""
     heads = random_heads(model, heads=K, scale=0.3)
     hidden = np.random.default_rng(0).standard_normal((2, 9, 32))
     subject = training.HeadsSubject(heads.config)
@@ -184,7 +187,7 @@ def test_the_loss_is_the_mean_divergence(model):
     assert float(found) > 0.1
 
 
-# What is kept
+# --- stored texts and states ----------------------------------------------------------
 
 
 def windows(seed=0, count=40):
@@ -192,8 +195,9 @@ def windows(seed=0, count=40):
     return rng.integers(0, REAL, (count, WINDOW + 1), np.int32)
 
 
-def test_own_text_is_plain_decodings(model, tmp_path):
-    """Of every window's begin, whatever the number of rows; stop tokens are tokens."""
+def test_own_text_matches_plain_decoding(model, tmp_path):
+    """After the beginning of every window, for any number of rows. Stop tokens do not
+    end it."""
     bare, texts = base_model(model), windows(count=6)
     said = kept.keep_own_text(bare, texts, tmp_path / "own")
     prompts = texts[:, :PROMPT].tolist()
@@ -204,7 +208,7 @@ def test_own_text_is_plain_decodings(model, tmp_path):
     ]
 
 
-def test_states_are_the_targets_rounded(model, tmp_path):
+def test_states_are_those_of_the_target_in_bfloat16(model, tmp_path):
     bare, texts = base_model(model), windows(count=6)
     found = kept.keep_hidden(bare, texts, tmp_path / "states")
     assert found.shape == (6, WINDOW, 32) and found.dtype.name == "bfloat16"
@@ -221,7 +225,7 @@ KEPT = {"hidden_states": kept.keep_hidden, "own_text": kept.keep_own_text}
 
 
 class Calls:
-    """A function that fails at one of its calls, and counts them."""
+    """A function that counts its calls and fails at one of them."""
 
     def __init__(self, function, at=None):
         self.function, self.at, self.count = function, at, 0
@@ -234,8 +238,8 @@ class Calls:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_killed_reading_goes_on(model, tmp_path, monkeypatch, name):
-    """Behind the rows that were told of: 32 of them, and 4 a pass."""
+def test_a_killed_reading_resumes(model, tmp_path, monkeypatch, name):
+    """It resumes after the last recorded rows: 32 of them, at 4 a pass."""
     bare, texts = base_model(model), windows()
     keep = KEPT[name]
     whole = np.array(keep(bare, texts, tmp_path / "whole"))
@@ -256,7 +260,7 @@ def test_a_killed_reading_goes_on(model, tmp_path, monkeypatch, name):
 
 
 def others(model):
-    """Targets and texts that are not those of a file."""
+    """Returns targets and texts that differ from those of a file."""
     bare, text = base_model(model), windows(count=6)
     layer = dict(model.params["layers_0"])
     mamba = {**layer["mamba"], "out_proj": -layer["mamba"]["out_proj"]}
@@ -280,7 +284,7 @@ def others(model):
 
 
 @pytest.mark.parametrize("keep", KEPT.values())
-def test_files_of_other_things_are_refused(model, tmp_path, keep):
+def test_files_of_another_target_or_text_are_refused(model, tmp_path, keep):
     file = tmp_path / "file"
     keep(base_model(model), windows(count=6), file)
     told = tmp_path / "file.json"
@@ -293,7 +297,7 @@ def test_files_of_other_things_are_refused(model, tmp_path, keep):
     assert before == (file.read_bytes(), told.read_text())
 
 
-# Training
+# --- training -------------------------------------------------------------------------
 
 
 def job_of(text, folder, train=TRAIN, **options):
@@ -307,7 +311,7 @@ def train(target, text, folder, *, config=TRAIN, heads=K, **options):
 
 @pytest.fixture(scope="module")
 def whole(target, text, tmp_path_factory):
-    """Heads, their history, and the folder of their run."""
+    """Returns heads, their training history, and the folder of the run."""
     folder, histories = tmp_path_factory.mktemp("whole"), []
 
     def learn(*args, **options):
@@ -324,8 +328,8 @@ def whole(target, text, tmp_path_factory):
 _learn = training.learn
 
 
-def test_heads_learn_what_the_target_says(whole, target, text):
-    """The held-out loss falls, and more of its own text is guessed."""
+def test_heads_learn_to_predict_the_target(whole, target, text):
+    """The held-out loss falls, and the accuracies on the target's own text rise."""
     heads, history, folder = whole
     assert not (folder / "out").exists(), "the caller writes"
     assert [entry["step"] for entry in history] == [20, 40, 60]
@@ -347,7 +351,7 @@ def test_heads_learn_what_the_target_says(whole, target, text):
     np.testing.assert_allclose(after, plain_table(ranks.tolist(), training.RANKS))
 
 
-def test_the_text_is_the_targets_with_them(whole, target):
+def test_text_is_identical_to_plain_decoding(whole, target):
     heads, prompts = whole[0], [[5, 6, 7], [9]]
     asked = dict(max_new_tokens=12, stop_tokens=())
     plain = stree_jax.generate(target, prompts, **asked, drafter=None)
@@ -358,7 +362,7 @@ def test_the_text_is_the_targets_with_them(whole, target):
 
 
 def killed_at(monkeypatch, step):
-    """The batch of a step is never made."""
+    """Makes the batch of one step fail."""
     made = training.examples_of
 
     def examples(*args):
@@ -375,7 +379,7 @@ def killed_at(monkeypatch, step):
     monkeypatch.setattr(training, "examples_of", examples)
 
 
-def test_a_killed_run_ends_with_the_same_heads(
+def test_a_killed_run_resumes_to_the_same_heads(
     whole, target, text, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -397,7 +401,7 @@ def test_a_killed_run_ends_with_the_same_heads(
     assert reading.count == 0, "what was read is not read again"
 
 
-def test_batches_depend_on_the_step_alone():
+def test_batches_depend_only_on_the_step():
     rng = np.random.default_rng(0)
     sources = [rng.standard_normal((n, 30, 2)) for n in (5, 3)]
     examples = training.examples_of(TRAIN, sources, sources)
@@ -429,7 +433,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_work_of_another_run_is_refused(whole, target, text, name):
+def test_a_work_folder_of_another_run_is_refused(whole, target, text, name):
     options, message = REFUSED[name]
     if name == "another target":
         target = target.replace(params=perturbed(target.params, 0.1, 3))
@@ -459,10 +463,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_trained_is_told_before_anything_is_read(
-    target, text, tmp_path, name
-):
-    """A real target reads for an hour."""
+def test_bad_options_are_refused_before_reading(target, text, tmp_path, name):
+    """With a real target, reading takes an hour."""
     options, message = WRONG[name]
     with pytest.raises(ValueError, match=message) as caught:
         train(target, text, tmp_path, **options)
@@ -470,8 +472,8 @@ def test_what_cannot_be_trained_is_told_before_anything_is_read(
     assert not (tmp_path / "work").exists()
 
 
-def test_text_alone_is_enough(target, text, tmp_path):
-    """For heads with outputs of their own, too."""
+def test_training_on_text_alone(target, text, tmp_path):
+    """Also for heads with separate output matrices."""
     config = replace(TRAIN, steps=3, warmup=0)
     options = dict(own_tokens=0, own_output=True, heads=2, config=config)
     heads = train(target, text, tmp_path, **options)

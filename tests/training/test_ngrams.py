@@ -1,4 +1,4 @@
-"""Counts, discounts and back-off against plain Python and exact fractions."""
+"""Test counts, discounts and back-off against plain Python and exact fractions."""
 
 import math
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ V, ROWS, LENGTH = 40, 6, 400
 
 
 def skewed(seed, rows=ROWS, length=LENGTH):
-    """Texts [R, L] of which some tokens, and some pairs, are much likelier."""
+    """Returns texts [R, L] in which some tokens and pairs are much more frequent."""
     rng = np.random.default_rng(seed)
     p = 1 / np.arange(1, V + 1)
     text = rng.choice(V, (rows, length), p=p / p.sum())
@@ -35,7 +35,7 @@ def skewed(seed, rows=ROWS, length=LENGTH):
 
 
 def counted(text, order):
-    """Counters of the n-grams of 1 .. n tokens."""
+    """Returns a Counter of n-grams for each length 1 .. n."""
     rows = text.tolist()
     return [
         Counter(tuple(r[i : i + k]) for r in rows for i in range(len(r) - k + 1))
@@ -45,8 +45,8 @@ def counted(text, order):
 
 @pytest.mark.parametrize("order", [3, 4])
 @pytest.mark.parametrize("shape", [(ROWS, LENGTH), (5, 4), (1, 50)])
-def test_counts_are_a_counters(order, shape):
-    """None goes over the end of a row: rows of 4 tokens have one 4-gram each."""
+def test_counts_match_a_counter(order, shape):
+    """No n-gram crosses the end of a row: a row of 4 tokens has one 4-gram."""
     text = skewed(order, *shape)
     grams = count_grams(text, order, V)
     assert len(grams) == order
@@ -57,7 +57,8 @@ def test_counts_are_a_counters(order, shape):
 
 
 def good_turing(counts):
-    """d_1 .. d_k of a list of counts, exactly; None where there are none."""
+    """Returns the exact discounts d_1 .. d_k of a list of counts, or None if
+    undefined."""
     n = Counter(counts)
     k = DISCOUNTED
     if not all(n[r] for r in range(1, k + 2)):
@@ -74,7 +75,7 @@ def good_turing(counts):
 
 
 def having(*n):
-    """Counts of which n[0] are 1, n[1] are 2 and so on."""
+    """Returns counts of which n[0] are 1, n[1] are 2 and so on."""
     return np.repeat(np.arange(1, len(n) + 1), n)
 
 
@@ -88,7 +89,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_discounts_are_good_and_turings(name):
+def test_discounts_are_good_turing(name):
     expected = good_turing(COUNTS[name].tolist())
     assert expected is not None
     found = discounts(COUNTS[name])
@@ -105,14 +106,14 @@ def test_discounts_are_good_and_turings(name):
     [
         (),
         (5,),
-        (100, 40, 20, 12, 8),  # none with 6
+        (100, 40, 20, 12, 8),  # no count is 6
         (100, 40, 0, 12, 8, 5),
         (0, 40, 20, 12, 8, 5),
         (30, 20, 10, 8, 6, 5),  # m = 1
         (29, 20, 10, 8, 6, 5, 3),  # m > 1
     ],
 )
-def test_counts_that_allow_no_discounts(n):
+def test_counts_without_discounts(n):
     assert good_turing(having(*n).tolist()) is None
     assert discounts(having(*n)).tolist() == [1] * (DISCOUNTED + 1)
 
@@ -121,12 +122,12 @@ class Katz:
     """Katz's model in plain dictionaries.
 
     Attributes:
-      chance: {context: {token: P}} of those that are told apart.
-      alpha: {context: what is left for other tokens, by their shorter context}.
+      chance: {context: {token: P}} of the stored tokens.
+      alpha: {context: factor of the shorter context's probabilities, for other tokens}.
     """
 
     def __init__(self, text, order, keep, kept):
-        """With the contexts `kept`, and of each the `keep` likeliest tokens."""
+        """Stores the contexts `kept`, with the `keep` likeliest tokens of each."""
         unigrams, *longer = counted(text, order)
         shares = self.shares(unigrams)
         total = sum(unigrams.values())
@@ -140,13 +141,13 @@ class Katz:
 
     @staticmethod
     def shares(counts):
-        """d_r r of each n-gram."""
+        """Returns d_r r for each n-gram."""
         d = good_turing(list(counts.values())) or [Fraction(1)] * DISCOUNTED
         d = [*map(float, d)]
         return {g: r * (d[r - 1] if r <= DISCOUNTED else 1) for g, r in counts.items()}
 
     def add(self, counts, keep, kept):
-        """The contexts of one length, above those that are there."""
+        """Adds the contexts of one length. Shorter ones must exist."""
         seen, found = Counter(), defaultdict(dict)
         for gram, r in counts.items():
             seen[gram[:-1]] += r
@@ -163,7 +164,7 @@ class Katz:
         self.alpha |= alpha
 
     def p(self, w, h):
-        """P(w|h)."""
+        """Returns P(w|h)."""
         if not h:
             return self.unigram[w]
         if h in self.chance and w in self.chance[h]:
@@ -176,14 +177,15 @@ def contexts_of(table):
 
 
 def all_log_probs(ngrams, contexts):
-    """[H, V] float64 after contexts [H, n - 1]."""
+    """Returns [H, V] float64 after contexts [H, n - 1]."""
     asked = jnp.asarray(np.repeat(contexts[:, None], V, axis=1))
     tokens = np.broadcast_to(np.arange(V, dtype=np.int32), asked.shape[:2])
     return np.asarray(jax.jit(log_prob)(ngrams, asked, tokens), np.float64)
 
 
 def asked_contexts(text, order):
-    """Contexts [H, n - 1] of the text, some that never occurred, and its begin."""
+    """Returns contexts [H, n - 1]: from the text, random ones, and from its
+    beginning."""
     c = order - 1
     seen = np.concatenate([text[:, i : i + c] for i in range(0, 120, 3)])
     rng = np.random.default_rng(4)
@@ -201,8 +203,8 @@ CASES = {  # order, keep, slots
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_probabilities_are_katzs(name):
-    """All of them: for every token after every kind of context, and their sum."""
+def test_probabilities_match_katz(name):
+    """For every token after every kind of context, and their sums."""
     order, keep, slots = CASES[name]
     text = skewed(5)
     grams = count_grams(text, order, V)
@@ -212,7 +214,8 @@ def test_probabilities_are_katzs(name):
     exact = Katz(text, order, keep, kept)
     seen = {g[:-1] for counts in counted(text, order)[1:] for g in counts}
     assert kept <= seen
-    if not name.startswith("few"):  # with half the slots empty, few have no place
+    # With half the slots empty, few contexts are dropped
+    if not name.startswith("few"):
         assert len(kept) > 0.94 * len(seen)
     contexts = asked_contexts(text, order)
     found = all_log_probs(ngrams, contexts)
@@ -226,8 +229,8 @@ def test_probabilities_are_katzs(name):
     assert some, "nothing backs off, and the comparison is of counts alone"
 
 
-def test_without_discounts_nothing_is_left_for_other_tokens():
-    text = np.array([[0, 1] * 8 + [0, 2]], np.int32)  # counts above 5, and a few 1
+def test_without_discounts_other_tokens_have_probability_zero():
+    text = np.array([[0, 1] * 8 + [0, 2]], np.int32)  # counts above 5, and a few of 1
     ngrams = katz(count_grams(text, 2, V), V, slots=64, keep=4)
     found = np.exp(all_log_probs(ngrams, np.array([[0], [1], [3]], np.int32)))
     np.testing.assert_allclose(found[0, :3], [0, 8 / 9, 1 / 9], rtol=1e-6)
@@ -237,8 +240,8 @@ def test_without_discounts_nothing_is_left_for_other_tokens():
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_the_likeliest_tokens_stay(keep):
-    """In order, and of equally likely ones the first."""
+def test_the_likeliest_tokens_are_kept(keep):
+    """In order. Among equally likely tokens, the first is kept."""
     text = skewed(6)
     (table,) = katz(count_grams(text, 2, V), V, slots=256, keep=keep).tables
     shares = Katz.shares(counted(text, 2)[1])
@@ -252,8 +255,9 @@ def test_the_likeliest_tokens_stay(keep):
 
 
 @pytest.mark.parametrize("slots", [4, 16, 64])
-def test_contexts_that_find_no_place_are_the_rarer_ones(slots):
-    """Of those that want the same slots the commonest stay, in slots they want."""
+def test_rare_contexts_are_dropped(slots):
+    """Among contexts with the same slots, the most frequent are kept, in those
+    slots."""
     text = skewed(7)
     table = katz(count_grams(text, 3, V), V, slots=slots, keep=2).tables[1]
     assert table.slots == slots
@@ -278,8 +282,9 @@ def test_contexts_that_find_no_place_are_the_rarer_ones(slots):
         assert not lost or max(lost) <= min(kept)
 
 
-def test_no_more_slots_than_contexts_need():
-    """Twice as many as contexts, as a power of two, up to what is asked."""
+def test_the_number_of_slots():
+    """Twice the number of contexts, rounded up to a power of two, up to the given
+    limit."""
     text = skewed(8)
     grams = count_grams(text, 3, V)
     tables = katz(grams, V, slots=2**20, keep=1).tables
@@ -293,24 +298,24 @@ def model():
     return tiny(1, layers=("mamba",))
 
 
-def said(model, tokens, seed=3, temperature=1.0):
+def sampled(model, tokens, seed=3, temperature=1.0):
     return list(sample_text(model, tokens, temperature, 3, seed))
 
 
-def test_texts_are_as_long_as_asked_and_come_again(model):
+def test_texts_have_the_given_length_and_repeat_by_seed(model):
     asked = 3 * ROW + 1
-    texts = said(model, asked)
+    texts = sampled(model, asked)
     assert [text.shape for text in texts] == [(3, ROW)] * 2
     whole = np.concatenate(texts)
     assert whole.size >= asked
     assert whole.min() >= 0 and whole.max() < REAL
     assert len({row.tobytes() for row in whole}) == len(whole)
-    np.testing.assert_array_equal(np.concatenate(said(model, asked)), whole)
-    assert not np.array_equal(said(model, ROW, seed=4)[0], texts[0])
+    np.testing.assert_array_equal(np.concatenate(sampled(model, asked)), whole)
+    assert not np.array_equal(sampled(model, ROW, seed=4)[0], texts[0])
 
 
-def test_a_stop_token_ends_no_text(model):
-    """What is counted is what the model says, and no padding behind its end."""
-    (text,) = said(model, 3 * ROW)
+def test_stop_tokens_do_not_end_sampled_texts(model):
+    """Only tokens of the model are counted, and no padding."""
+    (text,) = sampled(model, 3 * ROW)
     assert (text == STOP).any(), "the model must say it for this test to see anything"
     assert (text[:, -ROW // 4 :] != 0).any(axis=1).all()

@@ -1,4 +1,6 @@
-"""Training: losses fall, a killed run resumes exactly, distillation imitates."""
+"""Test training: losses fall, killed runs resume exactly, distillation imitates the
+target.
+"""
 
 import dataclasses
 import os
@@ -19,7 +21,7 @@ from tests.support.tiny import tiny
 CONFIG = train.TrainConfig(
     steps=8,
     batch=2,
-    length=70,  # crosses a chunk of the scan
+    length=70,  # more than one chunk of the scan
     learning_rate=1e-2,
     warmup=2,
     compute_dtype="float32",
@@ -29,7 +31,7 @@ CONFIG = train.TrainConfig(
 
 @pytest.fixture(autouse=True)
 def optax_promotes():
-    """Adam's bias correction in optax is a float to an integer power."""
+    """optax's Adam raises a float to an integer power, which needs dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -39,7 +41,7 @@ def tokens():
     return np.tile(np.arange(8, 31, dtype=np.uint16), 60)
 
 
-def test_sequence_logits_are_the_scores(tokens):
+def test_sequence_logits_match_score(tokens):
     model = tiny(1)
     batch = jnp.asarray(tokens[:140].reshape(2, 70), jnp.int32)
     whole = train.sequence_logits(model, batch)
@@ -48,7 +50,7 @@ def test_sequence_logits_are_the_scores(tokens):
 
 
 class Fuse:
-    """A loss that does something at one of the times it is computed."""
+    """A loss that calls a function at one of its evaluations."""
 
     def __init__(self):
         self.left, self.action = 0, None
@@ -64,11 +66,11 @@ class Fuse:
 
 
 FUSE = Fuse()
-LOSS = FUSE.loss  # one function: the tests share its programs
+LOSS = FUSE.loss  # a single function, so that the tests share its programs
 
 
 def fit(folder, *, config=CONFIG, after=0, action=None, **options):
-    """A run in which `action` happens at the loss number `after`."""
+    """Trains. `action` is called at loss number `after`."""
     FUSE.left, FUSE.action = after, action
     tokens = np.tile(np.arange(8, 31, dtype=np.uint16), 60)
     options = {"progress": False, **options}
@@ -105,13 +107,13 @@ def assert_goes_on_to(whole, folder, **options):
 
 def test_a_killed_run_resumes_to_the_same_parameters(whole, tmp_path):
     with pytest.raises(Exception, match="killed"):
-        fit(tmp_path, after=4 + 4 + 2, action=kill)  # 4 held-out batches
+        fit(tmp_path, after=4 + 4 + 2, action=kill)  # includes 4 held-out batches
         jax.effects_barrier()
     assert saved_steps(tmp_path) == {4}
     assert_goes_on_to(whole, tmp_path)
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(whole, tmp_path, capsys):
+def test_ctrl_c_saves_and_says_how_to_resume(whole, tmp_path, capsys):
     usual = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, after=2, action=interrupt, progress=True)
@@ -124,7 +126,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(whole, tmp_path, capsys):
     assert f"going on from step {step}, saved in {tmp_path}" in capsys.readouterr().err
 
 
-def test_saves_by_the_clock(whole, tmp_path):
+def test_it_saves_at_time_intervals(whole, tmp_path):
     with pytest.raises(Exception, match="killed"):
         fit(tmp_path, save_minutes=1e-9, after=4, action=kill)
         jax.effects_barrier()
@@ -132,7 +134,7 @@ def test_saves_by_the_clock(whole, tmp_path):
     assert_goes_on_to(whole, tmp_path)
 
 
-def test_stops_by_the_clock_with_a_whole_result(whole, tmp_path):
+def test_it_stops_at_the_time_limit(whole, tmp_path):
     _, (entry,) = fit(tmp_path, minutes=1e-9)
     assert entry["step"] == 1 and entry["heldout_loss"] > 0
     assert saved_steps(tmp_path) == {1}
@@ -153,7 +155,7 @@ def test_too_little_held_out_text_is_refused_before_training(tokens, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_distillation_pulls_the_drafter_to_the_target(tokens, tmp_path):
+def test_distillation_brings_the_draft_model_closer_to_the_target(tokens, tmp_path):
     target, drafter = tiny(1), tiny(2, layers=("mamba",))
     _, history = train.fit(
         drafter.config,
@@ -172,7 +174,7 @@ def test_distillation_pulls_the_drafter_to_the_target(tokens, tmp_path):
 
 
 def test_teachers_share_the_compiled_step(tokens, tmp_path):
-    """Their weights are its arguments; as constants they would be in every program."""
+    """A teacher's weights are arguments of the step, not constants in the program."""
     traces = []
 
     def loss(*args):
@@ -214,7 +216,7 @@ def test_times_are_checked(name, tmp_path):
 @pytest.mark.parametrize(
     ("steps", "warmup"), [(3600, 150), (2000, 150), (100, 10), (1, 0)]
 )
-def test_warm_up_is_a_tenth_and_at_most_the_bundled_pairs(steps, warmup):
+def test_warmup_is_a_tenth_of_the_steps_and_at_most_150(steps, warmup):
     assert train.TrainConfig(steps).warmup_steps == warmup
 
 
@@ -235,12 +237,12 @@ def test_attention_is_spread_evenly(size, mixers):
 
 
 @pytest.mark.parametrize("size", [(100, 4, 1), (128, 2, 3), (128, 0, 0), (0, 1, 0)])
-def test_sizes_that_cannot_be(size):
+def test_invalid_sizes_are_refused(size):
     with pytest.raises(ValueError, match="--width|--attention"):
         TargetSize(*size)
 
 
-def test_sizes_of_drafters():
+def test_sizes_of_draft_models():
     target = target_config(300, TargetSize())
     bundled = drafter_config(target)
     assert (bundled.d_model, bundled.kinds) == (192, ("mamba", "mamba"))
