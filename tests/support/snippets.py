@@ -43,7 +43,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "bench" / "README.md",
     ROOT / "bench" / "prompts" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.M | re.S)
 
