@@ -355,7 +355,7 @@ def _module(request):
     assert args[0] == "-m" and importlib.util.find_spec(args[1]), args
     if args[1] == "venv":  # a folder with the pip and python that stand in here
         bin = Path(request["cwd"]) / args[2] / "bin"
-        bin.mkdir(parents=True)
+        bin.mkdir(parents=True, exist_ok=True)
         for name in ("pip", "python"):
             shutil.copy(Path(request["bin"]) / name, bin)
         return 0, "", ""
