@@ -112,8 +112,9 @@ def _models(root):
     for name in ("PATH", "SRC"):
         shutil.copytree(data / "target", root / name)
     shutil.copytree(data / "heads", root / "H")
-    shutil.copytree(data / "target", root / "smollm2")
-    (root / "smollm2" / "chat_template.jinja").write_text(TEMPLATE)
+    for name in ("smollm2", "my-smollm2"):
+        shutil.copytree(data / "target", root / name)
+        (root / name / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = data / "drafter" / "tokenizer.json"
     published = {
         "ibm-granite/granite-4.0-h-micro": granite,
@@ -256,7 +257,7 @@ def run_shell(snippet, folder):
     """
     (folder / "ngrams.safetensors").unlink(missing_ok=True)  # blocks make it
     if "stree-jax convert" in snippet.code:
-        shutil.rmtree(folder / "smollm2", ignore_errors=True)  # likewise
+        shutil.rmtree(folder / "my-smollm2", ignore_errors=True)  # likewise
     port = free_port()
     serves = "curl " in snippet.code and "stree-jax serve" in snippet.code
     snippet = at_port(snippet, port) if serves else snippet
