@@ -38,7 +38,7 @@ def best_of(target, prompt, sampling):
     logprobs = jax.nn.log_softmax(logits[:, S - 1 : -1])
     chosen = jnp.take_along_axis(logprobs, done.tokens[..., None], axis=2)[..., 0]
     written = jnp.arange(NEW_TOKENS)[None] < done.length[:, None]
-    means = jnp.where(written, chosen, 0).sum(axis=1) / done.length
+    means = jnp.mean(chosen, axis=1, where=written)
     return done, means, jnp.argmax(means)
 
 
