@@ -64,6 +64,7 @@ SHORT = {
 PARSED = {
     "--mesh": "needs several devices: tests/mesh",
     "--llama-python": "needs llama.cpp: tests/bench/test_peers.py",
+    "custom_drafter:phrase_drafter": "needs PYTHONPATH: tests/examples",
     "peers": "needs a model that llama.cpp reads: tests/bench/test_peers.py",
     "tune": "measures for seconds: tests/test_tuning.py",
     "bench all": "takes an hour: tests/bench",
@@ -348,8 +349,14 @@ def _command(request):
 
 
 def _module(request):
-    """`python -m NAME` is run with --help, which must name the given options."""
+    """`python -m NAME` is run with --help, which must name the given options.
+
+    Of `python examples/NAME` the file must exist: tests/examples runs it.
+    """
     args = request["args"]
+    if args[0].startswith("examples/"):
+        found = (ROOT / args[0]).is_file()
+        return int(not found), "", "" if found else f"no file {args[0]}\n"
     if args[:1] == ["-c"]:
         done = subprocess.run(
             [sys.executable, *args], capture_output=True, text=True, cwd=request["cwd"]
