@@ -23,7 +23,7 @@ from stree_jax.convert.rows import (
 )
 from stree_jax.convert.source import PIECE, Source, TensorInfo, at_once
 from stree_jax.models import ModelConfig, param_shapes
-from stree_jax.models.config import given
+from stree_jax.models.config import required
 from stree_jax.models.weights.weight import Packed
 
 HEAD = "lm_head.weight"  # in every family that has one beside the embedding
@@ -114,7 +114,8 @@ def settle_names(
     for name, original in _shared_copies(source, config).items():
         if not _are_equal(source, name, original):
             count = sum(block.shared for block in config.layers)
-            config = replace(config, shared=replace(given(config.shared), blocks=count))
+            shared = replace(required(config.shared), blocks=count)
+            config = replace(config, shared=shared)
             _warn_of_ties(source, name, original, warn)
             break
     return names, config

@@ -9,7 +9,7 @@ from stree_jax.convert.families.table import read_fields, require, write_fields
 from stree_jax.convert.fields import ConfigFields
 from stree_jax.convert.rows import Part, mamba_rows, mlp_rows
 from stree_jax.models import AttentionConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import blocks, given, named
+from stree_jax.models.config import blocks, named, required
 from stree_jax.models.rope import Rope
 
 NAMES = replace(
@@ -73,7 +73,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
 
 def _rope_parameters(rope: Rope | None, head_dim: int) -> dict[str, Any]:
     require("bamba", {"lack of rotary": rope is not None})
-    rope = given(rope)
+    rope = required(rope)
     return {
         "rope_type": "default",
         **hf.scaling_fields("bamba", rope),

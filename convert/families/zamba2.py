@@ -18,7 +18,7 @@ from stree_jax.convert.rows import (
     module_rows,
 )
 from stree_jax.models import AttentionConfig, MambaConfig, MLPConfig, ModelConfig
-from stree_jax.models.config import SharedConfig, blocks, given, named
+from stree_jax.models.config import SharedConfig, blocks, named, required
 
 
 def shared_rows(names: Names, config: ModelConfig) -> Iterator[Row]:
@@ -180,7 +180,7 @@ def _blocks(fields: ConfigFields, layers: hf.Layers) -> int:
 def export(config: ModelConfig) -> dict[str, Any]:
     m, c = config.mixers["mamba"], config.mixers["attention"]
     mlp = config.mixers["mlp"]
-    shared, names = given(config.shared), {"mamba": "mamba", HYBRID: "hybrid"}
+    shared, names = required(config.shared), {"mamba": "mamba", HYBRID: "hybrid"}
     _check(config, m, c, mlp)
     return {
         "architectures": ["Zamba2ForCausalLM"],
@@ -203,7 +203,7 @@ def _check(
     config: ModelConfig, m: MambaConfig, c: AttentionConfig, mlp: MLPConfig
 ) -> None:
     """Refuses a model that transformers 5.23 would build otherwise."""
-    shared = given(config.shared)
+    shared = required(config.shared)
     own = shared.blocks >= config.kinds.count(HYBRID)
     ungrouped = c.num_kv_heads == c.num_heads
     facts = {

@@ -26,12 +26,12 @@ TARGET inline void write_steps(const Mixer& m, int64_t b) {
   }
 }
 
-constexpr int MOST_TAPS = 16;
+constexpr int MAX_TAPS = 16;
 constexpr int TOGETHER = 4;  // vectors of channels that are convolved together, at most
 
 // Weights of W channels by tap, and their bias.
 struct Taps {
-  Lanes::F of[MOST_TAPS], bias;
+  Lanes::F of[MAX_TAPS], bias;
 };
 
 // Of W channels, of which `size` are there; their weights are [W, K].
@@ -44,7 +44,7 @@ TARGET inline void read_taps(const E* weight, const E* bias, int64_t K, int64_t 
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) taps.of[k] = V::every_fourth(rows, k);
   } else {
-    float by_tap[MOST_TAPS][V::W];
+    float by_tap[MAX_TAPS][V::W];
     for (int64_t i = 0; i < size && i < V::W; i++)
       for (int64_t k = 0; k < K; k++) by_tap[k][i] = V::load(weight + i * K + k, 1)[0];
     for (int64_t k = 0; k < K; k++) taps.of[k] = V::load(by_tap[k], size);
@@ -104,7 +104,7 @@ TARGET inline __attribute__((always_inline)) void convolve(
     for (int64_t q = 0; q < s.queries[b]; q++) {
       const int64_t t = node_of(s, q);
       if (t >= T) continue;
-      const E* rows[MOST_TAPS];
+      const E* rows[MAX_TAPS];
       for (int64_t k = 0; k <= K1; k++) {
         const int64_t w = m.window[(b * T + t) * s.K + k];
         rows[k] = w < K1 ? before + w * C : inputs + (w - K1) * C;

@@ -9,7 +9,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t MOST_ROWS = 64;  // that kernels are made for
+constexpr int64_t MAX_ROWS = 64;  // that kernels are made for
 
 // A product's columns, cut into pieces without rests, but for the last one's.
 //
@@ -83,9 +83,9 @@ ffi::Error run(ffi::ThreadPool& pool, const ProductKernel& kernel, Product p,
       std::copy_n(p.rows + place[i] * p.k, p.k, rows + i * p.k);
     p.rows = rows;
   }
-  for (int64_t first = 0; first < count; first += MOST_ROWS) {
+  for (int64_t first = 0; first < count; first += MAX_ROWS) {
     Product some = p;
-    some.t = std::min(count - first, MOST_ROWS);
+    some.t = std::min(count - first, MAX_ROWS);
     some.rows += first * p.k, some.out += first * p.m;
     multiply(pool, kernel, some, row_bytes);
   }

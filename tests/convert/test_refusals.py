@@ -156,7 +156,7 @@ REFUSALS = {
     "experts": (
         "granite",
         config_with(num_local_experts=4, num_experts_per_tok=5),
-        ["config.json", "moe: 5 experts a token from"],
+        ["config.json", "moe: cannot choose 5 experts per token from"],
     ),
     "quantized": (
         "llama",

@@ -32,19 +32,19 @@ def functions(rng):
     weight, scale = some(rng, 40, D), some(rng, D)
     config = AttentionConfig(2, 1, 6, rope=Rope(theta=20.0, dim=4))
 
-    def heads(x, live):
+    def heads(x, valid_count):
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], x.shape[:2])
         turns = angles(place, config.rope)
-        return cut_heads(x, *turns, live, config=config, dtype=jnp.bfloat16)
+        return cut_heads(x, *turns, valid_count, config=config, dtype=jnp.bfloat16)
 
     made = {
-        "norm": lambda x, live: scaled_rms_norm(x, scale, ScaledNorm(1e-5), live),
-        "gate": lambda x, live: activate_gated(x, "silu", 0.5, live),
+        "norm": lambda x, count: scaled_rms_norm(x, scale, ScaledNorm(1e-5), count),
+        "gate": lambda x, valid_count: activate_gated(x, "silu", 0.5, valid_count),
         "heads": heads,
     }
     for kind in (weight, weight.astype(jnp.bfloat16), quantize(weight)):
         name = f"linear {getattr(kind, 'dtype', 'int8')}"
-        made[name] = lambda x, live, kind=kind: linear(x, kind, live=live)
+        made[name] = lambda x, count, kind=kind: linear(x, kind, valid_count=count)
     return made
 
 

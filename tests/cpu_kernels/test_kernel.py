@@ -84,11 +84,11 @@ def test_arguments_are_found_by_name():
     tree = jax.tree.structure(args)
     found = {"first": [0], "second": [1, 2], "second.right": [2], "third": [3]}
     for name, places in found.items():
-        assert function.places(tree, name) == places
+        assert function.leaf_indices(tree, name) == places
     whole = jax.tree.structure(args, is_leaf=lambda z: z is None)
-    assert function.places(whole, "first.right") == [1]
+    assert function.leaf_indices(whole, "first.right") == [1]
     with pytest.raises(AttributeError, match="fourth"):
-        function.places(tree, "fourth")
+        function.leaf_indices(tree, "fourth")
     assert function.__doc__ == "A definition."
 
 

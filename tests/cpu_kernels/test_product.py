@@ -88,7 +88,7 @@ def test_rows_that_there_are_in_more_room_than_a_product_takes(
     x = jnp.asarray(rng.standard_normal((9, 16, 520)), jnp.float32)
     weight = weight_of(kind, rng, 37, 520)
     count = np.array([16, 0, 1, 16, 5, 16, 2, 16, 9], np.int32)
-    run = jax.jit(lambda x, weight, live: linear(x, weight, live=live))
+    run = jax.jit(lambda x, weight, count: linear(x, weight, valid_count=count))
     y = np.asarray(run(x, weight, jnp.asarray(count)))
     assert "stree_product" in run.lower(x, weight, jnp.asarray(count)).as_text()
     exists = np.arange(16)[None] < count[:, None]

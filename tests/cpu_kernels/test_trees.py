@@ -236,7 +236,7 @@ def test_rows_that_are_no_nodes(taps, rng, both):
     for row, count in enumerate((9, 4, 1)):
         parents[row, count:] = NO_NODE
     args = jnp.asarray(parents)
-    assert_same(*both(lambda z: tree_nodes(z, taps, partly=True), args))
+    assert_same(*both(lambda z: tree_nodes(z, taps, has_padding=True), args))
     tree = Budget(9, 8)
     assert_same(*both(lambda z: layout.tree_layout(tree, z), args))
 

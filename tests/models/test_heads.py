@@ -76,7 +76,7 @@ def test_fewer_heads_are_the_first(name):
         found = head_logits(heads, head_of(model), hidden, count)
         assert_near(found, want[:, :count], 1e-5)
     for count in (0, -1, options["heads"] + 1):
-        message = f"{count} heads asked, there are {options['heads']}"
+        message = f"want 1..{options['heads']} heads, got {count}"
         with pytest.raises(ValueError, match=message):
             head_logits(heads, head_of(model), hidden, count)
 

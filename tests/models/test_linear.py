@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from stree_jax.models.weights.int8 import (
-    GPU_LEAST,
+    MIN_GPU_ROWS,
     int8_product,
     int8_product_cuda,
     quantize,
@@ -26,7 +26,7 @@ def test_a_gpu_gets_rows_enough(rows):
         wanted = _product("tk,mk->tm", *args)
         np.testing.assert_allclose(_skinny_gpu(*args), wanted, rtol=1e-6, atol=1e-6)
         text = lowered(linear, args, "cuda")
-        assert (f"tensor<{GPU_LEAST}x40xf32>" in text) == padded
+        assert (f"tensor<{MIN_GPU_ROWS}x40xf32>" in text) == padded
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
@@ -46,7 +46,7 @@ def test_a_gpu_multiplies_int8_as_bfloat16(rows, size):
 
 def test_a_named_kernel_runs_or_says_why_not(monkeypatch):
     x, weight = jnp.ones((65, 24)), jnp.ones((40, 24))
-    with pytest.raises(ValueError, match="linear: no implementation 'triton'"):
+    with pytest.raises(ValueError, match="linear: unknown implementation 'triton'"):
         linear(x, weight, implementation="triton")
     use(monkeypatch, "off")
     with pytest.raises(ValueError, match="linear: native: there are no compiled"):

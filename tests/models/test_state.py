@@ -383,12 +383,12 @@ def in_rooms_and_alone(name, dtype):
     if name != "two mixers a layer":  # experts mix what their rows are
         model = model.replace(params=poisoned(model.params))
 
-    def run(tokens, parents, *, partly=False):
-        nodes = tree_nodes(jnp.asarray(parents), taps, partly=partly)
+    def run(tokens, parents, *, has_padding=False):
+        nodes = tree_nodes(jnp.asarray(parents), taps, has_padding=has_padding)
         run = jax.jit(partial(forward_hidden, model))
         return run(start, jnp.asarray(tokens), nodes, pending=pending)
 
-    return run(inside, room, partly=True), run(tokens[:, :FEW], small)
+    return run(inside, room, has_padding=True), run(tokens[:, :FEW], small)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -410,7 +410,7 @@ def test_nodes_know_nothing_of_the_room_behind_them(level, dtype, name, monkeypa
 
 def test_tables_of_what_is_no_node():
     parents = jnp.asarray([[-1, 0, NO_NODE, NO_NODE], [-1, 0, 1, 0]], jnp.int32)
-    nodes = tree_nodes(parents, 3, partly=True)
-    np.testing.assert_array_equal(nodes.count, [2, 4])
+    nodes = tree_nodes(parents, 3, has_padding=True)
+    np.testing.assert_array_equal(nodes.valid_count, [2, 4])
     assert not nodes.mask[0, 2:].any() and not nodes.mask[0, :, 2:].any()
     assert nodes.depth.min() == 0 and 0 <= nodes.window.min() <= nodes.window.max() < 6

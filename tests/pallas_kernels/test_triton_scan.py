@@ -326,8 +326,8 @@ def test_unsupported():
     assert reason(T=1, P=16, N=16, x=jnp.float32) is None
     assert reason(T=65) == "65 tokens are more than 64"
     assert reason(M=65) == "a path of 65 tokens is longer than 64"
-    assert reason(P=8) == "the head size 8 is no multiple of 16"
-    assert reason(N=24) == "the state size 24 is no multiple of 16"
+    assert reason(P=8) == "the head size 8 is not a multiple of 16"
+    assert reason(N=24) == "the state size 24 is not a multiple of 16"
     assert reason(x=jnp.float16) == "x is float16, neither float32 nor bfloat16"
     assert reason(B=jnp.int8) == "B is int8, neither float32 nor bfloat16"
 
