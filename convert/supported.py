@@ -1,4 +1,4 @@
-"""The formats that can be read, in one place: for messages and for the README."""
+"""The supported checkpoint formats, for messages and for the README."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ class Family(NamedTuple):
     """A checkpoint format.
 
     Attributes:
-      name: how it is recognised: its `model_type`, or the file or field that marks it.
-      models: what it holds.
-      compared: what its logits are tested against.
-      exported: whether `stree-jax export` writes it, as the README says it.
+      name: its `model_type`, or the file or field by which it is recognised.
+      models: models in this format.
+      compared: implementation that its logits are tested against.
+      exported: description of whether `stree-jax export` writes it.
     """
 
     name: str
@@ -68,7 +68,7 @@ def names() -> str:
 
 
 def table() -> str:
-    """The table of the README."""
+    """Returns the README's table of formats."""
     lines = [
         "| format | models | logits tested against | export |",
         "| --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""BambaForCausalLM: a part of each attention head rotates."""
+"""BambaForCausalLM, with rotary embeddings of a part of each attention head."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ NAMES = replace(
     norm="model.final_layernorm",
     mlp_norm="pre_ff_layernorm",
 )
-ROTATING = 0.5  # of a head, if the config does not say
+ROTATING = 0.5  # default share of a head that rotates
 
 MODEL = hf.model_table("rms_norm_eps", 1e-5)
 KV_HEADS = hf.KV_HEADS._replace(default=8)
@@ -59,7 +59,7 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": len(mixers),
         "attn_layer_indices": [i for i, k in enumerate(mixers) if k == "attention"],
         **write_fields("bamba", MLP, config.mixers.get("mlp")),
-        "num_attention_heads": 1,  # any valid value, where a mixer does not occur
+        "num_attention_heads": 1,  # any valid value if there is no attention
     }
     if c is not None:
         hf.check_width("bamba", config, c)

@@ -297,7 +297,7 @@ def test_tied_head_may_be_stored(source, tmp_path, name):
         tensors["lm_head.weight"][3, 5] += 1
 
     edit_tensors(tmp_path / "source", change_head)
-    with pytest.warns(UserWarning, match="they are kept apart"):
+    with pytest.warns(UserWarning, match="the model keeps both"):
         model = stree_jax.load(tmp_path / "source")
     assert model.params["lm_head"].shape == model.params["embedding"].shape
 

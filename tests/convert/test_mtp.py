@@ -212,7 +212,7 @@ def test_tensors_that_do_not_fit(changed, tmp_path, case):
 
 def test_models_that_have_none(tmp_path):
     """Asked for where there are none: one line, for any format and for our own."""
-    message = "has no MTP layers, which mtp=True and drafter 'mtp' want"
+    message = "has no MTP layers, which mtp=True and drafter 'mtp' need"
     other = sources(tmp_path)("mamba2")
     ours = convert(other, tmp_path / "ours")
     for directory in (other, ours):

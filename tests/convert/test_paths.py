@@ -37,7 +37,7 @@ def one_line(call, *args):
     return str(caught.value)
 
 
-# Paths that the array store takes for patterns
+# Paths with characters that tensorstore interprets
 
 ODD = ["a[0-9]b", "back\\slash", "any*thing?", "line\nbreak", "\udcff", "x" * 255]
 
@@ -121,7 +121,7 @@ def test_remains_of_the_killed_go_and_those_of_the_living_stay(source, tmp_path)
         killed.wait()
         told = []
         convert(source, tmp_path / "dst", warn=told.append)
-        text = "removed; who wrote it was killed before the end"
+        text = "removed (left by a process that was killed)"
         assert told == [f"{tmp_path / left}: {text}"]
         assert {file.name for file in tmp_path.iterdir()} == {"dst", used}
         assert (tmp_path / used / "part").read_text() == "x"

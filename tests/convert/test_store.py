@@ -77,9 +77,7 @@ def refusal(directory, call=stree_jax.load):
     return str(caught.value)
 
 
-DAMAGED = (
-    "damaged: its checksum is not the one in config.json; copy or convert it again"
-)
+DAMAGED = "damaged: its checksum does not match config.json; copy or convert it again"
 
 
 # Checksums
@@ -171,8 +169,8 @@ def test_another_valid_number_in_the_config(own):
     file = own / "config.json"
     for call in (stree_jax.load, info):
         assert refusal(own, call) == (
-            f"{file}: damaged: its checksum is not that of its fields; copy or convert "
-            'it again, or remove "checksum" if the change is yours'
+            f"{file}: damaged: its checksum does not match its fields; copy or convert "
+            'it again, or remove "checksum" if you edited the file'
         )
     edit_config(own, lambda v: v.pop("checksum"))
     assert stree_jax.load(own).config.norm_eps == 1e-2

@@ -71,7 +71,7 @@ def test_a_full_disk_is_told_first(source, tmp_path, monkeypatch, command):
         else:
             export_hf(model.config, model.params, None, tmp_path / "full")
     assert str(caught.value) == (
-        f"{tmp_path / 'full'}: needs 0.07 GB on the disk, where 0.01 GB are free"
+        f"{tmp_path / 'full'}: needs 0.07 GB of disk space, but only 0.01 GB are free"
     )
     assert asked == [tmp_path] and list(tmp_path.iterdir()) == []
 
@@ -86,7 +86,7 @@ def test_need_follows_the_dtype(source, tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need))
     store.check_space(*arguments)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, need - 1))
-    with pytest.raises(CheckpointError, match="new: needs 0.07 GB on the disk"):
+    with pytest.raises(CheckpointError, match="new: needs 0.07 GB of disk space"):
         store.check_space(*arguments)
 
 

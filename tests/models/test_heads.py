@@ -133,7 +133,7 @@ def test_shapes_are_the_parameters(name, dtype):
         (dict(heads=-3), "heads: want 1..64, got -3"),
         (dict(blocks=-1), "blocks: want 0..16, got -1"),
         (dict(blocks=17), "blocks: want 0..16, got 17"),
-        (dict(blocks=0), "blocks: 0 of them, and no outputs"),
+        (dict(blocks=0), "blocks: with 0 blocks and no output matrix"),
         (dict(heads=2, accuracy=((0.5,),)), "accuracy: 1 rows for 2 heads"),
     ],
 )

@@ -340,7 +340,7 @@ def test_what_the_hub_refuses(hub, models):
     (hub.folder / "o/lora/adapter_model.safetensors").write_bytes(b"")
     assert "o/lora: the repository has no config.json" in refused("o/lora")
     assert refused("models/absent.gguf") == "models/absent.gguf: no such file"
-    assert "no such file, and not to be had" in refused("o/none/model-Q8_0.gguf")
+    assert "no such file, and not available" in refused("o/none/model-Q8_0.gguf")
 
 
 def test_drafters_heads_and_ngrams(hub, models, capsys, tmp_path):

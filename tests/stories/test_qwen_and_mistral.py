@@ -167,7 +167,7 @@ def test_an_adapter_is_named(tmp_path):
     """A directory of PEFT has neither a config nor a whole model."""
     (tmp_path / "adapter_config.json").write_text("{}")
     save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="adapter of PEFT.*merge_and_unload"):
+    with pytest.raises(CheckpointError, match="PEFT adapter.*merge_and_unload"):
         stree_jax.load(tmp_path)
 
 

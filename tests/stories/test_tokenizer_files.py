@@ -499,10 +499,10 @@ def test_a_form_that_is_not_read(tmp_path, names, capsys):
     path = write_llama(tmp_path / "m", len(chain), chain=chain)
     for name in names:
         (path / name).write_text('{"a": 0}')
-    said = (
-        f"it has {' and '.join(names)} but no tokenizer.json, so texts cannot be read"
+    message = (
+        f"has {' and '.join(names)} but no tokenizer.json, so the model takes only"
     )
-    with pytest.warns(UserWarning, match=f"{said}.*AutoTokenizer.from_pretrained"):
+    with pytest.warns(UserWarning, match=f"{message}.*AutoTokenizer.from_pretrained"):
         assert stree_jax.load(path).tokenizer is None
     assert info(path)["tokenizer"] is False
     shutil.rmtree(path)
