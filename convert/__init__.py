@@ -177,7 +177,7 @@ class Checkpoint:
         tensors, rows = self.source.tensors, self.rows
         by_shard = sorted(rows, key=lambda row: tensors[row.sources[0]].file)
         sizes = [sum(map(self.source.nbytes, row.sources)) for row in by_shard]
-        hidden = None if progress else True  # None: tqdm shows it only on a terminal
+        hidden = None if progress else True  # None means on terminals only
         with tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar:
             for row, size in zip(by_shard, sizes, strict=True):
                 param, parts = cut_at(self.config, cut, row.path)

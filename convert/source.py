@@ -355,8 +355,8 @@ def open_source(directory: Path) -> Source:
     if is_file(directory / ADAPTER):
         raise CheckpointError(
             f"{directory / ADAPTER}: a PEFT adapter next to the weights is not "
-            "applied; merge it (merge_and_unload) and save the result, or move the file "
-            "away to load the weights without it"
+            "applied; merge it (merge_and_unload) and save the result, or move the "
+            "file away to load the weights without it"
         )
     files, weight_map = weight_files(directory)
     source = open_files(directory, files)
