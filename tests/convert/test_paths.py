@@ -1,4 +1,4 @@
-"""Where models are written: odd paths, long names, and what killed writers left."""
+"""Test paths of written models: odd paths, long names, and leftovers of killed writers."""
 
 import subprocess
 import sys
@@ -67,7 +67,9 @@ def test_odd_names_where_temporary_files_are_odd_as_well(model, tmp_path, monkey
     assert_same(stree_jax.load(tmp_path / "plain"), model)
 
 
-def test_what_cannot_be_opened_again_is_not_made(model, tmp_path, monkeypatch):
+def test_directories_that_cannot_be_opened_are_not_created(
+    model, tmp_path, monkeypatch
+):
     original = store.config_to_json
 
     def of_another(config, dtype):
@@ -96,7 +98,7 @@ def test_save_wants_a_model_and_a_path(model, tmp_path, wrong):
     assert list(tmp_path.iterdir()) == []
 
 
-# What killed writers left
+# Leftovers of killed writers
 
 WRITER = """
 import sys, time
@@ -109,7 +111,7 @@ with atomic_directory(Path(sys.argv[1])) as temporary:
 """
 
 
-def test_remains_of_the_killed_go_and_those_of_the_living_stay(source, tmp_path):
+def test_leftovers_of_killed_processes_are_removed(source, tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "dst")]
     pipe = subprocess.PIPE
     with (
@@ -128,7 +130,7 @@ def test_remains_of_the_killed_go_and_those_of_the_living_stay(source, tmp_path)
         living.kill()
 
 
-def test_only_remains_of_the_same_destination_go(source, tmp_path, capsys):
+def test_only_leftovers_of_the_same_destination_are_removed(source, tmp_path, capsys):
     others = {
         ".dst.tmp-x",
         ".dst2.tmp-abcdefgh",
@@ -148,7 +150,7 @@ def test_only_remains_of_the_same_destination_go(source, tmp_path, capsys):
 
 
 def test_without_locks_nothing_is_removed(model, tmp_path, monkeypatch):
-    """As on some network drives; what is there may be in use."""
+    """As on some network drives; existing directories may be in use."""
 
     def fail(directory):
         raise OSError("no locks")
