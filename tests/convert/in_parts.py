@@ -113,7 +113,8 @@ class Cases:
         self.tried("granite ours 8", self.same, self.ours("granite"), "float32", eight)
 
     def formats(self):
-        """Checks formats with special rows: swapped, in other shapes, in pairs, quantized."""
+        """Checks formats with special rows: swapped, in other shapes, in pairs,
+        quantized."""
         two = mesh_of(model=2)
         for name, pickled in ("attention", True), ("attention-mlp", False):
             path = self.folder / f"native-{name}"

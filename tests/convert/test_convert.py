@@ -301,7 +301,8 @@ def test_tied_head_may_be_stored(source, tmp_path, name):
 
 
 def test_info_reads_no_weights(source, tmp_path):
-    """The same values from a checkpoint, from our own format, and without any weights."""
+    """The same values from a checkpoint, from our own format, and without any
+    weights."""
     convert(source("granite"), tmp_path / "ours")
     for file in (tmp_path / "ours" / "params").rglob("*"):
         if file.is_file():

@@ -48,7 +48,8 @@ def export(model, directory, **options):
 
 
 def their_logits(directory, dtype=torch.float32):
-    """Returns the logits of transformers; asserts that all weights are present and used."""
+    """Returns the logits of transformers; asserts that all weights are present and
+    used."""
     other, report = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True
     )

@@ -96,7 +96,8 @@ def partly(config, name, value):
 
 
 def exported(config, directory):
-    """Reads an export's config with `read_config`, given its tensors' names and shapes."""
+    """Reads an export's config with `read_config`, given its tensors' names and
+    shapes."""
     values = hf_config(config, "float32")
     (directory / "config.json").write_text(json.dumps(values))
     shapes, tensors = param_shapes(config), {}

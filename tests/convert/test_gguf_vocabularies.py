@@ -23,7 +23,8 @@ PRES = ("gpt-2", "olmo", "smollm", "refact", "llama-bpe", "dbrx", "qwen2", "falc
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory):
-    """Returns a function: a vocabulary's writer -> a GGUF file of a tiny model with it."""
+    """Returns a function: a vocabulary's writer -> a GGUF file of a tiny model with
+    it."""
     root = tmp_path_factory.mktemp("vocabularies")
     GGUF_CASES["llama-tied"][1]().save_pretrained(root / "model")
 

@@ -1,4 +1,5 @@
-"""Test paths of written models: odd paths, long names, and leftovers of killed writers."""
+"""Test paths of written models: odd paths, long names, and leftovers of killed
+writers."""
 
 import subprocess
 import sys

@@ -62,7 +62,8 @@ def dequantized(source, directory, exact, dtype):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters(plain, tmp_path, name, spelling):
-    """Equal to independently computed numbers, rounded once, in both dtypes, bit for bit."""
+    """Equal to independently computed numbers, rounded once, in both dtypes, bit for
+    bit."""
     exact = write(plain(name), tmp_path / "in", spelling)
     assert sum(t.dtype == np.float64 for t in exact.values()) >= 6
     for dtype in (np.dtype(BF16), np.dtype(np.float32)):

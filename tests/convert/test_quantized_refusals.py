@@ -1,4 +1,5 @@
-"""Test that invalid quantized checkpoints raise one line with file and tensor or field."""
+"""Test that invalid quantized checkpoints raise one line with file and tensor or
+field."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Test that invalid checkpoints raise one line with file and field, and leave no files."""
+"""Test that invalid checkpoints raise one line with file and field, and leave no
+files."""
 
 import json
 import math

@@ -96,8 +96,8 @@ def test_derivatives_come_from_the_default(derivative):
 
 
 def test_inside_shard_map_with_checks():
-    """Inside a user's `shard_map` it behaves like other operations: on one device's rows
-    and on replicated weights, whose derivative is a sum over devices."""
+    """Inside a user's `shard_map` it behaves like other operations: on one device's
+    rows and on replicated weights, whose derivative is a sum over devices."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, weight = jax.P("rows"), jnp.ones((4, 3))
 

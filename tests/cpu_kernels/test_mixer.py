@@ -200,7 +200,8 @@ def test_extreme_steps_and_gates(level, monkeypatch):
 
 @each_level
 def test_results_do_not_depend_on_other_rows_and_nodes(level, monkeypatch):
-    """Bitwise equal alone and in a batch, and as the last node and as an earlier one."""
+    """Bitwise equal alone and in a batch, and as the last node and as an earlier
+    one."""
     use(monkeypatch, level)
     c = CONFIGS["norm first"]
     given = case(c, T=12, dtype="bfloat16", parents=np.stack([chain(12)] * BATCH))

@@ -119,7 +119,8 @@ STRANGE = {
 @each_level
 @pytest.mark.parametrize("strange", STRANGE)
 def test_scores_that_are_not_finite(level, strange, monkeypatch):
-    """NaN counts as larger than all numbers, as in jax.lax.top_k, and makes sums NaN."""
+    """NaN counts as larger than all numbers, as in jax.lax.top_k, and makes sums
+    NaN."""
     use(monkeypatch, level)
     scores = np.linspace(-3, 3, 19, dtype=np.float32)[None, None]
     for place, value in STRANGE[strange].items():

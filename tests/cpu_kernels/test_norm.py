@@ -34,8 +34,8 @@ def exact(x, scale, eps=EPS):
 def tolerance(d):
     """Returns the bound of the relative error.
 
-    Each operation rounds by at most 2^-24: d / 16 squares in each of sixteen sums (their
-    error is halved by the root), a root, a quotient and two products.
+    Each operation rounds by at most 2^-24: d / 16 squares in each of sixteen sums
+    (their error is halved by the root), a root, a quotient and two products.
     """
     return ((d / 16 + 6) / 2 + 5) * 2.0**-24
 

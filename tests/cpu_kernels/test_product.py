@@ -205,7 +205,8 @@ def test_nan_stays_in_its_row(level, monkeypatch):
 
 @each_level
 def test_rows_are_rounded_to_the_nearest_bfloat16(level, monkeypatch):
-    """Ties go to even, large numbers to infinity; the largest finite one stays finite."""
+    """Ties go to even, large numbers to infinity; the largest finite one stays
+    finite."""
     use(monkeypatch, level)
     bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7F0000, 0x7F7FFFFF]
     x = np.array(bits, np.uint32).view(np.float32)[:, None]

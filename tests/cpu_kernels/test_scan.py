@@ -86,7 +86,8 @@ def test_any_partial_order_matches_the_definition():
 
 @each_level
 def test_results_do_not_depend_on_other_rows_and_nodes(level, monkeypatch):
-    """Bitwise equal alone and in a batch, and as the last node and as an earlier one."""
+    """Bitwise equal alone and in a batch, and as the last node and as an earlier
+    one."""
     use(monkeypatch, level)
     shape = Shape(3, 12, 4, 2, 7, 19)
     args, _ = case(shape, parents=np.broadcast_to(binary(12), (3, 12)))

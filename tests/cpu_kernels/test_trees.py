@@ -1,5 +1,5 @@
-"""Test that the bookkeeping of trees in C++ matches that in JAX: integers are equal, and
-values agree up to float32 rounding."""
+"""Test that the bookkeeping of trees in C++ matches that in JAX: integers are equal,
+and values agree up to float32 rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -254,8 +254,8 @@ def likely_draft(rng, size, scores):
 
 @pytest.mark.parametrize(("size", "vocabulary"), [(1, 131), (2, 16), (9, 1), (24, 15)])
 def test_greedy_paths(size, vocabulary, rng, both):
-    """With equal scores, with minus infinity, without rows past a count, and with scores
-    of tokens that only pad the vocabulary."""
+    """With equal scores, with minus infinity, without rows past a count, and with
+    scores of tokens that only pad the vocabulary."""
     scores = rng.standard_normal((4, size, vocabulary + 3)).round(1).astype(np.float32)
     scores[..., vocabulary:] = 99.0
     scores[1, :, ::2] = -np.inf

@@ -1,4 +1,5 @@
-"""Test a tiny hybrid model: trees against chains, and commits against token by token."""
+"""Test a tiny hybrid model: trees against chains, and commits against token by
+token."""
 
 from functools import cache, partial
 
@@ -86,7 +87,8 @@ class Runner:
         return tree_nodes(jnp.asarray(parents), self.config.conv_taps)
 
     def feed(self, state, rows_of_tokens):
-        """Feeds each row its own tokens; returns the last valid hidden state of each."""
+        """Feeds each row its own tokens; returns the last valid hidden state of
+        each."""
         tokens = np.zeros((BATCH, T), np.int32)
         for b, row in enumerate(rows_of_tokens):
             tokens[b, : len(row)] = row

@@ -55,7 +55,8 @@ all_ops = pytest.mark.parametrize("name", OPS)
 
 
 def called(op, **options):
-    """Returns the operation with its static arguments bound, and the other arguments."""
+    """Returns the operation with its static arguments bound, and the other
+    arguments."""
     function, _, make = OPS[op]
     args = make()
     if op == "tree_attention":

@@ -49,7 +49,8 @@ class Shape(NamedTuple):
 
 
 def interpreter():
-    """Returns the interpreter's parameters (private before jax 0.11) with race detection."""
+    """Returns the interpreter's parameters (private before jax 0.11) with race
+    detection."""
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(detect_races=True)
     params = importlib.import_module(INTERPRETER + "params")

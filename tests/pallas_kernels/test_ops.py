@@ -167,7 +167,8 @@ def test_tree_scan_keeps_accuracy_down_a_long_chain():
 
 @pytest.mark.parametrize("strong", [0.0, -5.0, -80.0, -5000.0])
 def test_tree_scan_keeps_accuracy_past_strong_decays(strong):
-    """Strong decays of a few tokens must not reduce the accuracy of later small ones."""
+    """Strong decays of a few tokens must not reduce the accuracy of later small
+    ones."""
     T = 64
     rng = np.random.default_rng(0)
     x, dt, _, B, C, D, h0 = scan_inputs(rng, Shape(1, T, 1, 1, 4, 8))
@@ -463,7 +464,8 @@ def test_tree_attention_of_a_bfloat16_cache():
 
 
 def test_tree_attention_over_several_blocks():
-    """The last block of a cache begins earlier; whole blocks give bitwise equal results."""
+    """The last block of a cache begins earlier; whole blocks give bitwise equal
+    results."""
     rng = np.random.default_rng(2)
     *arrays, _ = attention_inputs(rng, S=512)
     length = np.array([290, 129], np.int32)

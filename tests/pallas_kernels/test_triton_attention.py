@@ -221,7 +221,8 @@ def test_vmap():
 
 
 def test_while_loop():
-    """The output of each step is the query of the next, with one more committed token."""
+    """The output of each step is the query of the next, with one more committed
+    token."""
     rng = np.random.default_rng(7)
     q, *arrays = draw(rng, CASE)
     length, mask = jnp.array([0, 30], jnp.int32), jnp.asarray(masks(rng, CASE))
@@ -254,7 +255,8 @@ def a_gpu():
 
 
 def abstract(case: Case, dtype):
-    """Returns (q, k, v, k_cache, v_cache, length, mask) without values; q in float32."""
+    """Returns (q, k, v, k_cache, v_cache, length, mask) without values; q in
+    float32."""
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(case)]
     arrays[0] = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
     length = jax.ShapeDtypeStruct((case.batch,), jnp.int32)

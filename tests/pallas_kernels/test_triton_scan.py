@@ -130,7 +130,8 @@ def test_weights_are_masked_before_exp(tree):
 
 @pytest.mark.parametrize("strong", [0.0, -5.0, -80.0, -5000.0])
 def test_keeps_accuracy_past_strong_decays(strong):
-    """Strong decays of a few tokens must not reduce the accuracy of later small ones."""
+    """Strong decays of a few tokens must not reduce the accuracy of later small
+    ones."""
     rng = np.random.default_rng(0)
     shape = Shape(1, 64, 1, 1, 16, 16)
     x, dt, a, B, C, D, h0 = scan_inputs(rng, shape)
