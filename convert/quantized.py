@@ -171,7 +171,7 @@ def logical(source: Source, files: CheckpointFiles) -> Source:
     }
     if both := tensors.keys() & quantized.keys():
         name = min(both)
-        raise CheckpointError(f"{tensors[name].file}: {name}: is there twice")
+        raise CheckpointError(f"{tensors[name].file}: {name}: occurs twice")
     for name, q in quantized.items():
         info = q.parts["weight"][1]
         tensors[name] = TensorInfo(info.file, q.scheme.matrix(info.shape), "bfloat16")

@@ -254,7 +254,7 @@ def _read_bytes(name: str, info: TensorInfo) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{info.file}: {name}: {error}") from error
     if read.size != count:
-        raise CheckpointError(f"{info.file}: {name}: the file ends before it does")
+        raise CheckpointError(f"{info.file}: {name}: the file is truncated")
     return read.reshape(info.shape)
 
 
@@ -400,7 +400,7 @@ def open_files(directory: Path, files: Sequence[Path]) -> Source:
         else:
             found = _safetensors_header(file)
         if repeated := tensors.keys() & found.keys():
-            raise CheckpointError(f"{file}: {min(repeated)} is in another shard too")
+            raise CheckpointError(f"{file}: {min(repeated)} is also in another shard")
         tensors |= found
     return Source(directory, tensors, opened)
 

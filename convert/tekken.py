@@ -39,7 +39,7 @@ def read_tekken(file: Path, special: SpecialTokens) -> "Tokenizer | None":
     config = fields.object("config")
     pattern = config.get("pattern")
     if not isinstance(pattern, str):
-        raise config.wants("pattern", "a text", pattern)
+        raise config.wants("pattern", "a string", pattern)
     # The special tokens of the oldest files are only in Mistral's library.
     if fields.get("special_tokens", None) is None:
         return None
@@ -74,7 +74,7 @@ def _special_names(fields: ConfigFields) -> list[str]:
     texts = [names.get(str(rank)) for rank in range(len(entries))]
     found = [t for t in texts if isinstance(t, str) and t.isprintable()]
     if len(found) != len(entries):
-        raise fields.error("special_tokens", "want a text for each rank from 0 on")
+        raise fields.error("special_tokens", "want a string for each rank from 0 on")
     return found
 
 

@@ -158,7 +158,7 @@ def layers_field(source: ConfigFields, kinds: Mapping[str, str], *names: str) ->
             raise source.wants(name, "a list of layer types or a pattern", plan)
         plans.append(named_layers(source, name, kinds, plan))
         if plans[-1] != plans[0]:
-            raise source.error(name, f"lists other layers than {found[0]}; want one")
+            raise source.error(name, f"does not list the same layers as {found[0]}")
     return found[0] if found else names[0]
 
 

@@ -138,5 +138,5 @@ def _bytes(file: Path, name: str, start: int, count: int) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: {name}: {error}") from error
     if read.size != count:
-        raise CheckpointError(f"{file}: {name}: the file ends before it does")
+        raise CheckpointError(f"{file}: {name}: the file is truncated")
     return read

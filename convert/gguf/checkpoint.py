@@ -93,7 +93,7 @@ def _tensors(header: Header) -> dict[str, TensorInfo]:
         if name.endswith(".ffn_norm"):  # the name in Falcon-H1 files
             name += ".weight"
         if name in found:
-            raise CheckpointError(f"{header.file}: {name}: is there twice")
+            raise CheckpointError(f"{header.file}: {name}: occurs twice")
         dtype = NAMES.get(t.kind.name, QUANTIZED)
         found[name] = TensorInfo(t.file, t.shape, dtype, t.start, t.kind)
     name = f"{EMBEDDING}.weight"

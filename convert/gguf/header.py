@@ -90,7 +90,7 @@ class _Cursor:
             return
         if self.end < self.size:
             raise self.error(f"{what}: the header has more than {MAX_HEADER} bytes")
-        raise self.error(f"{what}: the file ends before it does")
+        raise self.error(f"{what}: the file is truncated")
 
     def number(self, what: str, dtype: str = "<u8") -> Any:
         kind = np.dtype(dtype)
@@ -184,7 +184,7 @@ def read_header(file: Path) -> Header:
             raise CheckpointError(f"{path}: this shard is missing")
         found = read_one(path).tensors
         if repeated := tensors.keys() & found.keys():
-            raise CheckpointError(f"{path}: {min(repeated)} is in another shard too")
+            raise CheckpointError(f"{path}: {min(repeated)} is also in another shard")
         tensors |= found
     return Header(file, header.values, tensors)
 
@@ -213,7 +213,7 @@ def _parse(cursor: _Cursor) -> Header:
     for i in range(pairs):
         key = cursor.text(f"key {i}")
         if key in values:
-            raise cursor.error(f"{key!r}: is there twice")
+            raise cursor.error(f"{key!r}: occurs twice")
         values[key] = cursor.value(key)
     return Header(
         cursor.file, values, _tensors(cursor, tensors, _alignment(cursor, values))
@@ -235,7 +235,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
     for i in range(count):
         name = cursor.text(f"name of tensor {i}")
         if name in names:
-            raise cursor.error(f"tensor {name!r} is there twice")
+            raise cursor.error(f"tensor {name!r} occurs twice")
         names.add(name)
         shape, kind = _shape(cursor, name)
         read.append((cursor.number(name), name, shape, kind))
@@ -251,7 +251,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
             raise cursor.error(f"{name}: begins within {last}")
         free, last = start + kind.nbytes(math.prod(shape)), name
         if free > cursor.size:
-            raise cursor.error(f"{name}: the file ends before it does")
+            raise cursor.error(f"{name}: the file is truncated")
         found[name] = Stored(cursor.file, without_ones(shape), kind, start)
     return {name: found[name] for _, name, _, _ in read}
 

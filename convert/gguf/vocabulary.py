@@ -173,7 +173,7 @@ def settings(header: Header) -> dict[str, Any]:
             found[f"{name}_token"] = _tokens(fields)[number]
     if (template := header.values.get(TEMPLATE)) is not None:
         if not isinstance(template, str):
-            raise CheckpointError(f"{header.file}: {TEMPLATE}: want a text")
+            raise CheckpointError(f"{header.file}: {TEMPLATE}: want a string")
         found["chat_template"] = template
     return found
 
@@ -202,7 +202,7 @@ def _fields(header: Header) -> ConfigFields:
 def _text(fields: ConfigFields, name: str, default: str) -> str:
     value = fields.get(name, default)
     if not isinstance(value, str):
-        raise fields.wants(name, "a text", value)
+        raise fields.wants(name, "a string", value)
     return value
 
 

@@ -100,7 +100,7 @@ def test_wrong_shapes_raise(rng):
         (3, T, HEADS, WIDTH),
     ):
         rows = numbers(rng, jnp.float32, *shape)
-        with pytest.raises(Exception, match="as many heads as the caches"):
+        with pytest.raises(Exception, match="heads and head size of the caches"):
             jax.jit(append_both)(
                 (cache,) * 2, (rows,) * 2, path, start.astype(jnp.int32)
             )

@@ -465,8 +465,8 @@ def test_tekken(tmp_path, config):
         (dict(vocab=[{"token_bytes": "?"}]), "vocab.0.token_bytes: want base64"),
         (dict(vocab=[{"token_bytes": ""}]), "vocab.0.token_bytes: 0 bytes"),
         (dict(vocab={}), "vocab: want a list of objects"),
-        (dict(special_tokens=[{"rank": 1}]), "want a text for each rank"),
-        (dict(special_tokens=[{"rank": [], "token_str": "x"}]), "want a text for each"),
+        (dict(special_tokens=[{"rank": 1}]), "want a string for each rank"),
+        (dict(special_tokens=[{"rank": [], "token_str": "x"}]), "want a string for"),
     ],
 )
 def test_malformed_tekken(tmp_path, change, said):
