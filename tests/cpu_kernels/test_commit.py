@@ -105,7 +105,7 @@ def test_wrong_shapes_raise(rng):
                 (cache,) * 2, (rows,) * 2, path, start.astype(jnp.int32)
             )
     window0, u = (numbers(rng, jnp.float32, 2, n, CHANNELS) for n in (3, T))
-    with pytest.raises(Exception, match="inputs as they are in the window"):
+    with pytest.raises(Exception, match="the window's dtype and channels"):
         jax.jit(commit_window)(window0, u[:, :, 1:], path, path[:, 0])
-    with pytest.raises(Exception, match="inputs as they are in the window"):
+    with pytest.raises(Exception, match="the window's dtype and channels"):
         jax.jit(commit_window)(window0, u, path[:1], path[:1, 0])

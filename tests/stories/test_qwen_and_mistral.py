@@ -159,7 +159,7 @@ def test_mistrals_own_format_alone(tmp_path, config):
         (directory / "config.json").unlink()
     with pytest.raises(CheckpointError) as refused:
         stree_jax.load(directory)
-    assert "Mistral's own format" in str(refused.value)
+    assert "formats of Mistral and Meta" in str(refused.value)
     assert "model.safetensors" in str(refused.value)
 
 
